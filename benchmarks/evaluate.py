@@ -77,7 +77,7 @@ def measure(name: str, results: record.Record, args: argparse.Namespace) -> None
     tokenizer = AutoTokenizer.from_pretrained(args.model if Path(args.model).is_dir() else TINY_MODEL, padding_side="left")
     model: Any = build(ModelSpec(args.model, dtype, device, args.layers))
     model.generation_config.max_new_tokens = None
-    options = dict(max_num_seqs=args.batch, max_model_len=args.examples + args.new_tokens + 64)
+    options: dict[str, Any] = dict(max_num_seqs=args.batch, max_model_len=args.examples + args.new_tokens + 64)
 
     def hflm(of: Any) -> HFLM:
         return HFLM(of, tokenizer=tokenizer, backend="causal", batch_size=args.batch)
@@ -86,7 +86,7 @@ def measure(name: str, results: record.Record, args: argparse.Namespace) -> None
         ways: dict[str, Callable[[], Any]] = {
             "QuireLM": lambda: QuireLM(model, tokenizer, **options),
             "HFLM": lambda: hflm(model),
-            "HFLM-paged": lambda: hflm(quire.paged(model, **options)),
+            "HFLM-paged": lambda: hflm(quire.paged(model, gpu_memory_utilization=0.5, **options)),
             "VLLM": lambda: vllm(model, tokenizer, folder, options["max_model_len"], args.batch)}
         lm = ways[name]()
     for kind, instances in requests(args, tokenizer).items():

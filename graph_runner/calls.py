@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from quire.graph_runner.admission import QueueFull
 from quire.graph_runner.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from quire.graph_runner.engine_lock import EngineLock, locked
+from quire.graph_runner.lockstep import held_here
 from quire.graph_runner.prompts import Prompt, as_prompts, chat_prompt, each_of, pairs_of, token_ids_of
 from quire.graph_runner.request import Ask, Limits, RequestOptions, RequestOutput, StreamEvent
 from quire.graph_runner.sampling_params import SamplingParams
@@ -139,7 +140,12 @@ class EngineCalls:
             left = len(ids)
             while left:
                 while not inbox:
+                    before = self.scheduler.num_steps
                     self._step()
+                    if not inbox and not self.scheduler.running and self.scheduler.num_steps == before and held_here(self):
+                        raise RuntimeError("a processor or criterion of generate() runs requests on the same engine, and its "
+                                           "own call holds the slots or pages that they need. Give it an engine of its own, "
+                                           "or raise max_num_seqs and num_pages")
                 event = inbox.popleft()
                 left -= event.finished
                 if event.output.error is not None:

@@ -113,6 +113,9 @@ class Manager:
         if config.do_sample and config.top_k is None:
             config.top_k = 0  # generate's 50 is not continuous batching's
         unlimited = config.max_new_tokens is None
+        if unlimited and config.max_length is not None:
+            logger.warning("max_length=%s has no effect in continuous batching, as in transformers; set max_new_tokens",
+                           config.max_length)
         config.max_new_tokens = 1 if unlimited else config.max_new_tokens
         params, refused = from_generation_config(config, 0)
         if params.stop:
@@ -231,6 +234,8 @@ class Manager:
         from transformers.generation.continuous_batching.requests import GenerationOutput
 
         params = self._of_request(max_new_tokens, eos_token_id, logit_processor_kwargs)
+        if isinstance(input_ids, str):
+            raise TypeError(f"add_request and generate_batch take token ids, got the text {input_ids[:40]!r}; tokenize it")
         engine, prompt = self._get_engine(), [int(token) for token in input_ids]
         with self._changed:
             if self._stop:  # nothing would run it
@@ -310,16 +315,18 @@ class Manager:
                 result = event.output
                 if output.status == RequestStatus.PENDING:
                     output.status, output.lifespan = RequestStatus.DECODING, (now, -1)
-                output.generated_tokens = list(result.token_ids)
+                output.generated_tokens += result.token_ids[len(output.generated_tokens) :]  # what is new: an event is a token
                 if result.logprobs is not None:
-                    output.logprobs = [next(iter(of.values())).logprob for of in result.logprobs]
+                    output.logprobs += [next(iter(of.values())).logprob for of in result.logprobs[len(output.logprobs) :]]
                 if output.timestamps is not None:
                     output.timestamps += [now] * (len(result.token_ids) - len(output.timestamps))
                 if event.finished:
                     cancelled = "the request was cancelled" if result.finish_reason == "abort" else None
                     self._end(event.index, output, result.error or cancelled)
                 elif streaming:
-                    self._put(copy.copy(output))
+                    self._put(dataclasses.replace(  # with lists that do not grow
+                        output, generated_tokens=list(output.generated_tokens), logprobs=list(output.logprobs),
+                        timestamps=None if output.timestamps is None else list(output.timestamps)))
             self._changed.notify_all()
 
     def _end(self, number: int, output: Any, error: str | None) -> None:

@@ -15,7 +15,7 @@ import itertools
 import os.path
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,10 +38,16 @@ class _Turn:
     """Two calls that each hold half of the pages would wait for each other: one call at a time per engine."""
 
     def __init__(self) -> None:
-        self.lock, self.held = threading.RLock(), False
+        self.lock, self.held, self.thread = threading.RLock(), False, 0
 
 
 _turns: weakref.WeakKeyDictionary[Engine, _Turn] = weakref.WeakKeyDictionary()
+
+
+def held_here(engine: Any) -> bool:
+    """Whether this thread is inside a call that advances in lockstep: its processor or criterion runs."""
+    turn = _turns.get(engine)
+    return turn is not None and turn.held and turn.thread == threading.get_ident()
 
 
 class Rows:
@@ -96,7 +102,7 @@ class Rows:
                 raise DoesNotFit("it was called from a processor or a criterion of another call of generate on this engine")
             while not self._take_slots():
                 self.engine._step()  # until other requests have ended
-            self._turn.held = True
+            self._turn.held, self._turn.thread = True, threading.get_ident()
         except BaseException:
             self._turn.lock.release()
             raise
@@ -167,6 +173,23 @@ class Rows:
                 self.engine._step()
         return torch.stack([found[row.request_id] for row in self.requests])
 
+    def every_logits(self, take: Callable[[int, int, torch.Tensor], None], most: int) -> None:
+        """The logits at every token of rows with different prompts: ``take`` gets the index of a row, the position of a token,
+        and (n, V) for n tokens from there on, which the next step overwrites. ``most``: tokens per step."""
+        while any(row.num_uncomputed for row in self.requests):
+            with self.engine.lock.hold():
+                self._follow(everything=False)
+                batch = self._schedule(most, scored=True)
+                logits = self._runner.logits_of(batch)
+                at = len(batch.rows)
+                for i, (row, start, count, _, scored) in enumerate(batch.rows):
+                    index = self.requests.index(row)
+                    take(index, start, logits[at : at + scored])
+                    take(index, start + scored, logits[i : i + 1])
+                    row.num_computed, at = start + count, at + scored
+            if self.engine.requests:
+                self.engine._step()
+
     def _awaited(self, group: slice) -> int | None:
         """How many tokens the rows of the group have in common, if the first row computes them for all; None: it has."""
         rows = self.requests[group]
@@ -208,9 +231,10 @@ class Rows:
             row.num_computed, row.pages, row.window_pages, row.window_behind = 0, [], [], 0
         return True
 
-    def _schedule(self) -> ScheduledBatch:
-        """A step of new tokens, with pages for them, if need be those of the engine's other requests."""
-        scheduler, scheduled, budget = self.engine.scheduler, [], self._budget
+    def _schedule(self, most: int | None = None, scored: bool = False) -> ScheduledBatch:
+        """A step of new tokens, with pages for them, if need be those of the engine's other requests. ``most``: how many.
+        ``scored``: with logits for each of them."""
+        scheduler, scheduled, budget = self.engine.scheduler, [], min(self._budget, most or self._budget)
         for row in self.requests:
             if scheduler.set_length_kind(row):  # all keys are others; pages behind windows are gone
                 scheduler.give_back(row)
@@ -226,9 +250,11 @@ class Rows:
                     self._extend(row, missing)
                 if count:
                     budget -= count
-                    scheduled.append(ScheduledRow(row, row.num_computed, count, False))
+                    row.num_scored = row.num_computed + count
+                    scheduled.append(ScheduledRow(row, row.num_computed, count, False, count - 1 if scored else 0))
         scheduled.sort(key=lambda r: r.num_new > 1)  # decode rows come first
-        return ScheduledBatch(scheduled, sum(r.num_new for r in scheduled), sum(r.num_new == 1 for r in scheduled))
+        return ScheduledBatch(scheduled, sum(r.num_new for r in scheduled), sum(r.num_new == 1 for r in scheduled),
+                              sum(r.num_scored for r in scheduled))
 
     def _extend(self, row: Request, count: int) -> None:
         """More pages for the row, if need be those of the engine's other requests."""
@@ -287,4 +313,4 @@ def output_dict(sequences: Any, scores: Any = None, logits: Any = None) -> Any:
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)
 
 
-__all__ = ["DoesNotFit", "Rows", "output_dict", "sample"]
+__all__ = ["DoesNotFit", "Rows", "held_here", "output_dict", "sample"]

@@ -91,7 +91,7 @@ def _decoded(request: Request, found: dict[int, Logprob]) -> dict[int, Logprob]:
 
 @dataclass
 class StepLogprobs:
-    """Results of a launched step, on their way to the host. Each tensor is read after the step is done."""
+    """Results of a launched step, on their way to the host (normalizers stay). Each tensor is read after the step is done."""
 
     batch: ScheduledBatch
     tokens: torch.Tensor
@@ -154,14 +154,15 @@ def step_logprobs(batch: ScheduledBatch, logits: torch.Tensor, tokens: torch.Ten
             if sampled.threshold is not None:
                 threshold = torch.where(on[:, 0], sampled.threshold, float("-inf"))
         of_token = token_logprobs(own, tokens, temperature, threshold)
-        found.sampled = TokenLogprobs(*(to_host(t) for t in of_token))
+        found.sampled = of_token._replace(logprobs=to_host(of_token.logprobs), ranks=to_host(of_token.ranks))
         asks = [(i, p.logprobs or 0, p.logprob_token_ids) for i in wanting for p in (batch.rows[i].request.params,)]
         found.sampled_more = _more(asks, own, temperature, of_token.normalizers, threshold, to_host)
     if scored is not None:
         own = logits[len(tokens) :]
         ones = torch.ones(len(own), device=logits.device)
         of_token = token_logprobs(own, scored.targets, ones)
-        found.scored, found.scored_targets = TokenLogprobs(*(to_host(t) for t in of_token)), to_host(scored.targets)
+        found.scored = of_token._replace(logprobs=to_host(of_token.logprobs), ranks=to_host(of_token.ranks))
+        found.scored_targets = to_host(scored.targets)
         asks, at = [], 0
         for row in batch.rows[:rows]:
             p = row.request.params

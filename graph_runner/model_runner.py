@@ -412,10 +412,11 @@ class ModelRunner:
     @torch.inference_mode(False)
     @torch.no_grad()
     def logits_of(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Run a step whose rows sample nothing. (rows, V): logits of each row's last token, valid until the next step."""
+        """Run a step whose rows sample nothing. (rows + N, V): logits of each row's last token, then of N scored prompt tokens,
+        valid until the next step."""
         logits = self.forward(self.stage(batch, self.bucket_for(batch)))[0]
         self.buffers.commit()
-        return logits[: len(batch.rows)]
+        return logits[: len(batch.rows) + batch.num_scored]
 
     def close(self) -> None:
         """Free graphs and cache, and restore the model."""

@@ -25,6 +25,10 @@ class OnInstance:
         """See ``OwnCopies``; of what stands for ``generate``."""
         raise NotImplementedError
 
+    def forward_logits(self, given: dict[str, Any], own_forward: Any) -> torch.Tensor | None:
+        """The logits of a call of the forward, from what stands for ``generate``; None if they are not to be had from it."""
+        raise NotImplementedError
+
     def of(self, model: torch.nn.Module) -> OnInstance:
         """The same for another model."""
         made = copy.copy(self)

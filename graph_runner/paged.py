@@ -1,9 +1,10 @@
 """``quire.paged``: one line on a Hugging Face model, or a decorator on a forward.
 
-On a model: ``model.generate`` runs on an engine, and the rest of the model stays as it is. A call whose tokens follow from
-sampling parameters alone is a batch of requests; one with processors or criteria of transformers, or with beams, advances in
-lockstep (``lockstep.py``). Calls that the engine cannot honour (assistants, embeddings as input, methods of the model's own,
-...) go to the model's own ``generate``, with one warning per reason. docs/generation.md lists every argument.
+On a model: ``model.generate`` runs on an engine, and the rest of the model stays as it is (lm-eval's log-likelihoods come from
+the engine too: ``whole_logits.py``). A call whose tokens follow from sampling parameters alone is a batch of requests; one with
+processors or criteria of transformers, or with beams, advances in lockstep (``lockstep.py``). Calls that the engine cannot
+honour (assistants, embeddings as input, methods of the model's own, ...) go to the model's own ``generate``, with one warning
+per reason. docs/generation.md lists every argument.
 
 On a forward: inside ``quire.step`` it is traced, lowered to paged attention and compiled; outside it is the plain forward.
 """
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.step import current_step
 from quire.graph_runner import lockstep
 from quire.graph_runner.beams import beam_search
@@ -31,6 +33,7 @@ from quire.graph_runner.engine import Engine
 from quire.graph_runner.hf_generate import Job, own_method, prompts_of, understand
 from quire.graph_runner.on_instance import SAMPLING, OnInstance, OwnCopies, restore_attribute, set_own_copies
 from quire.graph_runner.paged_forward import PagedForward
+from quire.graph_runner.whole_logits import difference, limits_of, whole_logits
 from quire.passes.backend import QuireBackend
 from quire.passes.capture.errors import unwrapped
 from quire.passes.fx import with_own_code
@@ -114,11 +117,12 @@ class PagedGenerate(OnInstance):
     """``model.generate`` after ``quire.paged``. Callable like transformers' own."""
 
     def __init__(self, model: torch.nn.Module, options: dict[str, Any]) -> None:
-        self.model, self._options = model, options
+        self.model, self._asked, self._options = model, options, options  # of quire.paged, and of the engine now
         self._original = model.__dict__.get("generate")
         self._engine: Engine | None = None
         self.warned: set[str] = set()
         self._making = threading.RLock()  # threads that share the model share its engine
+        self._unserved: str | None = None  # why no engine can be made of the model
         self._class_generate: Callable[..., Any] = getattr(type(model), "generate")  # noqa: B009
         functools.update_wrapper(self, self._class_generate)
 
@@ -149,10 +153,10 @@ class PagedGenerate(OnInstance):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling and copying: without the engine, which a copy makes for itself."""
-        return {name: self.__dict__[name] for name in ("model", "_options", "_original", "warned")}
+        return {name: self.__dict__[name] for name in ("model", "_asked", "_options", "_original", "warned")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _engine=None, warned=set(state["warned"]), _making=threading.RLock(),
+        self.__dict__.update(state, _engine=None, _unserved=None, warned=set(state["warned"]), _making=threading.RLock(),
                              _class_generate=type(state["model"]).generate)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -234,8 +238,12 @@ class PagedGenerate(OnInstance):
         generation_config = generation_config or self.model.generation_config
         config = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
         config = config if config is not None else ContinuousBatchingConfig()
-        options = self._options | engine_options(config)
-        EngineConfig.of({k: v for k, v in options.items() if k != "tokenizer"})
+        asked = engine_options(config)
+        options = self._asked | asked
+        try:
+            EngineConfig.of({k: v for k, v in options.items() if k != "tokenizer"})
+        except ValueError as error:
+            raise ValueError(f"the continuous_batching_config makes {asked} of the engine's options: {error}") from error
         with self._making:
             if options != self._options:
                 if self._engine is not None and self._engine.requests:
@@ -246,6 +254,23 @@ class PagedGenerate(OnInstance):
                     self._engine = None
                 self._options = options
         return Manager(lambda: self.engine, generation_config, config)
+
+    def forward_logits(self, given: dict[str, Any], own_forward: Any) -> torch.Tensor | None:
+        """The logits (B, L, V) of a call of the forward that reads nothing else; None, with a warning, if an engine might not
+        give the same (``whole_logits.py``)."""
+        why = difference(self.model, given, own_forward) or self._unserved
+        if why is None:
+            try:
+                ids, engine = given["input_ids"], self.engine
+            except (RuntimeError, ValueError) as error:  # the plain forward needs none
+                why = self._unserved = str(error)
+        if why is None and (why := limits_of(engine, ids)) is None:
+            try:
+                return whole_logits(engine, ids)
+            except (lockstep.DoesNotFit, UnsupportedAttention) as error:
+                why = str(error)
+        self._warn(f"lm-eval's log-likelihoods run on transformers' own code, not paged, because {why}", 7)
+        return None
 
     def _run(self, job: Job) -> Any:
         ids, params, streamer = job.ids, job.params, job.streamer

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from quire.attn_ops.composite import attention_name
 from quire.attn_ops.step import current_step
 from quire.graph_runner.model_guard import ModelGuard
 from quire.graph_runner.on_instance import OnInstance, restore_attribute
+from quire.graph_runner.whole_logits import reads_logits_alone
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
 from quire.passes.capture.paged_model import prove_uncompiled
@@ -59,14 +61,35 @@ class PagedForward(OnInstance):
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.original or functools.partial(type(self.model).forward, self.model))
 
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, without those that are None. Raises TypeError if they do not fit."""
+        given = self.__signature__.bind_partial(*args, **kwargs).arguments
+        more = given.pop("kwargs", {})
+        return {name: x for name, x in (given | more).items() if x is not None}
+
+    def _logits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        generate = vars(self.model).get("generate")
+        if not isinstance(generate, OnInstance):
+            return None
+        try:
+            given = self._given(args, kwargs)
+        except TypeError:  # which the forward raises
+            return None
+        return generate.forward_logits(given, self.original)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        step = None if torch.compiler.is_compiling() else current_step()
+        if torch.compiler.is_compiling():
+            return self._plain(*args, **kwargs)
+        step = current_step()
+        if step is None and reads_logits_alone(sys._getframe(1)) and (logits := self._logits(args, kwargs)) is not None:
+            from transformers.modeling_outputs import CausalLMOutputWithPast
+
+            return CausalLMOutputWithPast(logits=logits)
         if step is None or not uses_interface(self.model):
             return self._plain(*args, **kwargs)
         check_config(self.model.config)
-        given = self.__signature__.bind_partial(*args, **kwargs).arguments
-        given |= given.get("kwargs", {})
-        masks = [name for name, x in given.items() if x is not None and ("mask" in name or name.endswith("token_type_ids"))]
+        given = self._given(args, kwargs)
+        masks = [name for name in given if ("mask" in name or name.endswith("token_type_ids"))]
         if masks:  # by token_type_ids, image tokens see each other
             raise UnsupportedAttention(f"{masks[0]} in a paged step: the batch is ragged, so pass no masks, nothing that masks "
                                        "are made of, and no padding")

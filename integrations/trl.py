@@ -7,6 +7,7 @@ probabilities. TRL itself is not imported here.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -38,7 +39,12 @@ def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
     more = args.generation_kwargs or {}
     if own := sorted(more.keys() & {"n", "seed", "logprobs", "logprobs_mode"}):
         raise ValueError(f"rollout_func sets {', '.join(own)} itself; leave it out of generation_kwargs")
+    if unknown := sorted(more.keys() - {option.name for option in fields(SamplingParams)}):
+        raise TypeError(f"generation_kwargs of rollout_func are options of quire.SamplingParams, which has no "
+                        f"{', '.join(unknown)}")
     tokenizer = trainer.processing_class
+    if engine.tokenizer is None:
+        engine.tokenizer = tokenizer  # for stop strings
     template = getattr(args, "chat_template_kwargs", None) or {}
     ids = [tokenizer(text=prompt)["input_ids"] if isinstance(prompt, str) else tokenizer.apply_chat_template(
         prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **template)["input_ids"] for prompt in prompts]

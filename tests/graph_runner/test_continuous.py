@@ -62,8 +62,9 @@ def test_generate_batch(model, ids) -> None:
 
 
 def test_results_as_they_come(manager, ids) -> None:
-    streamed = manager.add_request(ids[0], streaming=True)
-    assert [len(o.generated_tokens) for o in manager.request_id_iter(streamed)] == list(range(1, 10))
+    streamed = manager.add_request(ids[0], streaming=True, record_timestamps=True)
+    found = list(manager.request_id_iter(streamed))  # what was given out does not grow
+    assert [len(o.generated_tokens) for o in found] == [len(o.timestamps) for o in found] == list(range(1, 10))
     many = manager.add_requests(ids[:3], max_new_tokens=2)
     assert {manager.get_result(timeout=20).request_id for _ in many} == set(many)
     named = manager.add_request(ids[1], request_id="mine")
@@ -156,16 +157,32 @@ def test_repetition_penalty(model, ids) -> None:
     ({}, dict(scheduler_type="prefill_first"), "quire has no scheduler_type='prefill_first'; leave them at their defaults"),
     ({}, dict(cpu_offload_space=1.0, safety_margin=0.2), "quire has no safety_margin=0.2, cpu_offload_space=1.0"),
     ({}, dict(page_size=0), "page_size must be at least 1"),
+    ({}, dict(num_blocks=0), r"makes \{'num_pages': 1\} of the engine's options: num_pages must be at least 2"),
 ])
 def test_what_quire_does_not_have_is_named(generation, config, message, model, ids) -> None:
     with pytest.raises(ValueError, match=message):
         model.generate_batch(ids[:1], GenerationConfig(**GREEDY, **generation), ContinuousBatchingConfig(**config))
 
 
-def test_what_has_no_effect_is_logged(caplog) -> None:
+def test_a_config_is_of_its_call(model, ids) -> None:
+    """A pool of four pages that one call asked for must not refuse the prompts of the next."""
+    few = model.generate_batch(ids[:1], GenerationConfig(**GREEDY), ContinuousBatchingConfig(num_blocks=4))
+    assert len(few["req_0"].generated_tokens) == 9 and model.generate.engine.config.num_pages == 5
+    assert model.generate_batch([[5] * 100], GenerationConfig(**GREEDY))["req_0"].error is None
+    assert model.generate.engine.config.num_pages == 80
+
+
+def test_text_is_not_taken_for_tokens(manager, caplog) -> None:
+    with pytest.raises(TypeError, match="take token ids, got the text 'Once'; tokenize it"):
+        manager.add_request("Once")
+
+
+def test_what_has_no_effect_is_logged(model, caplog) -> None:
     """Accepted in silence, a limit of pages per request would be taken for one."""
     assert engine_options(ContinuousBatchingConfig(max_blocks_per_request=3)) == {}
     assert "max_blocks_per_request=3 has no effect" in caplog.text
+    model.init_continuous_batching(GenerationConfig(max_length=10))
+    assert "max_length=10 has no effect in continuous batching, as in transformers; set max_new_tokens" in caplog.text
     caplog.clear()
     assert engine_options(ContinuousBatchingConfig(page_size=8)) == {"page_size": 8} and not caplog.text
 

@@ -387,3 +387,24 @@ def test_generate_is_paged_where_a_forward_passes_its_inputs_on(model: Any, recw
     assert all(torch.equal(model.generate(**each), ids) for each, ids in zip(calls, want, strict=True))
     assert not [w for w in recwarn if "not paged" in str(w.message)]
     model.generate.close()
+
+
+def test_a_processor_of_generate_that_asks_the_same_engine_for_more() -> None:
+    """It gets what there is room for; where its own call holds every slot, waiting would never end."""
+    ids, inner = torch.tensor([[5, 6, 7]]), []
+    for slots in (2, 1):
+        model = quire.paged(small_llama(), num_pages=40, max_num_seqs=slots, cudagraph_capture_sizes=[])
+
+        def asks(ids: torch.Tensor, logits: torch.Tensor, model: Any = model) -> torch.Tensor:
+            inner.append(model.generate(torch.tensor([[8, 9]]), max_new_tokens=2).tolist())
+            return logits
+
+        if slots == 2:
+            assert torch.equal(model.generate(ids, max_new_tokens=3, logits_processor=[asks]), model.generate(
+                ids, max_new_tokens=3))
+            assert len(inner) == 3
+        else:
+            with pytest.raises(RuntimeError, match="its own call holds the slots or pages that they need"):
+                model.generate(ids, max_new_tokens=3, logits_processor=[asks])
+        assert_idle(model.generate.engine)
+        model.generate.close()

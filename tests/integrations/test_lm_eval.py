@@ -13,7 +13,7 @@ import lm_eval
 from lm_eval.models.huggingface import HFLM
 
 import quire
-from quire.graph_runner.lockstep import Rows
+from quire.graph_runner.model_runner import ModelRunner
 from quire.integrations.lm_eval import QuireLM
 from tests.tiny import PROMPTS, assert_idle, load_model, load_tokenizer
 
@@ -49,8 +49,22 @@ def evaluate(lm: Any, folder: Any) -> dict[str, Any]:
                    [sample["filtered_resps"] for sample in out["samples"][name]]) for name in out["results"]}
 
 
+@pytest.fixture
+def steps(monkeypatch) -> list[int]:
+    """For each step that ran for logits, how many tokens had theirs computed."""
+    found: list[int] = []
+    own = ModelRunner.logits_of
+
+    def counted(self: ModelRunner, batch: Any) -> Any:
+        found.append(len(batch.rows) + batch.num_scored)
+        return own(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "logits_of", counted)
+    return found
+
+
 @pytest.mark.slow
-def test_the_scores_of_hflm(tmp_path) -> None:
+def test_the_scores_of_hflm(tmp_path, steps) -> None:
     """An evaluation in the same process must say the same as the one that everybody runs."""
     tokenizer = load_tokenizer()
     want = evaluate(HFLM(model_of(2), tokenizer=tokenizer, backend="causal", max_length=128, batch_size=2), tmp_path / "plain")
@@ -61,14 +75,16 @@ def test_the_scores_of_hflm(tmp_path) -> None:
     assert_idle_pages(lm)
     lm.close()
     model = quire.paged(model_of(2), **OPTIONS)
+    assert not steps
     paged = evaluate(HFLM(model, tokenizer=tokenizer, backend="causal", max_length=128, batch_size=2), tmp_path / "paged")
+    assert sum(steps) > 100 and not model.generate.warned
     for other in (got, paged):
         assert other["continue"][1] == want["continue"][1]
         for name in ("choice", "perplexity", "continue"):
             assert other[name][0] == pytest.approx(want[name][0], rel=1e-4), name
-    for mine, theirs in zip(got["choice"][1], want["choice"][1], strict=True):
-        assert [greedy for _, greedy in mine] == [greedy for _, greedy in theirs]
-        assert [score for score, _ in mine] == pytest.approx([score for score, _ in theirs], abs=1e-4)
+        for mine, theirs in zip(other["choice"][1], want["choice"][1], strict=True):
+            assert [greedy for _, greedy in mine] == [greedy for _, greedy in theirs]
+            assert [score for score, _ in mine] == pytest.approx([score for score, _ in theirs], abs=1e-4)
 
 
 def model_of(layers: int) -> Any:
@@ -81,14 +97,20 @@ def assert_idle_pages(lm: QuireLM) -> None:
     assert not lm.engine.has_unfinished and not lm.engine.requests
 
 
-def test_hflm_over_a_paged_model_is_paged(monkeypatch) -> None:
-    """Its generate has stopping criteria of its own."""
-    steps = []
-    monkeypatch.setattr(Rows, "logits", lambda self, own=Rows.logits: steps.append(1) or own(self))
+def test_hflm_over_a_paged_model_is_paged(steps) -> None:
+    """Its generate has stopping criteria of its own, its log-likelihoods read the logits of every token."""
     lm = HFLM(quire.paged(model_of(1), **OPTIONS), tokenizer=load_tokenizer(), backend="causal", batch_size=2)
     requests = [instance(PROMPTS[i], {"until": ["."], "max_gen_toks": 5}) for i in (0, 1)]
     texts = lm.generate_until(requests, disable_tqdm=True)
     assert steps and len(texts) == 2
+    steps.clear()
+    asked = [((), [5, 6, 7], [8, 9]), ((), [5], [6, 7, 8]), ((), [9], [5] * 60)]
+    found = lm._loglikelihood_tokens(asked, disable_tqdm=True)
+    assert sum(steps) == 60 + 60 + 3  # two and one, the longest first; lm-eval pads rows, and reads no logits there
+    plain = HFLM(model_of(1), tokenizer=load_tokenizer(), backend="causal", batch_size=2)
+    want = plain._loglikelihood_tokens(asked, disable_tqdm=True)
+    assert [score for score, _ in found] == pytest.approx([score for score, _ in want], abs=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in want]
     assert_idle(lm.model.generate.engine)
     own = QuireLM(lm.model, load_tokenizer())
     assert own.engine is lm.model.generate.engine and own.generate_until(requests, disable_tqdm=True) == texts

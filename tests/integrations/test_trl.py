@@ -136,8 +136,10 @@ def test_options_of_a_rollout() -> None:
     assert plain[0] not in rolled(generation_kwargs={"logit_bias": {plain[0]: -100.0}})
     with pytest.raises(ValueError, match="rollout_func sets n itself; leave it out of generation_kwargs"):
         rolled(generation_kwargs={"n": 2})
-    with pytest.raises(TypeError, match="no_repeat_ngram_size"):
+    with pytest.raises(TypeError, match="options of quire.SamplingParams, which has no no_repeat_ngram_size"):
         rolled(generation_kwargs={"no_repeat_ngram_size": 2})
+    third = load_tokenizer().decode(plain[2])
+    assert rolled(generation_kwargs={"stop": [third]}) == plain[:3]  # the engine was made without a tokenizer
     model.generate.close()
 
 
