@@ -22,21 +22,19 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.conformance.batches import planned, prepared
 from quire.attn_ops.registry import all_backends
-from quire.graph_runner.bench import workers
 from quire.graph_runner.bench.attention_op import OpBatch, Point, decode_point, measure, on_the_device, op_batch, work
 from quire.graph_runner.bench.models import free_memory
-from quire.graph_runner.bench.report import environment
-from quire.graph_runner.bench.roofline import copy_bandwidth
+from quire.graph_runner.bench.record import script, started
+from quire.graph_runner.bench.row_processes import RowTask, kernel_line, measure_rows, or_failure
 from quire.graph_runner.config import kv_dtype
 
 GROUPS, DIMS, KV_HEADS = (1, 2, 4, 7, 8, 16), (64, 80, 96, 128, 192, 256), 8
@@ -60,6 +58,11 @@ class Cell(NamedTuple):
     batch: int
     context: int
     window: int | None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the cache; None: of the queries."""
+        return None if self.kv == "bfloat16" else kv_dtype(self.kv)
 
     @property
     def site(self) -> AttentionSite:
@@ -198,18 +201,35 @@ def overridden(kind: str, system: str) -> contextlib.AbstractContextManager[None
     return plan.overridden(decode.DecodeConfig if kind == "decode" else extend.ExtendConfig, **params)
 
 
-def measured(cell: Cell, batch: OpBatch, system: str, reference: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Time, and the distance from the first system's output."""
-    if system in RIVALS:
-        with torch.no_grad():
-            run = RIVALS[system](cell, batch)
-            out = run(0).clone()
-            us = on_the_device(run).us
-    else:
-        from quire.attn_ops.conformance.batches import planned, prepared
+#: of the cell that this process measures: its batch, and what the first of the systems put out
+HELD: dict[Any, Any] = {}
 
+
+def batch_of(cell: Cell, max_len: int, device: torch.device) -> OpBatch:
+    """The batch, the same for all systems."""
+    if (cell, "batch") not in HELD:
+        HELD.clear()
+        free_memory()
+        HELD[cell, "batch"] = op_batch(cell.site, cell.point, page_size=PAGE, device=device, max_len=max_len,
+                                       kv_dtype=cell.dtype)
+    made: OpBatch = HELD[cell, "batch"]
+    return made
+
+
+def measured(task: tuple[Cell, str, int, str]) -> dict[str, Any]:
+    """Time of a system, and the distance from the first system's output."""
+    cell, system, max_len, device = task
+    return or_failure(lambda: timed(cell, batch_of(cell, max_len, torch.device(device)), system))
+
+
+def timed(cell: Cell, batch: OpBatch, system: str) -> dict[str, Any]:
+    device = batch.q.device
+    if system in RIVALS:
+        run = RIVALS[system](cell, batch)
+        out = run(0).clone()
+        us = on_the_device(run).us
+    else:
         backend = all_backends()[system.partition(":")[0]]
-        device = batch.q.device
         if why := backend.available(device) or backend.capabilities.reasons_against(
                 cell.site, device=device, page_size=PAGE, kv_dtype=batch.cache.dtype, layout="NHD"):
             raise NotImplementedError(str(why))
@@ -218,110 +238,17 @@ def measured(cell: Cell, batch: OpBatch, system: str, reference: dict[str, torch
                 out = backend.op(batch.q, batch.k, batch.v, *batch.caches[0], *batch.tables, None, prepared(backend, batch),
                                  **batch.options).clone()
             us = measure(backend, batch).us
-    first = reference.setdefault("out", out)
-    return {"us": us, "differs": float((out.float() - first.float()).norm() / first.float().norm())}
-
-
-def lane(args: argparse.Namespace, cells: list[tuple[Cell, list[str]]], deadline: float | None) -> Iterator[dict[str, Any]]:
-    """Rows of one GPU."""
-    device = torch.device(args.device)
-    bandwidth = copy_bandwidth(device)
-    yield {"conditions": {**environment(device, bandwidth), "page_size": PAGE, "kv_heads": KV_HEADS}}
-    for cell, systems in cells:
-        if deadline is not None and time.time() > deadline:
-            return
-        kv = None if cell.kv == "bfloat16" else kv_dtype(cell.kv)
-        size, flops = work(cell.site, cell.point, kv)
-        try:
-            batch = op_batch(cell.site, cell.point, page_size=PAGE, device=device, max_len=args.max_len, kv_dtype=kv)
-        except torch.OutOfMemoryError as error:
-            batch = None
-            yield from ({**cell._asdict(), "system": name, "error": f"OutOfMemoryError: {error}"[:200]} for name in systems)
-        reference: dict[str, torch.Tensor] = {}
-        for name in systems if batch is not None else ():
-            try:
-                row = measured(cell, batch, name, reference)  # type: ignore[arg-type]
-                row |= {"bytes": size, "share": size / row["us"] * 1e6 / bandwidth, "tflop_per_s": flops / row["us"] / 1e6}
-            except Exception as error:
-                row = {"error": f"{type(error).__name__}: {error}"[:300]}
-            yield {**cell._asdict(), "system": name, **row}
-            if "CUDA error" in row.get("error", ""):
-                raise SystemExit(1)  # this process can do nothing more on the GPU
-        del batch, reference
-        free_memory()
-
-
-class Results:
-    """Rows on disk, written at most once per second."""
-
-    def __init__(self, path: Path, resume: list[Path] | None) -> None:
-        self.path, self.lock, self.wrote = path, threading.Lock(), 0.0
-        self.conditions: dict[str, Any] = {}
-        self.rows: list[dict[str, Any]] = []
-        if path.is_file():
-            if resume is None:
-                raise SystemExit(f"{path} exists: continue it with --resume, or give another --out")
-            self.conditions, self.rows = (json.loads(path.read_text())[name] for name in ("conditions", "rows"))
-        others = [row for other in resume or [] for row in json.loads(other.read_text())["rows"]]
-        self.done = {self.key(row) for row in [*self.rows, *others]}
-
-    @staticmethod
-    def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return (*(row[name] for name in Cell._fields), row["system"])
-
-    def take(self, row: dict[str, Any]) -> None:
-        with self.lock:
-            if "conditions" in row:
-                self.conditions = row["conditions"]
-                return
-            self.rows.append(row)
-            self.done.add(self.key(row))
-            print(line(row), flush=True)
-            if time.time() - self.wrote > 1:
-                self.write()
-
-    def write(self) -> None:
-        part = self.path.with_name(self.path.name + ".part")
-        rows = ",\n ".join(json.dumps(row) for row in self.rows)
-        part.write_text(f'{{"conditions": {json.dumps(self.conditions)},\n"rows": [\n {rows}\n]}}\n')
-        part.replace(self.path)
-        self.wrote = time.time()
+    first = HELD.setdefault("out", out)
+    size, flops = work(cell.site, cell.point, cell.dtype)
+    return {"us": us, "differs": float((out.float() - first.float()).norm() / first.float().norm()), "bytes": size,
+            "tflop_per_s": flops / us / 1e6}
 
 
 def line(row: dict[str, Any]) -> str:
     name = f"{row['kind']} {row['group']}x{row['dim']} {row['kv']} {row['batch']}x{row['context']}"
     name += f" window {row['window']}" if row["window"] else ""
-    if "us" not in row:
-        return f"{name:44s}{row['system']:14s} {row['error'].splitlines()[0][:120]}"
-    return (f"{name:44s}{row['system']:14s} {row['us']:10.1f} us {row['share']:6.1%} of copy {row['tflop_per_s']:7.1f} TFLOP/s "
-            f"differs {row['differs']:.1e}")
-
-
-def on_gpus(args: argparse.Namespace, results: Results, left: list[tuple[Cell, list[str]]], deadline: float | None) -> None:
-    """Divide the kernels among processes, one per GPU. One that dies loses one cell, and is started again."""
-    kernels = list(dict.fromkeys((cell.dim, cell.group, cell.kv) for cell, _ in left))
-
-    def work_on(gpu: int) -> None:
-        mine = set(kernels[gpu :: args.gpus])
-        while todo := [(c, names) for c, every in left if (c.dim, c.group, c.kv) in mine
-                       and (names := [n for n in every if (*c, n) not in results.done])]:
-            before = len(results.done)
-            try:
-                job = {"cells": todo, "deadline": deadline, "max_len": args.max_len, "device": args.device}
-                for row in workers.rows([__file__, "--lane"], job, workers.of_gpu(gpu),
-                                        deadline=None if deadline is None else deadline + 15):
-                    results.take(row)
-                return
-            except workers.Ended as error:
-                if len(results.done) == before:  # it died in the first cell
-                    cell, names = todo[0]
-                    results.take({**cell._asdict(), "system": names[0], "error": str(error)[:300]})
-
-    threads = [threading.Thread(target=work_on, args=(gpu,)) for gpu in range(args.gpus)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    more = [f"{row['tflop_per_s']:7.1f} TFLOP/s", f"differs {row['differs']:.1e}"] if "us" in row else []
+    return kernel_line(f"{name:44s}{row['system']:14s}", row, *more)
 
 
 def show(paths: list[Path]) -> None:
@@ -352,57 +279,45 @@ def show(paths: list[Path]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def numbers(text: str) -> list[int]:
-        return [int(n) for n in text.split(",")]
-
     def names(text: str) -> list[str]:
         return text.split(",")
 
+    parser = script(__doc__, None, groups=[*GROUPS], dims=[*DIMS], batches=[*BATCHES], contexts=[*CONTEXTS],
+                    windows=([*WINDOWS], "at the longest context"),
+                    sweep=(False, "also with other launch parameters of triton's kernels"),
+                    max_len=(32768, "tokens that a row of the block table has room for"), gpus=1,
+                    limit=(300.0, "seconds for one row, compilation included"))
     add = parser.add_argument
     add("--systems", type=names, default=["triton"], help=f"quire's backends, {', '.join(RIVALS)} (default: triton)")
-    add("--groups", type=numbers, default=GROUPS)
-    add("--dims", type=numbers, default=DIMS)
     add("--kv", type=names, default=["bfloat16", "int8", "fp8"])
-    add("--batches", type=numbers, default=BATCHES)
-    add("--contexts", type=numbers, default=CONTEXTS)
-    add("--windows", type=numbers, default=WINDOWS, help="at the longest context")
     add("--only", choices=("decode", "extend"))
-    add("--sweep", action="store_true", help="also with other launch parameters of triton's kernels")
     add("--no-prefill", dest="prefill", action="store_false")
-    add("--max-len", type=int, default=32768, help="tokens that a row of the block table has room for (default: 32768)")
-    add("--out", type=Path, default=Path("attention_grid.json"))
-    add("--resume", type=Path, nargs="*", help="leave out the cells of --out and of these files")
-    add("--deadline", type=float, help="seconds after which no cell is started")
-    add("--gpus", type=int, default=1)
-    add("--device", default="cuda", help="cpu: a dry run")
+    add("--out", dest="json", type=Path, help="another name of --json (default: attention_grid.json)")
+    add("--resume", type=Path, nargs="*", help="go on with the rows of --out and of these files")
     add("--show", type=Path, nargs="+", help="print where quire is slow in these results, and measure nothing")
-    add("--lane", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(json=Path("attention_grid.json"))
     args = parser.parse_args()
     if args.show:
         return show(args.show)
-    if args.lane:
-        job = workers.job()
-        args.max_len, args.device = job["max_len"], job["device"]
-        for row in lane(args, [(Cell(*cell), systems) for cell, systems in job["cells"]], job["deadline"]):
-            workers.emit(row)
-        return workers.emit({})
-    unknown = [name for name in args.systems if name not in RIVALS and name.partition(":")[0] not in all_backends()]
-    if unknown:
+    if unknown := [name for name in args.systems if name not in RIVALS and name.partition(":")[0] not in all_backends()]:
         parser.error(f"unknown systems {unknown}")
     for prefix, package in (("fi-", "flashinfer"), ("vllm-", "vllm")):
         if any(name.startswith(prefix) for name in args.systems) and importlib.util.find_spec(package) is None:
             parser.error(f"{package} is not installed")
-    deadline = None if args.deadline is None else time.time() + args.deadline
-    results = Results(args.out, args.resume)
-    asked = [(cell, [*args.systems, *(f"triton:{p}" for p in SWEEP[cell.kind] if args.sweep)]) for cell in grid(args)]
-    left = [(cell, left) for cell, names in asked if (left := [n for n in names if (*cell, n) not in results.done])]
-    print(f"{sum(len(n) for _, n in left)} of {sum(len(n) for _, n in asked)} rows to measure", flush=True)
+    if args.json.is_file() and args.resume is None:
+        parser.error(f"{args.json} exists: continue it with --resume, or give another --out")
+    record = started(args, interrupts=False)
+    bandwidth, record.show = record.copy_bandwidth(), line
+    free_memory()  # it is the other processes'
+    record.environment |= {"page_size": PAGE, "kv_heads": KV_HEADS}
+    record.go_on(args.resume or [], (*Cell._fields, "system"))
+    tasks = [RowTask({**cell._asdict(), "system": name}, (cell, name, args.max_len, args.device),
+                     (cell.dim, cell.group, cell.kv))
+             for cell in grid(args) for name in [*args.systems, *(f"triton:{p}" for p in SWEEP[cell.kind] if args.sweep)]]
     with contextlib.suppress(KeyboardInterrupt):
-        on_gpus(args, results, left, deadline)
-    results.write()
-    return show([args.out])
+        measure_rows(record, tasks, measured, limit=args.limit, gpus=args.gpus, complete=lambda row: (
+            row | {"share": row["bytes"] / row["us"] * 1e6 / bandwidth} if "us" in row else row))
+    show([args.json])
 
 
 if __name__ == "__main__":

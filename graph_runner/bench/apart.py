@@ -15,38 +15,39 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from quire.graph_runner.bench.record import Record
+from quire.graph_runner.bench.record import Record, started
 from quire.graph_runner.bench.report import Row
 
 
-def add_arguments(parser: argparse.ArgumentParser, ways: list[str]) -> None:
-    """``--ways``, and ``--apart``, with which the script starts itself for one of them."""
-    parser.add_argument("--ways", default=",".join(ways), help="any of: %(default)s (default: all)")
-    parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
-
-
-def run(args: argparse.Namespace, shares: dict[str, float], measure: Callable[[str, Record], None],
-        finish: Callable[[list[Row]], None] = lambda rows: None) -> Record:
-    """Measure each of ``args.ways`` in a process of its own, and write all rows to one file, as each way writes its own.
+def run(parser: argparse.ArgumentParser, shares: dict[str, float],
+        measure: Callable[[str, Record, argparse.Namespace], None], finish: Callable[[list[Row]], None] = lambda rows: None
+        ) -> Record | None:
+    """Measure each of ``--ways`` in a process of its own, and write all rows to one file, as each way writes its own.
 
     A way gets its share of the time that is left. At its end its processes are killed, and what it has written stays: a row
     without figures then has ``error``, which says what the way was doing (``doing`` of its row).
 
     Args:
+        parser: of the script (``record.script``). It gets ``--ways``, and ``--apart``, with which the script starts itself for
+            one of them.
         shares: of the time, for each way that the script knows.
-        measure: ``(way, record)``, called in the way's own process. ``record.left`` is its time; nothing interrupts it.
+        measure: ``(way, record, arguments)``, called in the way's own process. ``record.left`` is its time; nothing interrupts
+            it.
         finish: completes the rows of all ways, in place, before they are written.
+
+    Returns:
+        The record of all ways; None in the process of one.
     """
+    parser.add_argument("--ways", default=",".join(shares), help="any of: %(default)s (default: all)")
+    parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
     ways = args.ways.split(",")
     if unknown := sorted(set(ways) - shares.keys()):
         raise SystemExit(f"unknown ways {', '.join(unknown)}; there are: {', '.join(shares)}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    record = Record(args.json, device, args.deadline, interrupts=False, arguments=vars(args))
+    record = started(args, interrupts=False)
     if args.apart:
-        record.measure(ways[0], lambda: measure(ways[0], record))
-        return record
+        record.measure(ways[0], lambda: measure(ways[0], record, args))
+        return None
     # So that a way's process ends with this one.
     previous = signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     try:

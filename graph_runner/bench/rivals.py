@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from quire.attn_ops.backend import dtype_name
-from quire.graph_runner.bench.models import Models, config_of
+from quire.graph_runner.bench.models import Models, ModelSpec, config_of
 from quire.graph_runner.bench.roofline import has_experts
 from quire.graph_runner.bench.systems import Limits, NotMeasured, SteppedSystem, System
 
@@ -148,6 +148,28 @@ def spread_tokens(model: torch.nn.Module) -> None:
         weight.normal_(std=10.0)
 
 
+def require_vllm(device: torch.device) -> None:
+    """Raises NotMeasured where vLLM cannot run."""
+    if importlib.util.find_spec("vllm") is None:
+        raise NotMeasured("vllm is not installed here")
+    if device.type != "cuda":
+        raise NotMeasured("vllm is measured on a GPU only")
+
+
+def save_config(spec: ModelSpec, model: type, folder: str) -> None:
+    """Write the config of a shape, from which vLLM makes the model with dummy weights."""
+    config = config_of(spec)
+    config.architectures, config.dtype = [model.__name__], spec.dtype
+    config.save_pretrained(folder)
+
+
+def shut_down(llm: Any) -> None:
+    """End the engine of a vLLM ``LLM``."""
+    core: Any = getattr(getattr(llm, "llm_engine", None), "engine_core", None)
+    if hasattr(core, "shutdown"):
+        core.shutdown()
+
+
 class Vllm(SteppedSystem):
     """vLLM's ``LLM``, with dummy weights for a shape. The model under test is dropped from memory first."""
 
@@ -155,10 +177,7 @@ class Vllm(SteppedSystem):
     model_impl = "auto"
 
     def __init__(self, models: Models, attention: str, limits: Limits, options: dict[str, Any]) -> None:
-        if importlib.util.find_spec("vllm") is None:
-            raise NotMeasured("vllm is not installed here")
-        if models.spec.device.type != "cuda":
-            raise NotMeasured("vllm is measured on a GPU only")
+        require_vllm(models.spec.device)
         models.drop()
         from vllm import LLM
 
@@ -166,9 +185,7 @@ class Vllm(SteppedSystem):
         self.options = {"max_model_len": limits.max_model_len, "model_impl": self.model_impl}
         source: dict[str, Any] = {"model": models.spec.name}
         if not models.spec.is_path:
-            config = config_of(models.spec)
-            config.architectures, config.dtype = [type(models.skeleton).__name__], models.spec.dtype
-            config.save_pretrained(self._folder.name)
+            save_config(models.spec, type(models.skeleton), self._folder.name)
             source = {"model": self._folder.name, "load_format": "dummy"}
         logging.getLogger("vllm").setLevel(logging.WARNING)
         self._submitted = 0
@@ -200,9 +217,7 @@ class Vllm(SteppedSystem):
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
     def close(self) -> None:
-        core: Any = getattr(getattr(self.llm, "llm_engine", None), "engine_core", None)
-        if hasattr(core, "shutdown"):
-            core.shutdown()
+        shut_down(self.llm)
         self.llm = None
         self._folder.cleanup()
 

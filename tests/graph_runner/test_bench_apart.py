@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import argparse, os, subprocess, sys, time
+import os, subprocess, sys, time
 from quire.graph_runner.bench import apart, record
 
-def measure(way, results):
+def measure(way, results, args):
     if way == "good":
         results.keep({"way": way, "ms": 1.0})
     if way == "raises":
@@ -26,11 +26,8 @@ def measure(way, results):
         results.keep({"way": way, "ms": 2.0, "child": child.pid, "doing": "its second part"})
         time.sleep(100)
 
-parser = argparse.ArgumentParser()
 shares = {"stuck": 1.0, "dies": 1.0, "raises": 1.0, "good": 1.0}
-apart.add_arguments(parser, list(shares))
-record.add_arguments(parser)
-apart.run(parser.parse_args(), shares, measure, lambda rows: [row.update(rows=len(rows)) for row in rows])
+apart.run(record.script(None), shares, measure, lambda rows: [row.update(rows=len(rows)) for row in rows])
 """
 
 
