@@ -144,11 +144,11 @@ for part in "$@"; do
                        ${EVALUATE:---model $MODEL --documents 128 --batch 64 --examples 1000} ;;
         attention) QUIRE_CACHE_DIR="$OUT" bench h200_attention attention --attention triton,flashinfer --save \
                        ${HEADS:+--heads "$HEADS"} ;;
-        linears)   timeout "$(allowed)" "$PY" benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 \
-                       --json "$OUT/h200_small_linear_codes.json" --table "$OUT/small_linear_configs.json" \
-                       > "$OUT/linears.log" 2>&1; tail -"${LINES_SHOWN:-60}" "$OUT/linears.log" ;;
-        wide)      run h200_small_linear_wide benchmarks/small_linear_wide.py --json "$OUT/h200_small_linear_wide.json" \
-                       --deadline "$(deadline)" ${KEEP:+--keep} ;;
+        linears)   LINES_SHOWN=${LINES_SHOWN:-60} run linears benchmarks/small_linear.py --codes int8,float8_e4m3fn \
+                       --tokens 1,8,32,64,128,256 --json "$OUT/h200_small_linear_codes.json" --table "$OUT/small_linear_configs.json" ;;
+        wide)      run h200_small_linear_wide benchmarks/small_linear.py --wide --json "$OUT/h200_small_linear_wide.json" \
+                       --models llama-8b,qwen3-8b,llama2-7b,qwen3-0.6b --codes int8,float8_e4m3fn,int4 \
+                       --tokens 128,32,64,256,8,1 --deadline "$(deadline)" ${KEEP:+--keep} ;;
         kernels)   "$PY" benchmarks/attention_grid.py --out "$OUT/${NAME:-h200_attention_grid}.json" --resume ${RESUME:-} \
                        --gpus "${GPUS:-1}" --systems "${SYSTEMS:-triton}" --deadline "$(allowed)" ${GRID:-} > "$OUT/kernels.log" 2>&1
                    tail -"${LINES_SHOWN:-60}" "$OUT/kernels.log" | cut -c1-200 ;;
