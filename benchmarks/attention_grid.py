@@ -4,6 +4,8 @@
     python benchmarks/attention_grid.py --out grid.json --resume --systems fi-fa2,fi-fa3,fi-xqa --dims 64,128 --groups 1,4,8
     python benchmarks/attention_grid.py --out sweep.json --sweep --groups 1,4,8,16 --dims 64,96,128,256 --kv bfloat16,int8 \
         --batches 1,8,32,128 --contexts 1024,8192 --only decode       # launch parameters of triton's kernel, for its rules
+    python benchmarks/attention_grid.py --out extend.json --only extend --prefills 1x8192+8192,64x1024 --groups 4 --dims 128 \
+        --kv bfloat16 --systems triton:mode=never,triton:mode=always,contiguous,contiguous-copy,fi-fa3,fi-ragged
     python benchmarks/attention_grid.py --show grid.json other.json
 
 Cells: decode by query heads per key head (8 key heads), head dim, batch, context, cache format, and with windows at the longest
@@ -11,9 +13,11 @@ context; prefills of a group and head dim. A time is the median over replays of 
 through several caches unless one is eight times the L2 cache. Of quire's kernels it includes writing the step's keys. A row:
 microseconds, bytes and their share of a copy's bandwidth, TFLOP/s, and how far the output is from triton's (``differs``).
 
-Systems: quire's backends by name, e.g. triton; triton:block_n=64+warps=8 sets launch parameters; fi-fa2, fi-fa2-cores (without
-tensor cores), fi-fa3, fi-xqa: FlashInfer, which compiles for each shape at first use (20 to 80 s); vllm-fa3: FlashAttention 3
-as vLLM builds it.
+Systems: quire's backends by name, e.g. triton; triton:block_n=64+warps=8 sets launch parameters, triton:mode=never and
+mode=always whether keys of long prompts are copied to contiguous memory first (``extend_route.py``); contiguous: the kernel for
+such keys alone (contiguous:block_m=128+block_n=64+warps=8+stages=3), contiguous-copy: the copy; fi-fa2, fi-fa2-cores (without
+tensor cores), fi-fa3, fi-ragged (contiguous keys), fi-xqa: FlashInfer, which compiles for each shape at first use (20 to 80 s);
+vllm-fa3: FlashAttention 3 as vLLM builds it.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +35,9 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.conformance.batches import planned, prepared
+from quire.attn_ops.kernels.host import Caches, kernel_module
 from quire.attn_ops.registry import all_backends
-from quire.graph_runner.bench.attention_op import OpBatch, Point, decode_point, measure, on_the_device, op_batch, work
+from quire.graph_runner.bench.attention_op import OpBatch, Point, measure, op_batch, timed, work
 from quire.graph_runner.bench.models import free_memory
 from quire.graph_runner.bench.record import script, started
 from quire.graph_runner.bench.row_processes import RowTask, kernel_line, measure_rows, or_failure
@@ -39,7 +45,7 @@ from quire.graph_runner.config import kv_dtype
 
 GROUPS, DIMS, KV_HEADS = (1, 2, 4, 7, 8, 16), (64, 80, 96, 128, 192, 256), 8
 BATCHES, CONTEXTS, WINDOWS = (1, 8, 32, 128, 256), (256, 1024, 8192, 32768), (512, 4096)
-PREFILLS = ((1, 4096), (8, 1024), (1, 16384), (1, 32768))
+PREFILLS = ["1x4096", "8x1024", "1x16384", "1x32768"]
 #: One parameter or two at a time, beside what the rules choose; chunk_min needs no new compilation.
 SWEEP = {"decode": ("block_n=32", "block_n=64", "block_n=128", "warps=2", "warps=4", "warps=8", "stages=2", "stages=3",
                     "stages=4", "stages=5", "block_n=128+warps=8", "block_n=32+warps=2", "block_n=64+warps=4+stages=4",
@@ -58,6 +64,12 @@ class Cell(NamedTuple):
     batch: int
     context: int
     window: int | None
+    before: int | None = None  # of the context's tokens, those computed in earlier steps of a prompt
+
+    @property
+    def new(self) -> int:
+        """Scheduled tokens of each sequence."""
+        return 1 if self.kind == "decode" else self.context - (self.before or 0)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -71,9 +83,16 @@ class Cell(NamedTuple):
 
     @property
     def point(self) -> Point:
-        if self.kind == "decode":
-            return decode_point(self.batch, self.context)
-        return Point("extend", f"{self.batch}x{self.context}", (self.context,) * self.batch, (self.context,) * self.batch)
+        return Point(self.kind, f"{self.batch}x{self.context}", (self.new,) * self.batch, (self.context,) * self.batch)
+
+
+def prefill(text: str) -> tuple[int, int, None, int | None]:
+    """Batch, context, window and tokens computed before, of "1x512+16384": 512 tokens after 16384."""
+    if (found := re.fullmatch(r"(\d+)x(\d+)(?:\+(\d+))?", text)) is None:
+        raise SystemExit("--prefills takes sequences x tokens, or sequences x tokens + tokens before, such as "
+                         f"64x1024,1x512+16384; got {text!r}")
+    batch, new, before = (int(n or 0) for n in found.groups())
+    return batch, new + before, None, before or None
 
 
 def grid(args: argparse.Namespace) -> list[Cell]:
@@ -84,8 +103,8 @@ def grid(args: argparse.Namespace) -> list[Cell]:
             for kv in args.kv:
                 windows = [(None, c) for c in args.contexts] + [(w, max(CONTEXTS)) for w in args.windows]
                 found += [Cell("decode", group, dim, kv, b, c, w) for w, c in windows for b in args.batches]
-                if args.prefill and kv == "bfloat16":
-                    found += [Cell("extend", group, dim, kv, b, c, None) for b, c in PREFILLS]
+                if args.prefill and (kv == "bfloat16" or args.prefills is not PREFILLS):
+                    found += [Cell("extend", group, dim, kv, *shape) for shape in map(prefill, args.prefills)]
     return [cell for cell in found if not args.only or cell.kind == args.only]
 
 
@@ -115,12 +134,37 @@ def _pages(cell: Cell, batch: OpBatch) -> tuple[torch.Tensor, ...]:
     return indptr, m.block_table_tensor[:, :count].reshape(-1).contiguous(), last
 
 
-def flashinfer(cell: Cell, batch: OpBatch, kernels: str, tensor_cores: bool = True) -> Run:
+def copied(cell: Cell, batch: OpBatch) -> tuple[Callable[[int], tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
+    """What copies keys and values to contiguous memory, and where those of each sequence begin."""
+    gather, m = kernel_module("kernels.gather_kv"), batch.metadata
+    starts = gather.kv_starts(m.query_start_loc, m.seq_lens)
+    return lambda i: gather.gather_kv(Caches(*batch.caches[i % len(batch.caches)]), m.block_table_tensor, starts,
+                                      cell.batch * cell.context, cell.site.dtype), starts
+
+
+def contiguous(cell: Cell, batch: OpBatch) -> Run:
+    copy, starts = copied(cell, batch)
+    (keys, values), out, kernel = copy(0), torch.empty_like(batch.q), kernel_module("backends.triton.extend_contiguous")
+
+    def run(i: int) -> torch.Tensor:
+        kernel.attend_to_contiguous(batch.q, keys, values, batch.metadata.query_start_loc, starts, None, out, cell.site.scale,
+                                    None, False)
+        return out
+
+    return run
+
+
+def contiguous_copy(cell: Cell, batch: OpBatch) -> Run:
+    copy, _ = copied(cell, batch)
+    return lambda i: copy(i)[0]
+
+
+def flashinfer(cell: Cell, batch: OpBatch, kernels: str, tensor_cores: bool = True, ragged: bool = False) -> Run:
     import flashinfer as lib
 
     _no_codes(cell, ("bfloat16", "fp8") if kernels == "fa2" else ("bfloat16",))
     indptr, indices, last = _pages(cell, batch)
-    s, held = cell.site, batch.cache.k[0].dtype
+    s, held, out = cell.site, batch.cache.k[0].dtype, torch.empty_like(batch.q)
     options = {"sm_scale": s.scale, "window_left": -1 if s.window is None else s.window - 1, "q_data_type": s.dtype,
                "kv_data_type": held}
     if cell.kind == "decode":
@@ -129,11 +173,15 @@ def flashinfer(cell: Cell, batch: OpBatch, kernels: str, tensor_cores: bool = Tr
             paged_kv_indptr_buffer=indptr.cuda(), paged_kv_indices_buffer=indices.clone(),
             paged_kv_last_page_len_buffer=last.cuda())
         wrapper.plan(indptr, indices, last, s.num_heads, s.num_kv_heads, s.head_dim, PAGE, **options)
-    else:
-        wrapper = lib.BatchPrefillWithPagedKVCacheWrapper(_workspace("float"), "NHD", backend=kernels)
-        starts = torch.arange(cell.batch + 1, dtype=torch.int32) * cell.context
-        wrapper.plan(starts, indptr, indices, last, s.num_heads, s.num_kv_heads, s.head_dim, PAGE, causal=True, **options)
-    out = torch.empty_like(batch.q)
+        return lambda i: wrapper.run(batch.q, batch.caches[i % len(batch.caches)][:2], out=out)
+    starts = torch.arange(cell.batch + 1, dtype=torch.int32) * cell.new
+    if ragged:
+        copy, key_starts = copied(cell, batch)
+        wrapper, (keys, values) = lib.BatchPrefillWithRaggedKVCacheWrapper(_workspace("float"), "NHD", backend=kernels), copy(0)
+        wrapper.plan(starts.cuda(), key_starts, s.num_heads, s.num_kv_heads, s.head_dim, causal=True, **options)
+        return lambda i: wrapper.run(batch.q, keys, values, out=out)
+    wrapper = lib.BatchPrefillWithPagedKVCacheWrapper(_workspace("float"), "NHD", backend=kernels)
+    wrapper.plan(starts, indptr, indices, last, s.num_heads, s.num_kv_heads, s.head_dim, PAGE, causal=True, **options)
     return lambda i: wrapper.run(batch.q, batch.caches[i % len(batch.caches)][:2], out=out)
 
 
@@ -183,22 +231,28 @@ RIVALS: dict[str, Callable[[Cell, OpBatch], Run]] = {
     "fi-fa2": lambda cell, batch: flashinfer(cell, batch, "fa2"),
     "fi-fa2-cores": lambda cell, batch: flashinfer(cell, batch, "fa2", tensor_cores=False),
     "fi-fa3": lambda cell, batch: flashinfer(cell, batch, "fa3"),
+    "fi-ragged": lambda cell, batch: flashinfer(cell, batch, "fa3", ragged=True),
     "fi-xqa": xqa,
     "vllm-fa3": vllm_fa3,
 }
+PARTS: dict[str, Callable[[Cell, OpBatch], Run]] = {"contiguous": contiguous, "contiguous-copy": contiguous_copy}
 
 
 # -- measuring ----------------------------------------------------------------------------------------------------------------
 
 
-def overridden(kind: str, system: str) -> contextlib.AbstractContextManager[None]:
+def overridden(cell: Cell, system: str) -> contextlib.AbstractContextManager[None]:
     """The launch parameters that the name of a system sets."""
-    params = {n: int(v) for n, v in (item.split("=") for item in system.partition(":")[2].split("+") if item)}
+    name, _, text = system.partition(":")
+    params = {n: int(v) if v.isdigit() else v for n, v in (item.split("=") for item in text.split("+") if item)}
     if not params:
         return contextlib.nullcontext()
-    from quire.attn_ops.backends.triton import decode, extend, plan
+    from quire.attn_ops.backends.triton import decode, extend, extend_contiguous, extend_route, plan
 
-    return plan.overridden(decode.DecodeConfig if kind == "decode" else extend.ExtendConfig, **params)
+    if name in PARTS:
+        return plan.overridden(extend_contiguous.ContiguousConfig, **params)
+    tuned: Any = decode.DecodeConfig if cell.kind == "decode" else extend.ExtendConfig
+    return plan.overridden(extend_route.RouteConfig if "mode" in params else tuned, **params)
 
 
 #: of the cell that this process measures: its batch, and what the first of the systems put out
@@ -219,35 +273,37 @@ def batch_of(cell: Cell, max_len: int, device: torch.device) -> OpBatch:
 def measured(task: tuple[Cell, str, int, str]) -> dict[str, Any]:
     """Time of a system, and the distance from the first system's output."""
     cell, system, max_len, device = task
-    return or_failure(lambda: timed(cell, batch_of(cell, max_len, torch.device(device)), system))
+    return or_failure(lambda: numbers_of(cell, batch_of(cell, max_len, torch.device(device)), system))
 
 
-def timed(cell: Cell, batch: OpBatch, system: str) -> dict[str, Any]:
-    device = batch.q.device
-    if system in RIVALS:
-        run = RIVALS[system](cell, batch)
-        out = run(0).clone()
-        us = on_the_device(run).us
-    else:
-        backend = all_backends()[system.partition(":")[0]]
-        if why := backend.available(device) or backend.capabilities.reasons_against(
-                cell.site, device=device, page_size=PAGE, kv_dtype=batch.cache.dtype, layout="NHD"):
-            raise NotImplementedError(str(why))
-        with overridden(cell.kind, system):
+def numbers_of(cell: Cell, batch: OpBatch, system: str) -> dict[str, Any]:
+    device, name = batch.q.device, system.partition(":")[0]
+    with overridden(cell, system):
+        if name in RIVALS or name in PARTS:
+            run = (RIVALS | PARTS)[name](cell, batch)
+            out = run(0).clone()
+            us = timed(run, device, captured=name in RIVALS).us
+        else:
+            backend = all_backends()[name]
+            if why := backend.available(device) or backend.capabilities.reasons_against(
+                    cell.site, device=device, page_size=PAGE, kv_dtype=batch.cache.dtype, layout="NHD"):
+                raise NotImplementedError(str(why))
             with planned(backend, batch):
                 out = backend.op(batch.q, batch.k, batch.v, *batch.caches[0], *batch.tables, None, prepared(backend, batch),
                                  **batch.options).clone()
-            us = measure(backend, batch).us
+            us = measure(backend, batch, graph="mode=" not in system).us  # graphs hold no copies
     first = HELD.setdefault("out", out)
     size, flops = work(cell.site, cell.point, cell.dtype)
-    return {"us": us, "differs": float((out.float() - first.float()).norm() / first.float().norm()), "bytes": size,
-            "tflop_per_s": flops / us / 1e6}
+    differs = float((out.float() - first.float()).norm() / first.float().norm()) if out.shape == first.shape else None
+    return {"us": us, "differs": differs, "bytes": size, "tflop_per_s": flops / us / 1e6}
 
 
 def line(row: dict[str, Any]) -> str:
     name = f"{row['kind']} {row['group']}x{row['dim']} {row['kv']} {row['batch']}x{row['context']}"
     name += f" window {row['window']}" if row["window"] else ""
-    more = [f"{row['tflop_per_s']:7.1f} TFLOP/s", f"differs {row['differs']:.1e}"] if "us" in row else []
+    name += f" after {row['before']}" if row.get("before") else ""
+    more = [f"{row['tflop_per_s']:7.1f} TFLOP/s"] if "us" in row else []
+    more += [f"differs {row['differs']:.1e}"] if row.get("differs") is not None else []
     return kernel_line(f"{name:44s}{row['system']:14s}", row, *more)
 
 
@@ -256,7 +312,7 @@ def show(paths: list[Path]) -> None:
     by_cell: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for path in paths:
         for row in json.loads(path.read_text())["rows"]:
-            by_cell.setdefault(tuple(row[name] for name in Cell._fields), {})[row["system"]] = row
+            by_cell.setdefault(tuple(row.get(name) for name in Cell._fields), {})[row["system"]] = row
     slow = total = 0
     for systems in by_cell.values():
         ours = systems.get("triton")
@@ -288,8 +344,10 @@ def main() -> None:
                     max_len=(32768, "tokens that a row of the block table has room for"), gpus=1,
                     limit=(300.0, "seconds for one row, compilation included"))
     add = parser.add_argument
-    add("--systems", type=names, default=["triton"], help=f"quire's backends, {', '.join(RIVALS)} (default: triton)")
+    add("--systems", type=names, default=["triton"], help=f"quire's backends, {', '.join(RIVALS | PARTS)} (default: triton)")
     add("--kv", type=names, default=["bfloat16", "int8", "fp8"])
+    add("--prefills", type=names, default=PREFILLS, metavar="LIST", help=(
+        f"sequences x tokens, or sequences x tokens + tokens before (default: {','.join(PREFILLS)}, without quantized caches)"))
     add("--only", choices=("decode", "extend"))
     add("--no-prefill", dest="prefill", action="store_false")
     add("--out", dest="json", type=Path, help="another name of --json (default: attention_grid.json)")
@@ -299,7 +357,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.show:
         return show(args.show)
-    if unknown := [name for name in args.systems if name not in RIVALS and name.partition(":")[0] not in all_backends()]:
+    known = {*PARTS, *all_backends()}
+    if unknown := [name for name in args.systems if name not in RIVALS and name.partition(":")[0] not in known]:
         parser.error(f"unknown systems {unknown}")
     for prefix, package in (("fi-", "flashinfer"), ("vllm-", "vllm")):
         if any(name.startswith(prefix) for name in args.systems) and importlib.util.find_spec(package) is None:

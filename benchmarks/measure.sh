@@ -26,7 +26,7 @@
 #           and a call with RESUME='earlier.json ...' goes on with it; $KERNELS: more arguments
 # engines   decode steps with cascades and two half batches, and approximate ones at a long context ($CONTEXT, 32768)
 # prefix    time to first token of requests that begin equally; fast_prefill: with kv_sharing_fast_prefill and without
-# profile   GPU time by kernel; extend: attention of long prompts by pages and by contiguous keys, and its tiles ($EXTEND)
+# profile   GPU time by kernel; extend: attention of long prompts by pages and by contiguous keys ($EXTEND)
 # experts   the experts' kernels
 # windows   KV memory and step time of a window model, with the window and without; mixed_windows: of one that mixes windows and
 #           full layers; updates: of all weights; cast: of the copy in the dtype that the engine computes in
@@ -121,7 +121,10 @@ for part in "$@"; do
                        --deadline "$(deadline)" ${FAST_PREFILL:---attention triton --hidden 2048 --layers 7 --shared 3 --prompt 8192 --prompts 5} ;;
         profile)   run h200_profile benchmarks/profile_step.py --model "$MODEL" --attention triton --prefill 8192,960 \
                        --json "$OUT/h200_profile.json" ;;
-        extend)    run h200_extend benchmarks/extend.py --json "$OUT/h200_extend.json" ${EXTEND:---deadline 100} ;;
+        extend)    run h200_extend benchmarks/attention_grid.py --only extend --json "$OUT/h200_extend.json" --resume \
+                       --deadline "$(deadline)" ${EXTEND:---groups 4,2 --dims 128,64,256 --kv bfloat16 --prefills \
+                       1x8192+8192,1x16384,1x8192+24576,64x1024,1x2048,1x512+16384,4x4096 \
+                       --systems triton:mode=never,triton:mode=always,contiguous,contiguous-copy} ;;
         experts)   run h200_experts benchmarks/experts.py --json "$OUT/h200_experts.json" ${EXPERTS:-} ;;
         windows)   run h200_window benchmarks/window_weights.py window --json "$OUT/h200_window.json" --deadline "$(deadline)" \
                        ${WINDOW:---model mistral-7b --context 32768 --window 4096 --batch 8} ;;

@@ -5,16 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
+from quire.graph_runner.bench import workers
 from quire.graph_runner.bench.record import Record, started
 from quire.graph_runner.bench.report import Row
 
@@ -46,57 +42,42 @@ def run(parser: argparse.ArgumentParser, shares: dict[str, float],
         raise SystemExit(f"unknown ways {', '.join(unknown)}; there are: {', '.join(shares)}")
     record = started(args, interrupts=False)
     if args.apart:
+        record.write = lambda: workers.emit({"rows": record.rows})  # type: ignore[method-assign]
         record.measure(ways[0], lambda: measure(ways[0], record, args))
+        workers.emit({})
         return None
     # So that a way's process ends with this one.
     previous = signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     try:
         for i, way in enumerate(ways):
-            seconds = record.left * shares[way] / sum(shares[of] for of in ways[i:])
-            _one(record, way, seconds, finish)
+            _one(record, way, record.left * shares[way] / sum(shares[of] for of in ways[i:]), finish)
     finally:
         signal.signal(signal.SIGTERM, previous)
     return record
 
 
 def _one(record: Record, way: str, seconds: float, finish: Callable[[list[Row]], None]) -> None:
-    before, began = list(record.rows), time.monotonic()
+    before, began, rows, ended = list(record.rows), time.monotonic(), list[Row](), ""
 
-    def merge(rows: list[Row]) -> None:
-        if rows:
-            record.rows[:] = before + rows
-            finish(record.rows)
-            record.write()
+    def merge() -> None:
+        record.rows[:] = before + rows
+        finish(record.rows)
+        record.write()
 
-    with tempfile.TemporaryDirectory() as folder:
-        part = Path(folder) / "rows.json"
-        limit = [] if seconds == float("inf") else ["--deadline", f"{seconds:.1f}"]
-        process = subprocess.Popen([sys.executable, *sys.argv, "--ways", way, "--json", str(part), *limit, "--apart"],
-                                   start_new_session=True)
-        code: int | None = None
-        try:
-            while code is None and time.monotonic() - began < seconds:
-                try:
-                    code = process.wait(timeout=1)
-                except subprocess.TimeoutExpired:
-                    merge(_rows(part))
-        finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
-            except ProcessLookupError:
-                pass
-            process.wait()
-        rows = _rows(part)
-    took = time.monotonic() - began
+    limit = [] if seconds == float("inf") else ["--deadline", f"{seconds:.1f}"]
+    try:
+        for found in workers.rows([*sys.argv, "--ways", way, "--apart", *limit], None, {}, shown=True,
+                                  deadline=time.time() + seconds if limit else None):
+            rows = found["rows"]
+            merge()
+        took = time.monotonic() - began
+        ended = f"was stopped after {took:.0f} s" if took >= seconds else ""
+    except workers.Ended as error:
+        took, ended = time.monotonic() - began, f"ended with exit code {error.code}"
     last: Row = rows[-1] if rows else {"way": way}
     doing = last.pop("doing", None)
-    if (code or code is None) and "error" not in last:
-        how = f"was stopped after {took:.0f} s" if code is None else f"ended with exit code {code}"
-        last["error" if doing or not rows else "ended"] = how + (f", during {doing}" if doing else "")
-        rows = rows or [last]
+    if ended and "error" not in last:
+        last["error" if doing or not rows else "ended"] = ended + (f", during {doing}" if doing else "")
         print(json.dumps(last, default=str), flush=True)
-    merge([{"way": way, **row, "process_s": took} for row in rows])
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text())["rows"] if path.is_file() else []
+    rows = [{"way": way, **row, "process_s": took} for row in rows or [last]]
+    merge()

@@ -50,8 +50,8 @@ class Matrix(Run):
         self.gpus = args.gpus or 1
         if min(self.gpus, args.scale) < 1 or (args.deadline is not None and args.deadline <= 0):
             raise ValueError("--gpus, --scale and --deadline must be positive")
-        if args.systems != ["quire"] or args.repeats != 3 or len(args.attention) > 1:
-            raise ValueError("the matrix takes rivals as --vs, one --attention, and no --repeats")
+        if len(args.attention) > 1:
+            raise ValueError(f"the matrix takes one --attention, got {','.join(args.attention)}")
         self.models = args.models or ([*MATRIX] if self.on_gpu else ["tiny"])
         if unknown := [name for name in self.models if name not in NAMES]:
             raise ValueError(f"unknown models {unknown}; there are: {', '.join(NAMES)}")
