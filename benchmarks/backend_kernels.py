@@ -65,28 +65,21 @@ SYSTEMS = {
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A batch: tokens scheduled and tokens in the cache after the step; ``shared``: tokens at the start of all sequences."""
+class Shape(Point):
+    """``shared``: tokens at the start of all sequences."""
 
-    name: str
-    query_lens: tuple[int, ...]
-    seq_lens: tuple[int, ...]
     window: int | None = None
     shared: int = 0
     heads: int = HEADS
 
-    @property
-    def decode(self) -> bool:
-        return max(self.query_lens) == 1
-
 
 def decode(batch: int, context: int, window: int | None = None, shared: int = 0) -> Shape:
     name = f"decode {batch}x{context}" + (f" window {window}" if window else "") + (f" shared {shared}" if shared else "")
-    return Shape(name, (1,) * batch, (context,) * batch, window, shared)
+    return Shape("decode", name, (1,) * batch, (context,) * batch, window=window, shared=shared)
 
 
 def prefill(batch: int, tokens: int, before: int = 0) -> Shape:
-    return Shape(f"prefill {batch}x{tokens}" + (f" after {before}" if before else ""), (tokens,) * batch,
+    return Shape("extend", f"prefill {batch}x{tokens}" + (f" after {before}" if before else ""), (tokens,) * batch,
                  (tokens + before,) * batch)
 
 
@@ -102,7 +95,7 @@ def shapes(piece: str, divide: int, heads: list[int]) -> list[Shape]:
                 prefill(1, 2 * k, 30 * k)]
         return [replace(shape, name=f"{shape.name} H={h}", heads=h) for h in heads for shape in some]
     if piece == "composite":
-        mixed = Shape(f"mixed 63x1,{k // 2}", (*(1,) * 63, k // 2), (2 * k,) * 64)
+        mixed = Shape("extend", f"mixed 63x1,{k // 2}", (*(1,) * 63, k // 2), (2 * k,) * 64)
         return [decode(32, 8 * k), decode(128, k), prefill(8, k), prefill(1, 4 * k), mixed,
                 *(decode(b, p + k // 4, shared=p) for p in (k // 2, 2 * k, 8 * k) for b in (8, 32, 128))]
     return [decode(b, 32 * k) for b in (1, 8)]
@@ -121,11 +114,10 @@ def attention(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, 
     backend = get_backend(_with_channels(system, args))
     site = AttentionSite(0, HEADS, KV_HEADS, DIM, DIM, args.dtype, DIM**-0.5, window=shape.window)
     against(backend, site, args)
-    point = Point("decode" if shape.decode else "extend", shape.name, shape.query_lens, shape.seq_lens)
-    batch = op_batch(site, point, page_size=args.page_size, device=args.device)
+    batch = op_batch(site, shape, page_size=args.page_size, device=args.device)
     if pages := shape.shared // args.page_size:
         batch.metadata.block_table_tensor[:, :pages] = batch.metadata.block_table_tensor[0, :pages]
-    size, flops = work(site, point)
+    size, flops = work(site, shape)
     found = {"bytes": size, "flops": flops}
     if backend.unrotated:
         return found | {"us": _unrotated(backend, batch)}
@@ -229,7 +221,8 @@ def latent(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, Any
         (tokens, heads, dim), (tokens, sum(LATENT)), (heads * (NOPE + DIM_V), LATENT.rank)))
     kv_b *= LATENT.rank**-0.5
     tables = (meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens)
-    captured = shape.decode and device.type == "cuda" and backend.capabilities.cudagraph_support > CudagraphSupport.NEVER
+    decodes = shape.kind == "decode"
+    captured = decodes and device.type == "cuda" and backend.capabilities.cudagraph_support > CudagraphSupport.NEVER
     batch: Any = SimpleNamespace(cache=cache, metadata=meta, site=site, tables=tables)
     with planned(backend, batch, graph_key="bench" if captured else None, capturing=captured):
         given = prepared(backend, batch)
@@ -240,7 +233,7 @@ def latent(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, Any
         timing = timed(call, device, captured)
     size = args.dtype.itemsize * (sum(shape.seq_lens) * sum(LATENT) + kv_b.numel() + tokens * heads * (dim + DIM_V))
     pairs = sum(n * (2 * total - n + 1) // 2 for n, total in zip(shape.query_lens, shape.seq_lens, strict=True))
-    flops = 0 if shape.decode else 2 * pairs * heads * (dim + DIM_V)
+    flops = 0 if decodes else 2 * pairs * heads * (dim + DIM_V)
     return {"us": timing.us, "how": timing.how, "bytes": size, "flops": flops}
 
 

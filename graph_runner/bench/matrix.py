@@ -18,14 +18,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from quire.attn_ops.backend import dtype_name
 from quire.graph_runner.bench import workers
 from quire.graph_runner.bench.matrix_cells import Cell, Job, Worker, cells
 from quire.graph_runner.bench.matrix_report import cell_name, merged, summary
 from quire.graph_runner.bench.models import layers_asked
-from quire.graph_runner.bench.report import Row, complete, write
+from quire.graph_runner.bench.report import Row, complete
 from quire.graph_runner.bench.session import Run
 from quire.graph_runner.bench.shapes import MATRIX, NAMES
 from quire.graph_runner.bench.systems import SYSTEMS, SteppedSystem
@@ -74,12 +73,12 @@ class Matrix(Run):
         self.layers = layers_asked(args.layers)
         self.deadline = None if args.deadline is None else began + args.deadline
         self.run_id = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self.environments: dict[str, Any] = {}
-        self.environment: dict[str, Any] = {}
         if args.out is not None and args.out.is_file() and args.resume is None:
             raise ValueError(f"{args.out} exists: continue it with --resume, or give another --out")
         own = merged([args.out]) if args.out is not None and args.out.is_file() else {"rows": [], "environments": {}}
-        self.rows, self.environments = own["rows"], own["environments"]
+        self.rows, self.facts["environments"] = own["rows"], own["environments"]
+        if own["environments"]:
+            self.environment = next(iter(own["environments"].values()))
         others = merged(args.resume or [])["rows"]
         self.known = [*self.rows, *others]
         if args.retry:
@@ -158,19 +157,13 @@ class Matrix(Run):
         """Keep a row of a worker, or the environment that it reports."""
         with self._lock:
             if "environment" in row:
-                self.environments.setdefault(self.run_id, row["environment"])
-                self.environment = self.environments[self.run_id]
+                self.environment = self.facts["environments"].setdefault(self.run_id, row["environment"])
                 return
             row = {**row, "run": self.run_id, "command": self.command}
             self.known.append(row)
             if row.get("rate"):
                 self.rates.setdefault(row["model"], row["rate"])
             self.keep(row)
-
-    def write(self) -> None:
-        if self.args.out is not None:
-            write(self.args.out, self.environment or next(iter(self.environments.values()), {}), self.rows,
-                  environments=self.environments)
 
     def finish(self) -> None:
         """Print the ratios, and what is left."""

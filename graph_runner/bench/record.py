@@ -27,24 +27,61 @@ class OutOfTime(Exception):
     """The script's time is over."""
 
 
-class Record:
-    """Measures in turn; a measurement that fails or runs out of time becomes a row with ``error``, and the earlier ones stay.
+class Result:
+    """Rows, printed and written as they come.
 
     Args:
         path: the JSON file; None: rows are printed only.
+        facts: of the whole run, for the file.
+
+    Attributes:
+        show: makes the line that is printed for a row.
+    """
+
+    def __init__(self, path: Path | None, device: torch.device, **facts: Any) -> None:
+        self.path, self.device, self.facts, self.rows = path, device, facts, list[Row]()
+        self.show: Callable[[Row], str] = functools.partial(json.dumps, default=str)
+
+    @functools.cached_property
+    def environment(self) -> dict[str, Any]:
+        return environment(self.device, None)
+
+    def copy_bandwidth(self) -> float:
+        """Bytes per second of a large copy on the device, measured now and kept with the environment."""
+        bandwidth = copy_bandwidth(self.device)
+        self.environment["copy_tb_per_s"] = bandwidth / 1e12
+        return bandwidth
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def keep(self, row: Row) -> None:
+        """Add a row, print it and write all."""
+        self.rows.append(row)
+        self.say(self.show(row))
+        self.write()
+
+    def write(self) -> None:
+        """Again, after a row was changed."""
+        if self.path is not None:
+            write(self.path, self.environment, self.rows, **self.facts)
+
+
+class Record(Result):
+    """Measures in turn; a measurement that fails or runs out of time becomes a row with ``error``, and the earlier ones stay.
+
+    Args:
         deadline: seconds from the start of the process. A measurement that runs then is interrupted, or, where it does not
             return to Python for 10 more seconds, as a hanging step on the GPU, a row says so and the process ends with exit
             code 124. None: no limit.
         interrupts: False: nothing is interrupted at the deadline, only ``left`` counts down to it.
-        facts: of the whole run, for the file.
     """
 
     def __init__(self, path: Path | None, device: torch.device, deadline: float | None = None, interrupts: bool = True,
                  **facts: Any) -> None:
-        self.path, self.device, self.facts, self.rows, self.interrupts = path, device, facts, list[Row](), interrupts
+        super().__init__(path, device, command=this_command(), **facts)
+        self.interrupts = interrupts
         self._key, self._known = tuple[str, ...](), set[tuple[Any, ...]]()
-        self.show: Callable[[Row], str] = functools.partial(json.dumps, default=str)
-        self.environment = environment(device, None)
         self._end = None if deadline is None else deadline - _age()
         self._began, self._armed = time.monotonic(), False
 
@@ -52,12 +89,6 @@ class Record:
     def left(self) -> float:
         """Seconds until the deadline."""
         return float("inf") if self._end is None else self._end - (time.monotonic() - self._began)
-
-    def copy_bandwidth(self) -> float:
-        """Bytes per second of a large copy on the device, measured now and kept with the environment."""
-        bandwidth = copy_bandwidth(self.device)
-        self.environment["copy_tb_per_s"] = bandwidth / 1e12
-        return bandwidth
 
     def go_on(self, files: Sequence[Path], key: Sequence[str], drop: Callable[[Row], bool] = lambda row: False) -> None:
         """Take over the rows of the record's own file and of ``files``: the first of those that agree in the columns ``key``,
@@ -77,20 +108,13 @@ class Record:
         self._known.add(tuple(row.get(name) for name in self._key))
 
     def keep(self, row: Row) -> None:
-        """Add a row, print it and write all."""
-        self._add(row)
-        print(self.show(row), flush=True)
-        self.write()
+        self._known.add(tuple(row.get(name) for name in self._key))
+        super().keep(row)
 
     @property
     def failed(self) -> bool:
         """Whether nothing was measured, or a row has an error."""
         return not self.rows or any("error" in row for row in self.rows)
-
-    def write(self) -> None:
-        """Again, after a row was changed."""
-        if self.path is not None:
-            write(self.path, self.environment, self.rows, command=this_command(), **self.facts)
 
     def measure(self, name: str, run: Any, needs: float = 0.0, most: float = float("inf")) -> bool:
         """Call ``run``, which keeps its rows. Returns whether it ended well; if not, a row named ``name`` says why.
@@ -141,11 +165,12 @@ def _age() -> float:
         return 0.0
 
 
-def script(doc: str | None, model: str | None = "tiny", **options: Any) -> argparse.ArgumentParser:
+def script(doc: str | None, model: str | None = "tiny", limited: bool = True, **options: Any) -> argparse.ArgumentParser:
     """The parser of a script: ``--device``, ``--json``, ``--deadline``, and options of its own.
 
     Args:
         model: the default of ``--model``, beside which there is ``--layers``; None: neither.
+        limited: whether the script has a ``--deadline``.
         options: the default of each option, or (default, help), by name. Its type is that of the default; a list stands for a
             list of numbers with commas, False for a switch.
     """
@@ -156,8 +181,9 @@ def script(doc: str | None, model: str | None = "tiny", **options: Any) -> argpa
         add("--layers", type=int, help="only the first N layers (default: $LAYERS, else all)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--json", type=Path, help="write the rows to this file, after each of them")
-    add("--deadline", type=float, metavar="SECONDS",
-        help="from the start of the process; what has no time becomes a row with error (default: none)")
+    if limited:
+        add("--deadline", type=float, metavar="SECONDS",
+            help="from the start of the process; what has no time becomes a row with error (default: none)")
     for name, given in options.items():
         default, text = given if isinstance(given, tuple) else (given, "")
         flag = f"--{name.replace('_', '-')}"
@@ -179,7 +205,8 @@ def started(args: argparse.Namespace, interrupts: bool = True, **facts: Any) -> 
     """The record of a script with the parsed arguments of ``script``, which are in its file too."""
     if hasattr(args, "model"):
         args.layers = layers_asked(args.layers)
-    return Record(args.json, torch.device(args.device), args.deadline, interrupts, arguments=vars(args), **facts)
+    return Record(args.json, torch.device(args.device), getattr(args, "deadline", None), interrupts, arguments=vars(args),
+                  **facts)
 
 
 def dtype_of(args: argparse.Namespace) -> torch.dtype:
