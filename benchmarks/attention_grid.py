@@ -1,4 +1,4 @@
-"""Attention kernels over a grid of shapes, beside FlashInfer's and vLLM's on the same tensors; resumable, on several GPUs.
+r"""Attention kernels over a grid of shapes, beside FlashInfer's and vLLM's on the same tensors; resumable, on several GPUs.
 
     python benchmarks/attention_grid.py --out grid.json --deadline 540 --gpus 4 --systems triton,vllm-fa3
     python benchmarks/attention_grid.py --out grid.json --resume --systems fi-fa2,fi-fa3,fi-xqa --dims 64,128 --groups 1,4,8
@@ -26,7 +26,6 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.conformance.batches import planned, prepared
 from quire.attn_ops.kernels.host import Caches, kernel_module
 from quire.attn_ops.registry import all_backends
-from quire.graph_runner.bench.attention_op import OpBatch, Point, measure, op_batch, timed, work
+from quire.graph_runner.bench.attention_op import OpBatch, Point, extend_point, measure, op_batch, timed, work
 from quire.graph_runner.bench.models import free_memory
 from quire.graph_runner.bench.record import script, started
 from quire.graph_runner.bench.row_processes import RowTask, kernel_line, measure_rows, or_failure
@@ -86,15 +85,6 @@ class Cell(NamedTuple):
         return Point(self.kind, f"{self.batch}x{self.context}", (self.new,) * self.batch, (self.context,) * self.batch)
 
 
-def prefill(text: str) -> tuple[int, int, None, int | None]:
-    """Batch, context, window and tokens computed before, of "1x512+16384": 512 tokens after 16384."""
-    if (found := re.fullmatch(r"(\d+)x(\d+)(?:\+(\d+))?", text)) is None:
-        raise SystemExit("--prefills takes sequences x tokens, or sequences x tokens + tokens before, such as "
-                         f"64x1024,1x512+16384; got {text!r}")
-    batch, new, before = (int(n or 0) for n in found.groups())
-    return batch, new + before, None, before or None
-
-
 def grid(args: argparse.Namespace) -> list[Cell]:
     """The cells asked for; those of one kernel (group, dim, format) together, small ones first."""
     found = []
@@ -104,7 +94,9 @@ def grid(args: argparse.Namespace) -> list[Cell]:
                 windows = [(None, c) for c in args.contexts] + [(w, max(CONTEXTS)) for w in args.windows]
                 found += [Cell("decode", group, dim, kv, b, c, w) for w, c in windows for b in args.batches]
                 if args.prefill and (kv == "bfloat16" or args.prefills is not PREFILLS):
-                    found += [Cell("extend", group, dim, kv, *shape) for shape in map(prefill, args.prefills)]
+                    for point in map(extend_point, args.prefills):
+                        length, new = point.seq_lens[0], point.query_lens[0]
+                        found.append(Cell("extend", group, dim, kv, len(point.seq_lens), length, None, length - new or None))
     return [cell for cell in found if not args.only or cell.kind == args.only]
 
 
@@ -338,6 +330,12 @@ def main() -> None:
     def names(text: str) -> list[str]:
         return text.split(",")
 
+    def prefills(text: str) -> list[str]:
+        try:
+            return [extend_point(one).name for one in names(text)]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
     parser = script(__doc__, None, groups=[*GROUPS], dims=[*DIMS], batches=[*BATCHES], contexts=[*CONTEXTS],
                     windows=([*WINDOWS], "at the longest context"),
                     sweep=(False, "also with other launch parameters of triton's kernels"),
@@ -346,7 +344,7 @@ def main() -> None:
     add = parser.add_argument
     add("--systems", type=names, default=["triton"], help=f"quire's backends, {', '.join(RIVALS | PARTS)} (default: triton)")
     add("--kv", type=names, default=["bfloat16", "int8", "fp8"])
-    add("--prefills", type=names, default=PREFILLS, metavar="LIST", help=(
+    add("--prefills", type=prefills, default=PREFILLS, metavar="LIST", help=(
         f"sequences x tokens, or sequences x tokens + tokens before (default: {','.join(PREFILLS)}, without quantized caches)"))
     add("--only", choices=("decode", "extend"))
     add("--no-prefill", dest="prefill", action="store_false")

@@ -1,4 +1,4 @@
-"""Sweep launch parameters of the kernels behind ``small_linear``, shape by shape, beside cuBLAS with bf16 weights.
+r"""Sweep launch parameters of the kernels behind ``small_linear``, shape by shape, beside cuBLAS with bf16 weights.
 
     python benchmarks/small_linear.py --json out.json [--table attn_ops/tuning/small_linear.json]            # bf16 weights
     python benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 --json out.json  # quantized ones

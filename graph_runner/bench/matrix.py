@@ -37,11 +37,7 @@ VLLM_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER"
 
 
 class Matrix(Run):
-    """One run of the matrix.
-
-    Raises:
-        ValueError: arguments that make no sense, before anything is measured.
-    """
+    """One run of the matrix."""
 
     def __init__(self, args: argparse.Namespace, command: str) -> None:
         began = time.time()

@@ -68,16 +68,15 @@ def _sampling(temperature: float) -> dict[str, Any]:
     return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
 
 
-class HfContinuousBatching(System):
+class HfContinuousBatching(HfEager):
     """``model.init_continuous_batching``. The manager is kept between calls, so its start-up is not measured."""
 
     name = "hf-cb"
 
     def __init__(self, models: Models, attention: str, limits: Limits, options: dict[str, Any]) -> None:
-        self.model: Any = models.get()
+        super().__init__(models, attention, limits, options)
         if not hasattr(self.model, "init_continuous_batching"):
             raise NotMeasured("this model has no continuous batching in the installed transformers")
-        self.attention = str(getattr(self.model.config, "_attn_implementation", ""))
         self.options = {"use_cuda_graph": True} if models.spec.device.type == "cuda" else {}
         if models.spec.device.type != "cuda":
             pages = limits.max_num_seqs * -(-limits.max_model_len // 256) + 8
@@ -127,7 +126,7 @@ class HfContinuousBatching(System):
         self._stop()
         if getattr(self.model.config, "_attn_implementation", before) != before:  # the manager switches to a paged one
             self.model.set_attn_implementation(before)
-        self.model = None
+        super().close()
 
 
 ROUTERS = (".gate.weight", ".router.weight")

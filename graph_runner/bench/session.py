@@ -27,7 +27,11 @@ LOG_WIDTH = 160  # of tables where the output is not a terminal
 
 
 class Run(Result):
-    """What all workloads share: device, dtype and options of the engine, and the rows."""
+    """What all workloads share: device, dtype and options of the engine, and the rows.
+
+    Raises:
+        ValueError: arguments that make no sense; a subclass, too, raises it before anything is measured.
+    """
 
     def __init__(self, args: argparse.Namespace, command: str) -> None:
         self.args, self.command = args, command
@@ -69,11 +73,7 @@ class Run(Result):
 
 
 class Session(Run):
-    """A run over workloads, systems and attention backends of whole engines.
-
-    Raises:
-        ValueError: arguments that make no sense, before anything is measured.
-    """
+    """A run over workloads, systems and attention backends of whole engines."""
 
     def __init__(self, args: argparse.Namespace, command: str) -> None:
         super().__init__(args, command)
