@@ -18,14 +18,16 @@ from quire.graph_runner.bench.record import Record
 from quire.graph_runner.bench.report import Row, failure, first_line
 from quire.graph_runner.bench.workers import of_gpu
 
-HANGS = 2  # rows of a group that take too long, after which its others are left out
+HANGS = 2  # rows of a system that take too long, after which its others are left out
+AT_THE_END = 0.1  # seconds by which the clocks of the deadline and of the process may differ
 _BROKEN = ("took more than", "process ended", "CUDA error")  # errors after which a process can do nothing more
 _STARTING = threading.Lock()
 
 
 @dataclass(frozen=True)
 class RowTask:
-    """A row to measure: the columns that name it, what its process gets, and its group, whose rows stay in their order."""
+    """A row to measure: the columns that name it, "system" among them; what its process gets; and its group, whose rows are
+    measured one after the other."""
 
     row: Row
     given: Any
@@ -54,7 +56,7 @@ def measure_rows(record: Record, tasks: Sequence[RowTask], measure: Callable[[An
 
     def lane(gpu: int) -> None:
         worker: Worker | None = None
-        current, hung = None, Counter[Any]()
+        current, hung = None, Counter[str]()  # rows that took too long, by system
         try:
             for task in [task for task in left if groups.index(task.group) % gpus == gpu]:
                 if worker is not None and process_per_group and task.group != current:
@@ -62,7 +64,7 @@ def measure_rows(record: Record, tasks: Sequence[RowTask], measure: Callable[[An
                     worker = None
                 if task.group != current:
                     before(current := task.group)
-                if hung[current] == HANGS:
+                if hung[task.row["system"]] == HANGS:
                     found = {"error": f"left out: {HANGS} rows before it took too long"}
                 else:
                     worker = worker or _process(measure, gpu if gpus > 1 else None)
@@ -70,10 +72,10 @@ def measure_rows(record: Record, tasks: Sequence[RowTask], measure: Callable[[An
                         found = worker.call(task.given, time.time() + record.left, limit)
                     except Ended as error:
                         found = {"error": f"{error}"}
-                    if found is LATE and record.left <= 0:
+                    if found is LATE and record.left <= AT_THE_END:
                         return
                     if found is LATE:
-                        hung[current] += 1
+                        hung[task.row["system"]] += 1
                         found = {"error": f"took more than {limit:.0f} s"}
                     if any(broken in found.get("error", "") for broken in _BROKEN):
                         worker.end()

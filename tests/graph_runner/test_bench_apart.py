@@ -36,8 +36,8 @@ def test_each_way_ends_alone_and_all_rows_are_in_one_file(tmp_path: Path) -> Non
     script, out = tmp_path / "script.py", tmp_path / "rows.json"
     script.write_text(SCRIPT)
     began = time.monotonic()
-    subprocess.run([sys.executable, script, "--json", out, "--deadline", "60"], check=True, timeout=90)
-    assert time.monotonic() - began < 60
+    subprocess.run([sys.executable, script, "--json", out, "--deadline", "120"], check=True, timeout=180)
+    assert time.monotonic() - began < 120
     stuck, dies, raises, good = json.loads(out.read_text())["rows"]
     assert stuck["ms"] == 2.0 and "was stopped after" in stuck["error"] and "during its second part" in stuck["error"]
     state = Path(f"/proc/{stuck['child']}/stat")  # gone, or a zombie that nobody has waited for
