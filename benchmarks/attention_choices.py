@@ -24,9 +24,9 @@ CALLED = {"flashinfer-python": "flashinfer"}
 def measurements(path: Path) -> list[Measurement]:
     """One per backend in a results file. Raises ValueError for sites that need more than plain attention."""
     content = json.loads(path.read_text())
-    if "conditions" in content:
-        return grid(content["conditions"], content["rows"])
-    environment, rows = content["environment"], content["rows"]
+    environment, rows = content.get("conditions") or content["environment"], content["rows"]  # older files of the grid
+    if "kv_heads" in environment:
+        return grid(environment, rows)
     found = []
     for backend in dict.fromkeys(row["attention"] for row in rows):
         mine = [row for row in rows if row["attention"] == backend and row["error"] is None]
@@ -43,19 +43,19 @@ def measurements(path: Path) -> list[Measurement]:
     return found
 
 
-def grid(conditions: dict[str, Any], rows: list[dict[str, Any]]) -> list[Measurement]:
+def grid(environment: dict[str, Any], rows: list[dict[str, Any]]) -> list[Measurement]:
     """One per backend, group and head dim that was measured at any decode point."""
     times: dict[tuple[str, int, int], dict[str, dict[str, float]]] = {}
     for row in rows:
         if "us" in row and row["system"] in all_backends() and row["kv"] == "bfloat16" and row["window"] is None:
             kinds = times.setdefault((row["system"], row["group"], row["dim"]), {"decode": {}, "extend": {}})
             kinds[row["kind"]][f"{row['batch']}x{row['context']}"] = row["us"]
-    versions = {package: str(version).partition("+")[0] for package, version in conditions["versions"].items()}
+    versions = {package: str(version).partition("+")[0] for package, version in environment["versions"].items()}
     return [Measurement(
-        conditions["device"], versions["torch"], name,
+        environment["device"], versions["torch"], name,
         {package: versions[CALLED.get(package, package)] for package in get_backend(name).packages},
-        ShapeClass("bfloat16", "bfloat16", dim, dim, group, conditions["page_size"], "NHD", ()), conditions["kv_heads"], None,
-        None, kinds["decode"], kinds["extend"], conditions["date"][:10])
+        ShapeClass("bfloat16", "bfloat16", dim, dim, group, environment["page_size"], "NHD", ()), environment["kv_heads"], None,
+        None, kinds["decode"], kinds["extend"], environment["date"][:10])
         for (name, group, dim), kinds in times.items() if kinds["decode"]]
 
 

@@ -1,9 +1,11 @@
-"""Attention kernels over a grid of shapes, beside FlashInfer's and vLLM's on the same tensors; resumable, on several GPUs.
+r"""Attention kernels over a grid of shapes, beside FlashInfer's and vLLM's on the same tensors; resumable, on several GPUs.
 
     python benchmarks/attention_grid.py --out grid.json --deadline 540 --gpus 4 --systems triton,vllm-fa3
     python benchmarks/attention_grid.py --out grid.json --resume --systems fi-fa2,fi-fa3,fi-xqa --dims 64,128 --groups 1,4,8
     python benchmarks/attention_grid.py --out sweep.json --sweep --groups 1,4,8,16 --dims 64,96,128,256 --kv bfloat16,int8 \
         --batches 1,8,32,128 --contexts 1024,8192 --only decode       # launch parameters of triton's kernel, for its rules
+    python benchmarks/attention_grid.py --out extend.json --only extend --prefills 1x8192+8192,64x1024 --groups 4 --dims 128 \
+        --kv bfloat16 --systems triton:mode=never,triton:mode=always,contiguous,contiguous-copy,fi-fa3,fi-ragged
     python benchmarks/attention_grid.py --show grid.json other.json
 
 Cells: decode by query heads per key head (8 key heads), head dim, batch, context, cache format, and with windows at the longest
@@ -11,9 +13,11 @@ context; prefills of a group and head dim. A time is the median over replays of 
 through several caches unless one is eight times the L2 cache. Of quire's kernels it includes writing the step's keys. A row:
 microseconds, bytes and their share of a copy's bandwidth, TFLOP/s, and how far the output is from triton's (``differs``).
 
-Systems: quire's backends by name, e.g. triton; triton:block_n=64+warps=8 sets launch parameters; fi-fa2, fi-fa2-cores (without
-tensor cores), fi-fa3, fi-xqa: FlashInfer, which compiles for each shape at first use (20 to 80 s); vllm-fa3: FlashAttention 3
-as vLLM builds it.
+Systems: quire's backends by name, e.g. triton; triton:block_n=64+warps=8 sets launch parameters, triton:mode=never and
+mode=always whether keys of long prompts are copied to contiguous memory first (``extend_route.py``); contiguous: the kernel for
+such keys alone (contiguous:block_m=128+block_n=64+warps=8+stages=3), contiguous-copy: the copy; fi-fa2, fi-fa2-cores (without
+tensor cores), fi-fa3, fi-ragged (contiguous keys), fi-xqa: FlashInfer, which compiles for each shape at first use (20 to 80 s);
+vllm-fa3: FlashAttention 3 as vLLM builds it.
 """
 
 from __future__ import annotations
@@ -22,26 +26,25 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.conformance.batches import planned, prepared
+from quire.attn_ops.kernels.host import Caches, kernel_module
 from quire.attn_ops.registry import all_backends
-from quire.graph_runner.bench import workers
-from quire.graph_runner.bench.attention_op import OpBatch, Point, decode_point, measure, on_the_device, op_batch, work
+from quire.graph_runner.bench.attention_op import OpBatch, Point, extend_point, measure, op_batch, timed, work
 from quire.graph_runner.bench.models import free_memory
-from quire.graph_runner.bench.report import environment
-from quire.graph_runner.bench.roofline import copy_bandwidth
+from quire.graph_runner.bench.record import script, started
+from quire.graph_runner.bench.row_processes import RowTask, kernel_line, measure_rows, or_failure
 from quire.graph_runner.config import kv_dtype
 
 GROUPS, DIMS, KV_HEADS = (1, 2, 4, 7, 8, 16), (64, 80, 96, 128, 192, 256), 8
 BATCHES, CONTEXTS, WINDOWS = (1, 8, 32, 128, 256), (256, 1024, 8192, 32768), (512, 4096)
-PREFILLS = ((1, 4096), (8, 1024), (1, 16384), (1, 32768))
+PREFILLS = ["1x4096", "8x1024", "1x16384", "1x32768"]
 #: One parameter or two at a time, beside what the rules choose; chunk_min needs no new compilation.
 SWEEP = {"decode": ("block_n=32", "block_n=64", "block_n=128", "warps=2", "warps=4", "warps=8", "stages=2", "stages=3",
                     "stages=4", "stages=5", "block_n=128+warps=8", "block_n=32+warps=2", "block_n=64+warps=4+stages=4",
@@ -60,6 +63,17 @@ class Cell(NamedTuple):
     batch: int
     context: int
     window: int | None
+    before: int | None = None  # of the context's tokens, those computed in earlier steps of a prompt
+
+    @property
+    def new(self) -> int:
+        """Scheduled tokens of each sequence."""
+        return 1 if self.kind == "decode" else self.context - (self.before or 0)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the cache; None: of the queries."""
+        return None if self.kv == "bfloat16" else kv_dtype(self.kv)
 
     @property
     def site(self) -> AttentionSite:
@@ -68,9 +82,7 @@ class Cell(NamedTuple):
 
     @property
     def point(self) -> Point:
-        if self.kind == "decode":
-            return decode_point(self.batch, self.context)
-        return Point("extend", f"{self.batch}x{self.context}", (self.context,) * self.batch, (self.context,) * self.batch)
+        return Point(self.kind, f"{self.batch}x{self.context}", (self.new,) * self.batch, (self.context,) * self.batch)
 
 
 def grid(args: argparse.Namespace) -> list[Cell]:
@@ -81,8 +93,10 @@ def grid(args: argparse.Namespace) -> list[Cell]:
             for kv in args.kv:
                 windows = [(None, c) for c in args.contexts] + [(w, max(CONTEXTS)) for w in args.windows]
                 found += [Cell("decode", group, dim, kv, b, c, w) for w, c in windows for b in args.batches]
-                if args.prefill and kv == "bfloat16":
-                    found += [Cell("extend", group, dim, kv, b, c, None) for b, c in PREFILLS]
+                if args.prefill and (kv == "bfloat16" or args.prefills is not PREFILLS):
+                    for point in map(extend_point, args.prefills):
+                        length, new = point.seq_lens[0], point.query_lens[0]
+                        found.append(Cell("extend", group, dim, kv, len(point.seq_lens), length, None, length - new or None))
     return [cell for cell in found if not args.only or cell.kind == args.only]
 
 
@@ -112,12 +126,37 @@ def _pages(cell: Cell, batch: OpBatch) -> tuple[torch.Tensor, ...]:
     return indptr, m.block_table_tensor[:, :count].reshape(-1).contiguous(), last
 
 
-def flashinfer(cell: Cell, batch: OpBatch, kernels: str, tensor_cores: bool = True) -> Run:
+def copied(cell: Cell, batch: OpBatch) -> tuple[Callable[[int], tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
+    """What copies keys and values to contiguous memory, and where those of each sequence begin."""
+    gather, m = kernel_module("kernels.gather_kv"), batch.metadata
+    starts = gather.kv_starts(m.query_start_loc, m.seq_lens)
+    return lambda i: gather.gather_kv(Caches(*batch.caches[i % len(batch.caches)]), m.block_table_tensor, starts,
+                                      cell.batch * cell.context, cell.site.dtype), starts
+
+
+def contiguous(cell: Cell, batch: OpBatch) -> Run:
+    copy, starts = copied(cell, batch)
+    (keys, values), out, kernel = copy(0), torch.empty_like(batch.q), kernel_module("backends.triton.extend_contiguous")
+
+    def run(i: int) -> torch.Tensor:
+        kernel.attend_to_contiguous(batch.q, keys, values, batch.metadata.query_start_loc, starts, None, out, cell.site.scale,
+                                    None, False)
+        return out
+
+    return run
+
+
+def contiguous_copy(cell: Cell, batch: OpBatch) -> Run:
+    copy, _ = copied(cell, batch)
+    return lambda i: copy(i)[0]
+
+
+def flashinfer(cell: Cell, batch: OpBatch, kernels: str, tensor_cores: bool = True, ragged: bool = False) -> Run:
     import flashinfer as lib
 
     _no_codes(cell, ("bfloat16", "fp8") if kernels == "fa2" else ("bfloat16",))
     indptr, indices, last = _pages(cell, batch)
-    s, held = cell.site, batch.cache.k[0].dtype
+    s, held, out = cell.site, batch.cache.k[0].dtype, torch.empty_like(batch.q)
     options = {"sm_scale": s.scale, "window_left": -1 if s.window is None else s.window - 1, "q_data_type": s.dtype,
                "kv_data_type": held}
     if cell.kind == "decode":
@@ -126,11 +165,15 @@ def flashinfer(cell: Cell, batch: OpBatch, kernels: str, tensor_cores: bool = Tr
             paged_kv_indptr_buffer=indptr.cuda(), paged_kv_indices_buffer=indices.clone(),
             paged_kv_last_page_len_buffer=last.cuda())
         wrapper.plan(indptr, indices, last, s.num_heads, s.num_kv_heads, s.head_dim, PAGE, **options)
-    else:
-        wrapper = lib.BatchPrefillWithPagedKVCacheWrapper(_workspace("float"), "NHD", backend=kernels)
-        starts = torch.arange(cell.batch + 1, dtype=torch.int32) * cell.context
-        wrapper.plan(starts, indptr, indices, last, s.num_heads, s.num_kv_heads, s.head_dim, PAGE, causal=True, **options)
-    out = torch.empty_like(batch.q)
+        return lambda i: wrapper.run(batch.q, batch.caches[i % len(batch.caches)][:2], out=out)
+    starts = torch.arange(cell.batch + 1, dtype=torch.int32) * cell.new
+    if ragged:
+        copy, key_starts = copied(cell, batch)
+        wrapper, (keys, values) = lib.BatchPrefillWithRaggedKVCacheWrapper(_workspace("float"), "NHD", backend=kernels), copy(0)
+        wrapper.plan(starts.cuda(), key_starts, s.num_heads, s.num_kv_heads, s.head_dim, causal=True, **options)
+        return lambda i: wrapper.run(batch.q, keys, values, out=out)
+    wrapper = lib.BatchPrefillWithPagedKVCacheWrapper(_workspace("float"), "NHD", backend=kernels)
+    wrapper.plan(starts, indptr, indices, last, s.num_heads, s.num_kv_heads, s.head_dim, PAGE, causal=True, **options)
     return lambda i: wrapper.run(batch.q, batch.caches[i % len(batch.caches)][:2], out=out)
 
 
@@ -180,148 +223,80 @@ RIVALS: dict[str, Callable[[Cell, OpBatch], Run]] = {
     "fi-fa2": lambda cell, batch: flashinfer(cell, batch, "fa2"),
     "fi-fa2-cores": lambda cell, batch: flashinfer(cell, batch, "fa2", tensor_cores=False),
     "fi-fa3": lambda cell, batch: flashinfer(cell, batch, "fa3"),
+    "fi-ragged": lambda cell, batch: flashinfer(cell, batch, "fa3", ragged=True),
     "fi-xqa": xqa,
     "vllm-fa3": vllm_fa3,
 }
+PARTS: dict[str, Callable[[Cell, OpBatch], Run]] = {"contiguous": contiguous, "contiguous-copy": contiguous_copy}
 
 
 # -- measuring ----------------------------------------------------------------------------------------------------------------
 
 
-def overridden(kind: str, system: str) -> contextlib.AbstractContextManager[None]:
+def overridden(cell: Cell, system: str) -> contextlib.AbstractContextManager[None]:
     """The launch parameters that the name of a system sets."""
-    params = {n: int(v) for n, v in (item.split("=") for item in system.partition(":")[2].split("+") if item)}
+    name, _, text = system.partition(":")
+    params = {n: int(v) if v.isdigit() else v for n, v in (item.split("=") for item in text.split("+") if item)}
     if not params:
         return contextlib.nullcontext()
-    from quire.attn_ops.backends.triton import decode, extend, plan
+    from quire.attn_ops.backends.triton import decode, extend, extend_contiguous, extend_route, plan
 
-    return plan.overridden(decode.DecodeConfig if kind == "decode" else extend.ExtendConfig, **params)
+    if name in PARTS:
+        return plan.overridden(extend_contiguous.ContiguousConfig, **params)
+    tuned: Any = decode.DecodeConfig if cell.kind == "decode" else extend.ExtendConfig
+    return plan.overridden(extend_route.RouteConfig if "mode" in params else tuned, **params)
 
 
-def measured(cell: Cell, batch: OpBatch, system: str, reference: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Time, and the distance from the first system's output."""
-    if system in RIVALS:
-        with torch.no_grad():
-            run = RIVALS[system](cell, batch)
+#: of the cell that this process measures: its batch, and what the first of the systems put out
+HELD: dict[Any, Any] = {}
+
+
+def batch_of(cell: Cell, max_len: int, device: torch.device) -> OpBatch:
+    """The batch, the same for all systems."""
+    if (cell, "batch") not in HELD:
+        HELD.clear()
+        free_memory()
+        HELD[cell, "batch"] = op_batch(cell.site, cell.point, page_size=PAGE, device=device, max_len=max_len,
+                                       kv_dtype=cell.dtype)
+    made: OpBatch = HELD[cell, "batch"]
+    return made
+
+
+def measured(task: tuple[Cell, str, int, str]) -> dict[str, Any]:
+    """Time of a system, and the distance from the first system's output."""
+    cell, system, max_len, device = task
+    return or_failure(lambda: numbers_of(cell, batch_of(cell, max_len, torch.device(device)), system))
+
+
+def numbers_of(cell: Cell, batch: OpBatch, system: str) -> dict[str, Any]:
+    device, name = batch.q.device, system.partition(":")[0]
+    with overridden(cell, system):
+        if name in RIVALS or name in PARTS:
+            run = (RIVALS | PARTS)[name](cell, batch)
             out = run(0).clone()
-            us = on_the_device(run).us
-    else:
-        from quire.attn_ops.conformance.batches import planned, prepared
-
-        backend = all_backends()[system.partition(":")[0]]
-        device = batch.q.device
-        if why := backend.available(device) or backend.capabilities.reasons_against(
-                cell.site, device=device, page_size=PAGE, kv_dtype=batch.cache.dtype, layout="NHD"):
-            raise NotImplementedError(str(why))
-        with overridden(cell.kind, system):
+            us = timed(run, device, captured=name in RIVALS).us
+        else:
+            backend = all_backends()[name]
+            if why := backend.available(device) or backend.capabilities.reasons_against(
+                    cell.site, device=device, page_size=PAGE, kv_dtype=batch.cache.dtype, layout="NHD"):
+                raise NotImplementedError(str(why))
             with planned(backend, batch):
                 out = backend.op(batch.q, batch.k, batch.v, *batch.caches[0], *batch.tables, None, prepared(backend, batch),
                                  **batch.options).clone()
-            us = measure(backend, batch).us
-    first = reference.setdefault("out", out)
-    return {"us": us, "differs": float((out.float() - first.float()).norm() / first.float().norm())}
-
-
-def lane(args: argparse.Namespace, cells: list[tuple[Cell, list[str]]], deadline: float | None) -> Iterator[dict[str, Any]]:
-    """Rows of one GPU."""
-    device = torch.device(args.device)
-    bandwidth = copy_bandwidth(device)
-    yield {"conditions": {**environment(device, bandwidth), "page_size": PAGE, "kv_heads": KV_HEADS}}
-    for cell, systems in cells:
-        if deadline is not None and time.time() > deadline:
-            return
-        kv = None if cell.kv == "bfloat16" else kv_dtype(cell.kv)
-        size, flops = work(cell.site, cell.point, kv)
-        try:
-            batch = op_batch(cell.site, cell.point, page_size=PAGE, device=device, max_len=args.max_len, kv_dtype=kv)
-        except torch.OutOfMemoryError as error:
-            batch = None
-            yield from ({**cell._asdict(), "system": name, "error": f"OutOfMemoryError: {error}"[:200]} for name in systems)
-        reference: dict[str, torch.Tensor] = {}
-        for name in systems if batch is not None else ():
-            try:
-                row = measured(cell, batch, name, reference)  # type: ignore[arg-type]
-                row |= {"bytes": size, "share": size / row["us"] * 1e6 / bandwidth, "tflop_per_s": flops / row["us"] / 1e6}
-            except Exception as error:
-                row = {"error": f"{type(error).__name__}: {error}"[:300]}
-            yield {**cell._asdict(), "system": name, **row}
-            if "CUDA error" in row.get("error", ""):
-                raise SystemExit(1)  # this process can do nothing more on the GPU
-        del batch, reference
-        free_memory()
-
-
-class Results:
-    """Rows on disk, written at most once per second."""
-
-    def __init__(self, path: Path, resume: list[Path] | None) -> None:
-        self.path, self.lock, self.wrote = path, threading.Lock(), 0.0
-        self.conditions: dict[str, Any] = {}
-        self.rows: list[dict[str, Any]] = []
-        if path.is_file():
-            if resume is None:
-                raise SystemExit(f"{path} exists: continue it with --resume, or give another --out")
-            self.conditions, self.rows = (json.loads(path.read_text())[name] for name in ("conditions", "rows"))
-        others = [row for other in resume or [] for row in json.loads(other.read_text())["rows"]]
-        self.done = {self.key(row) for row in [*self.rows, *others]}
-
-    @staticmethod
-    def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return (*(row[name] for name in Cell._fields), row["system"])
-
-    def take(self, row: dict[str, Any]) -> None:
-        with self.lock:
-            if "conditions" in row:
-                self.conditions = row["conditions"]
-                return
-            self.rows.append(row)
-            self.done.add(self.key(row))
-            print(line(row), flush=True)
-            if time.time() - self.wrote > 1:
-                self.write()
-
-    def write(self) -> None:
-        part = self.path.with_name(self.path.name + ".part")
-        rows = ",\n ".join(json.dumps(row) for row in self.rows)
-        part.write_text(f'{{"conditions": {json.dumps(self.conditions)},\n"rows": [\n {rows}\n]}}\n')
-        part.replace(self.path)
-        self.wrote = time.time()
+            us = measure(backend, batch, graph="mode=" not in system).us  # graphs hold no copies
+    first = HELD.setdefault("out", out)
+    size, flops = work(cell.site, cell.point, cell.dtype)
+    differs = float((out.float() - first.float()).norm() / first.float().norm()) if out.shape == first.shape else None
+    return {"us": us, "differs": differs, "bytes": size, "tflop_per_s": flops / us / 1e6}
 
 
 def line(row: dict[str, Any]) -> str:
     name = f"{row['kind']} {row['group']}x{row['dim']} {row['kv']} {row['batch']}x{row['context']}"
     name += f" window {row['window']}" if row["window"] else ""
-    if "us" not in row:
-        return f"{name:44s}{row['system']:14s} {row['error'].splitlines()[0][:120]}"
-    return (f"{name:44s}{row['system']:14s} {row['us']:10.1f} us {row['share']:6.1%} of copy {row['tflop_per_s']:7.1f} TFLOP/s "
-            f"differs {row['differs']:.1e}")
-
-
-def on_gpus(args: argparse.Namespace, results: Results, left: list[tuple[Cell, list[str]]], deadline: float | None) -> None:
-    """Divide the kernels among processes, one per GPU. One that dies loses one cell, and is started again."""
-    kernels = list(dict.fromkeys((cell.dim, cell.group, cell.kv) for cell, _ in left))
-
-    def work_on(gpu: int) -> None:
-        mine = set(kernels[gpu :: args.gpus])
-        while todo := [(c, names) for c, every in left if (c.dim, c.group, c.kv) in mine
-                       and (names := [n for n in every if (*c, n) not in results.done])]:
-            before = len(results.done)
-            try:
-                job = {"cells": todo, "deadline": deadline, "max_len": args.max_len, "device": args.device}
-                for row in workers.rows([__file__, "--lane"], job, workers.of_gpu(gpu),
-                                        deadline=None if deadline is None else deadline + 15):
-                    results.take(row)
-                return
-            except workers.Ended as error:
-                if len(results.done) == before:  # it died in the first cell
-                    cell, names = todo[0]
-                    results.take({**cell._asdict(), "system": names[0], "error": str(error)[:300]})
-
-    threads = [threading.Thread(target=work_on, args=(gpu,)) for gpu in range(args.gpus)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    name += f" after {row['before']}" if row.get("before") else ""
+    more = [f"{row['tflop_per_s']:7.1f} TFLOP/s"] if "us" in row else []
+    more += [f"differs {row['differs']:.1e}"] if row.get("differs") is not None else []
+    return kernel_line(f"{name:44s}{row['system']:14s}", row, *more)
 
 
 def show(paths: list[Path]) -> None:
@@ -329,7 +304,7 @@ def show(paths: list[Path]) -> None:
     by_cell: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for path in paths:
         for row in json.loads(path.read_text())["rows"]:
-            by_cell.setdefault(tuple(row[name] for name in Cell._fields), {})[row["system"]] = row
+            by_cell.setdefault(tuple(row.get(name) for name in Cell._fields), {})[row["system"]] = row
     slow = total = 0
     for systems in by_cell.values():
         ours = systems.get("triton")
@@ -352,57 +327,54 @@ def show(paths: list[Path]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def numbers(text: str) -> list[int]:
-        return [int(n) for n in text.split(",")]
-
     def names(text: str) -> list[str]:
         return text.split(",")
 
+    def prefills(text: str) -> list[str]:
+        try:
+            return [extend_point(one).name for one in names(text)]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    parser = script(__doc__, None, groups=[*GROUPS], dims=[*DIMS], batches=[*BATCHES], contexts=[*CONTEXTS],
+                    windows=([*WINDOWS], "at the longest context"),
+                    sweep=(False, "also with other launch parameters of triton's kernels"),
+                    max_len=(32768, "tokens that a row of the block table has room for"), gpus=1,
+                    limit=(300.0, "seconds for one row, compilation included"))
     add = parser.add_argument
-    add("--systems", type=names, default=["triton"], help=f"quire's backends, {', '.join(RIVALS)} (default: triton)")
-    add("--groups", type=numbers, default=GROUPS)
-    add("--dims", type=numbers, default=DIMS)
+    add("--systems", type=names, default=["triton"], help=f"quire's backends, {', '.join(RIVALS | PARTS)} (default: triton)")
     add("--kv", type=names, default=["bfloat16", "int8", "fp8"])
-    add("--batches", type=numbers, default=BATCHES)
-    add("--contexts", type=numbers, default=CONTEXTS)
-    add("--windows", type=numbers, default=WINDOWS, help="at the longest context")
+    add("--prefills", type=prefills, default=PREFILLS, metavar="LIST", help=(
+        f"sequences x tokens, or sequences x tokens + tokens before (default: {','.join(PREFILLS)}, without quantized caches)"))
     add("--only", choices=("decode", "extend"))
-    add("--sweep", action="store_true", help="also with other launch parameters of triton's kernels")
     add("--no-prefill", dest="prefill", action="store_false")
-    add("--max-len", type=int, default=32768, help="tokens that a row of the block table has room for (default: 32768)")
-    add("--out", type=Path, default=Path("attention_grid.json"))
-    add("--resume", type=Path, nargs="*", help="leave out the cells of --out and of these files")
-    add("--deadline", type=float, help="seconds after which no cell is started")
-    add("--gpus", type=int, default=1)
-    add("--device", default="cuda", help="cpu: a dry run")
+    add("--out", dest="json", type=Path, help="another name of --json (default: attention_grid.json)")
+    add("--resume", type=Path, nargs="*", help="go on with the rows of --out and of these files")
     add("--show", type=Path, nargs="+", help="print where quire is slow in these results, and measure nothing")
-    add("--lane", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(json=Path("attention_grid.json"))
     args = parser.parse_args()
     if args.show:
         return show(args.show)
-    if args.lane:
-        job = workers.job()
-        args.max_len, args.device = job["max_len"], job["device"]
-        for row in lane(args, [(Cell(*cell), systems) for cell, systems in job["cells"]], job["deadline"]):
-            workers.emit(row)
-        return workers.emit({})
-    unknown = [name for name in args.systems if name not in RIVALS and name.partition(":")[0] not in all_backends()]
-    if unknown:
+    known = {*PARTS, *all_backends()}
+    if unknown := [name for name in args.systems if name not in RIVALS and name.partition(":")[0] not in known]:
         parser.error(f"unknown systems {unknown}")
     for prefix, package in (("fi-", "flashinfer"), ("vllm-", "vllm")):
         if any(name.startswith(prefix) for name in args.systems) and importlib.util.find_spec(package) is None:
             parser.error(f"{package} is not installed")
-    deadline = None if args.deadline is None else time.time() + args.deadline
-    results = Results(args.out, args.resume)
-    asked = [(cell, [*args.systems, *(f"triton:{p}" for p in SWEEP[cell.kind] if args.sweep)]) for cell in grid(args)]
-    left = [(cell, left) for cell, names in asked if (left := [n for n in names if (*cell, n) not in results.done])]
-    print(f"{sum(len(n) for _, n in left)} of {sum(len(n) for _, n in asked)} rows to measure", flush=True)
+    if args.json.is_file() and args.resume is None:
+        parser.error(f"{args.json} exists: continue it with --resume, or give another --out")
+    record = started(args, interrupts=False)
+    bandwidth, record.show = record.copy_bandwidth(), line
+    free_memory()  # it is the other processes'
+    record.environment |= {"page_size": PAGE, "kv_heads": KV_HEADS}
+    record.go_on(args.resume or [], (*Cell._fields, "system"))
+    tasks = [RowTask({**cell._asdict(), "system": name}, (cell, name, args.max_len, args.device),
+                     (cell.dim, cell.group, cell.kv))
+             for cell in grid(args) for name in [*args.systems, *(f"triton:{p}" for p in SWEEP[cell.kind] if args.sweep)]]
     with contextlib.suppress(KeyboardInterrupt):
-        on_gpus(args, results, left, deadline)
-    results.write()
-    return show([args.out])
+        measure_rows(record, tasks, measured, limit=args.limit, gpus=args.gpus, complete=lambda row: (
+            row | {"share": row["bytes"] / row["us"] * 1e6 / bandwidth} if "us" in row else row))
+    show([args.json])
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ FILES` prints them as Markdown.
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import json
 import os
@@ -43,18 +42,20 @@ import torch
 from quire.attn_ops.attention import AttentionSite, Latent
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
 from quire.attn_ops.conformance.batches import planned, prepared, scattered
-from quire.attn_ops.conformance.lanes import LATE, Ended, Worker
+from quire.attn_ops.conformance.lanes import Ended, Worker
 from quire.attn_ops.kernels.host import kernel_module
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.registry import get_backend
-from quire.graph_runner.bench import report
 from quire.graph_runner.bench.attention_op import COPIES, OpBatch, Point, measure, op_batch, timed, work
-from quire.graph_runner.bench.roofline import copy_bandwidth, matmul_rate
+from quire.graph_runner.bench.models import free_memory
+from quire.graph_runner.bench.record import dtype_of, script, started
+from quire.graph_runner.bench.report import markdown_table
+from quire.graph_runner.bench.roofline import matmul_rate
+from quire.graph_runner.bench.row_processes import RowTask, kernel_line, measure_rows, or_failure
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 NOPE, DIM_V, LATENT = 128, 128, Latent(512, 64)
 COMPILE = 150.0  # seconds at most for kernels that are compiled ahead
-HANGS = 2  # rows of a backend that take too long, after which the others are left out
 SYSTEMS = {
     "kernels": "triton,trtllm_mha,flashinfer,flex_attention",
     "mla": "triton,flashinfer_mla",
@@ -64,32 +65,25 @@ SYSTEMS = {
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A batch: tokens scheduled and tokens in the cache after the step; ``shared``: tokens at the start of all sequences."""
+class Shape(Point):
+    """``shared``: tokens at the start of all sequences."""
 
-    name: str
-    query_lens: tuple[int, ...]
-    seq_lens: tuple[int, ...]
     window: int | None = None
     shared: int = 0
     heads: int = HEADS
 
-    @property
-    def decode(self) -> bool:
-        return max(self.query_lens) == 1
-
 
 def decode(batch: int, context: int, window: int | None = None, shared: int = 0) -> Shape:
     name = f"decode {batch}x{context}" + (f" window {window}" if window else "") + (f" shared {shared}" if shared else "")
-    return Shape(name, (1,) * batch, (context,) * batch, window, shared)
+    return Shape("decode", name, (1,) * batch, (context,) * batch, window=window, shared=shared)
 
 
 def prefill(batch: int, tokens: int, before: int = 0) -> Shape:
-    return Shape(f"prefill {batch}x{tokens}" + (f" after {before}" if before else ""), (tokens,) * batch,
+    return Shape("extend", f"prefill {batch}x{tokens}" + (f" after {before}" if before else ""), (tokens,) * batch,
                  (tokens + before,) * batch)
 
 
-def shapes(piece: str, divide: int, heads: tuple[int, ...]) -> list[Shape]:
+def shapes(piece: str, divide: int, heads: list[int]) -> list[Shape]:
     """The batches of a piece; ``divide`` shortens them, for a dry run."""
     k = 1024 // divide
     if piece == "kernels":
@@ -101,7 +95,7 @@ def shapes(piece: str, divide: int, heads: tuple[int, ...]) -> list[Shape]:
                 prefill(1, 2 * k, 30 * k)]
         return [replace(shape, name=f"{shape.name} H={h}", heads=h) for h in heads for shape in some]
     if piece == "composite":
-        mixed = Shape(f"mixed 63x1,{k // 2}", (*(1,) * 63, k // 2), (2 * k,) * 64)
+        mixed = Shape("extend", f"mixed 63x1,{k // 2}", (*(1,) * 63, k // 2), (2 * k,) * 64)
         return [decode(32, 8 * k), decode(128, k), prefill(8, k), prefill(1, 4 * k), mixed,
                 *(decode(b, p + k // 4, shared=p) for p in (k // 2, 2 * k, 8 * k) for b in (8, 32, 128))]
     return [decode(b, 32 * k) for b in (1, 8)]
@@ -120,11 +114,10 @@ def attention(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, 
     backend = get_backend(_with_channels(system, args))
     site = AttentionSite(0, HEADS, KV_HEADS, DIM, DIM, args.dtype, DIM**-0.5, window=shape.window)
     against(backend, site, args)
-    point = Point("decode" if shape.decode else "extend", shape.name, shape.query_lens, shape.seq_lens)
-    batch = op_batch(site, point, page_size=args.page_size, device=args.device)
+    batch = op_batch(site, shape, page_size=args.page_size, device=args.device)
     if pages := shape.shared // args.page_size:
         batch.metadata.block_table_tensor[:, :pages] = batch.metadata.block_table_tensor[0, :pages]
-    size, flops = work(site, point)
+    size, flops = work(site, shape)
     found = {"bytes": size, "flops": flops}
     if backend.unrotated:
         return found | {"us": _unrotated(backend, batch)}
@@ -228,7 +221,8 @@ def latent(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, Any
         (tokens, heads, dim), (tokens, sum(LATENT)), (heads * (NOPE + DIM_V), LATENT.rank)))
     kv_b *= LATENT.rank**-0.5
     tables = (meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens)
-    captured = shape.decode and device.type == "cuda" and backend.capabilities.cudagraph_support > CudagraphSupport.NEVER
+    decodes = shape.kind == "decode"
+    captured = decodes and device.type == "cuda" and backend.capabilities.cudagraph_support > CudagraphSupport.NEVER
     batch: Any = SimpleNamespace(cache=cache, metadata=meta, site=site, tables=tables)
     with planned(backend, batch, graph_key="bench" if captured else None, capturing=captured):
         given = prepared(backend, batch)
@@ -239,32 +233,8 @@ def latent(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, Any
         timing = timed(call, device, captured)
     size = args.dtype.itemsize * (sum(shape.seq_lens) * sum(LATENT) + kv_b.numel() + tokens * heads * (dim + DIM_V))
     pairs = sum(n * (2 * total - n + 1) // 2 for n, total in zip(shape.query_lens, shape.seq_lens, strict=True))
-    flops = 0 if shape.decode else 2 * pairs * heads * (dim + DIM_V)
+    flops = 0 if decodes else 2 * pairs * heads * (dim + DIM_V)
     return {"us": timing.us, "how": timing.how, "bytes": size, "flops": flops}
-
-
-class Results:
-    """Rows on disk. ``retry``: systems whose rows with an error are measured again."""
-
-    def __init__(self, path: Path | None, resume: list[Path], retry: list[str]) -> None:
-        self.path, self.rows, self.env = path, list[dict[str, Any]](), dict[str, Any]()
-        known = [path, *resume] if path is not None else resume
-        old = [json.loads(file.read_text()).get("rows", []) for file in known if file.is_file()]
-        for row in [row for rows in old for row in rows]:
-            if not self.has(row) and not (row["system"] in retry and "error" in row):
-                self.rows.append(row)
-
-    @staticmethod
-    def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row["piece"], row["shape"], row["system"]
-
-    def has(self, row: dict[str, Any]) -> bool:
-        return any(self._key(other) == self._key(row) for other in self.rows)
-
-    def add(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-        if self.path is not None:
-            report.write(self.path, self.env, self.rows, command=report.this_command())
 
 
 @dataclass(frozen=True)
@@ -281,28 +251,25 @@ def measured(task: Task) -> dict[str, Any]:
     """The numbers of a row, or its error."""
     if task.nice:
         os.nice(10)
+    return or_failure(lambda: numbers_of(task))
+
+
+def numbers_of(task: Task) -> dict[str, Any]:
     args = task.args
     params = {name: int(number) for name, number in (each.split("=") for each in args.set.split(",") if each)}
     tuned: Any = contextlib.nullcontext()
-    try:
-        if params:
-            from quire.attn_ops.backends.triton import plan
+    if params:
+        from quire.attn_ops.backends.triton import plan
 
-            tuned = plan.overridden(kernel_module("backends.triton.mla").MlaConfig, **params)
-        with tuned, torch.no_grad():
-            return (latent if args.piece == "mla" else attention)(task.shape, task.system, args)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"[:300]}
-    finally:
-        if args.device.type == "cuda":
-            with contextlib.suppress(Exception):  # after an error of the GPU
-                torch.cuda.empty_cache()
+        tuned = plan.overridden(kernel_module("backends.triton.mla").MlaConfig, **params)
+    with tuned:
+        return (latent if args.piece == "mla" else attention)(task.shape, task.system, args)
 
 
 def compile_ahead(systems: list[str], args: argparse.Namespace, until: float) -> dict[str, list[threading.Thread]]:
     """Threads in which small batches run through each backend, one process for each: FlashInfer compiles a module for each kind
     of batch at its first use, for a minute, and keeps it on disk."""
-    heads = int(args.heads.split(",")[0]) if args.piece == "mla" else HEADS
+    heads = args.heads[0] if args.piece == "mla" else HEADS
     small = [decode(1, 64), prefill(1, 64), *([decode(1, 64, window=32)] if args.piece == "kernels" else [])]
 
     def run(task: Task) -> None:
@@ -321,11 +288,8 @@ def compile_ahead(systems: list[str], args: argparse.Namespace, until: float) ->
 
 
 def line(row: dict[str, Any]) -> str:
-    name = f"{row['shape']:34} {row['system']:30}"
-    if "us" not in row:
-        return f"{name} {row['error'].splitlines()[0][:110]}"
-    more = f"  overlap {row['overlap']:.0%}" if row.get("overlap") is not None else ""
-    return f"{name} {row['us']:10.1f} us  {row['share']:6.1%} of the floor's {row['floor_us']:.1f} us{more}"
+    more = [f"overlap {row['overlap']:.0%}"] if row.get("overlap") is not None else []
+    return kernel_line(f"{row['shape']:34} {row['system']:30}", row, *more)
 
 
 def table(files: list[Path]) -> str:
@@ -336,79 +300,55 @@ def table(files: list[Path]) -> str:
         systems[row["system"]] = None
         found.setdefault(row["shape"], {})[row["system"]] = (
             f"{row['us']:.1f} ({row['share']:.0%})" if "us" in row else row["error"].partition(":")[0])
-    heads = " | ".join(f"`{system}`" for system in systems)
-    lines = [f"| us (share of the floor) | {heads} |", "|---" * (len(systems) + 1) + "|"]
-    lines += [f"| {shape} | {' | '.join(cells.get(system, '–') for system in systems)} |" for shape, cells in found.items()]
-    return "\n".join(lines)
+    return "\n".join(markdown_table(
+        ["us (share of the floor)", *(f"`{system}`" for system in systems)],
+        [[shape, *(cells.get(system, "–") for system in systems)] for shape, cells in found.items()]))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script(__doc__, None, heads=([16, 128], "of mla"), set=("", "of mla: fields of triton's MlaConfig, as "
+                    "block_n=64,stages=2"), divide=(1, "divide the lengths by this, for a dry run"),
+                    retry=(False, "measure rows with an error again"), limit=(120.0, "seconds for one row"))
+    parser.set_defaults(deadline=240.0)
     add = parser.add_argument
     add("piece", choices=[*SYSTEMS, "table"], help="table: the rows in the files of --resume as Markdown")
     add("--systems", help="backends, in the order in which they are measured (default: " + "; ".join(SYSTEMS.values()) + ")")
-    add("--heads", default="16,128", help="of mla (default: 16,128)")
-    add("--set", default="", help="of mla: fields of triton's MlaConfig, as block_n=64,stages=2")
     add("--page-size", type=int, help="default: 16, of mla 64")
-    add("--device", type=torch.device, default="cuda")
-    add("--divide", type=int, default=1, help="divide the lengths by this, for a dry run")
-    add("--json", type=Path)
     add("--resume", type=Path, nargs="*", default=[])
-    add("--retry", action="store_true", help="measure rows with an error again")
-    add("--limit", type=float, default=120.0, metavar="SECONDS", help="for one row (default: 120)")
-    add("--deadline", type=float, default=240.0, metavar="SECONDS", help="default: 240")
     args = parser.parse_args()
     if args.piece == "table":
         print(table(args.resume))
         return 0
-    until = time.time() + args.deadline
     systems = (args.systems or SYSTEMS[args.piece]).split(",")
-    results = Results(args.json, args.resume, systems if args.retry else [])
-    args.dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
     args.page_size = args.page_size or (64 if args.piece == "mla" else 16)
-    left = [(shape, system) for system in systems
-            for shape in shapes(args.piece, args.divide, tuple(map(int, args.heads.split(","))))
-            if (not shape.shared or system.startswith((systems[0], "cascade:")))
-            and not results.has({"piece": args.piece, "shape": shape.name, "system": system})]
-    slow = [system for system in dict.fromkeys(system for _, system in left) if ":" not in system and system != systems[0]]
-    ahead = compile_ahead(slow, args, until) if args.device.type == "cuda" else {}
-    bandwidth, rate = copy_bandwidth(args.device), matmul_rate(args.device, args.dtype)
-    if args.device.type == "cuda":
-        torch.cuda.empty_cache()  # the memory is the other processes'
-    results.env = {**report.environment(args.device, bandwidth), "matmul_tflop_per_s": rate / 1e12, "page_size": args.page_size}
-    workers: dict[str, Worker] = {}
-    late = collections.Counter[str]()
-    try:
-        for shape, system in left:
-            row: dict[str, Any] = {"piece": args.piece, "shape": shape.name, "system": system}
-            if late[system] == HANGS:
-                results.add(row | {"error": f"left out: {HANGS} rows before it took too long"})
-                continue
-            for thread in ahead.pop(system, []):
-                thread.join()
-            if system not in workers:
-                for name in list(workers):  # its memory
-                    workers.pop(name).end()
-                workers[system] = Worker(measured)
-            try:
-                found = workers[system].call(Task(shape, system, args), until, args.limit)
-            except Ended as error:
-                found = {"error": str(error)}
-            if found is LATE and time.time() >= until:
-                print("the deadline is over; call again to go on", flush=True)
-                return 3
-            late[system] += found is LATE
-            row |= {"error": f"took more than {args.limit:.0f} s"} if found is LATE else found
-            if "us" in row:
-                row["floor_us"] = max(row["bytes"] / bandwidth, row["flops"] / rate) * 1e6
-                row["share"] = row["floor_us"] / row["us"]
-            elif found is LATE or "CUDA error" in row["error"] or "process ended" in row["error"]:
-                workers.pop(system).end()
-            results.add(row)
-            print(line(row), flush=True)
-    finally:
-        for worker in workers.values():
-            worker.end()
+    record = started(args, interrupts=False)
+    record.go_on(args.resume, ("piece", "shape", "system"),
+                 drop=lambda row: args.retry and "error" in row and row["system"] in systems)
+    args = argparse.Namespace(**{**vars(args), "device": record.device, "dtype": dtype_of(args)})
+    tasks = [RowTask({"piece": args.piece, "shape": shape.name, "system": system}, Task(shape, system, args), system)
+             for system in systems for shape in shapes(args.piece, args.divide, args.heads)
+             if not shape.shared or system.startswith((systems[0], "cascade:"))]
+    slow = [name for name in dict.fromkeys(task.group for task in tasks if not record.has(task.row))
+            if ":" not in name and name != systems[0]]
+    ahead = compile_ahead(slow, args, time.time() + record.left) if args.device.type == "cuda" else {}
+    bandwidth, rate = record.copy_bandwidth(), matmul_rate(args.device, args.dtype)
+    record.environment |= {"matmul_tflop_per_s": rate / 1e12, "page_size": args.page_size}
+    record.show = line
+    free_memory()  # it is the other processes'
+
+    def complete(row: dict[str, Any]) -> dict[str, Any]:
+        if "us" not in row:
+            return row
+        floor = max(row["bytes"] / bandwidth, row["flops"] / rate) * 1e6
+        return {**row, "floor_us": floor, "share": floor / row["us"]}
+
+    def wait(system: str) -> None:
+        for thread in ahead.pop(system, []):
+            thread.join()
+
+    if not measure_rows(record, tasks, measured, limit=args.limit, process_per_group=True, before=wait, complete=complete):
+        print("the deadline is over; call again to go on", flush=True)
+        return 3
     return 0
 
 

@@ -15,7 +15,6 @@ also has the largest difference of a log-likelihood from HFLM's.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import random
 import tempfile
@@ -30,9 +29,10 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoTokenizer
 
 import quire
-from quire.graph_runner.bench import apart, record
-from quire.graph_runner.bench.models import ModelSpec, build, layers_asked
+from quire.graph_runner.bench import apart
+from quire.graph_runner.bench.record import Record, model_of, script
 from quire.graph_runner.bench.report import Row
+from quire.graph_runner.bench.rivals import require_vllm
 from quire.graph_runner.loading import TINY_MODEL
 from quire.integrations.lm_eval import QuireLM
 
@@ -66,16 +66,12 @@ def vllm(model: Any, tokenizer: Any, folder: str, max_model_len: int, batch: int
                 gpu_memory_utilization=0.5, max_num_seqs=batch, enable_prefix_caching=True)
 
 
-def measure(name: str, results: record.Record, args: argparse.Namespace) -> None:
+def measure(name: str, results: Record, args: argparse.Namespace) -> None:
     """Add the way's rows."""
-    if name == "VLLM" and importlib.util.find_spec("vllm") is None:
-        raise RuntimeError("vllm is not installed here")
-    if name == "VLLM" and not torch.cuda.is_available():
-        raise RuntimeError("vllm is measured on a GPU only")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name == "VLLM":
+        require_vllm(torch.device(args.device))
     tokenizer = AutoTokenizer.from_pretrained(args.model if Path(args.model).is_dir() else TINY_MODEL, padding_side="left")
-    model: Any = build(ModelSpec(args.model, dtype, device, args.layers))
+    model = model_of(args)
     model.generation_config.max_new_tokens = None
     options: dict[str, Any] = dict(max_num_seqs=args.batch, max_model_len=args.examples + args.new_tokens + 64)
 
@@ -115,21 +111,11 @@ def compare(rows: list[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--documents", type=int, default=32)
-    parser.add_argument("--examples", type=int, default=200, help="tokens that all documents begin with")
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=8)
-    apart.add_arguments(parser, list(SHARES))
-    record.add_arguments(parser)
-    args = parser.parse_args()
-    args.layers = layers_asked(args.layers)
-    results = apart.run(args, SHARES, lambda way, results: measure(way, results, args), compare)
-    if not args.apart:
-        for row in results.rows:
+    parser = script(__doc__, documents=32, examples=(200, "tokens that all documents begin with"), new_tokens=32, batch=8)
+    if (record := apart.run(parser, SHARES, measure, compare)) is not None:
+        for row in record.rows:
             row.pop("scores", None)
-        results.write()
+        record.write()
 
 
 if __name__ == "__main__":

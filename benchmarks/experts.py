@@ -9,23 +9,21 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from quire.attn_ops.ops.experts import Tile, _Pairs, expert_swiglu
 from quire.graph_runner.bench.attention_op import on_the_device
-from quire.graph_runner.bench.record import Record
+from quire.graph_runner.bench.record import script, started
 from quire.graph_runner.bench.roofline import matmul_rate
 
 #: experts/experts per token x inner x hidden: Qwen3-30B-A3B, DeepSeek-V2-Lite, Mixtral, and GPT-OSS-20B's sizes without biases.
 SHAPES = "128/8x768x2048,64/6x1408x2048,8/2x14336x4096,32/4x2880x2880"
-TOKENS = "1,4,8,16,32,64,128,256,512,1024,4096,8192,16384"
+TOKENS = [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192, 16384]
 #: Tiles to try for each path, of a product that is not gated.
 TILES = {
     "pairs": [Tile(m, *t) for m in (16, 32) for t in ((64, 128, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3))],
@@ -35,38 +33,30 @@ TILES = {
 }
 
 
-def timed(call: Callable[[], Any]) -> float:
-    """Microseconds of one call, in a CUDA graph."""
-    return on_the_device(lambda _: call()).us
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experts", default=SHAPES, help="experts/experts per token x inner x hidden, comma-separated")
-    parser.add_argument("--tokens", default=TOKENS)
-    parser.add_argument("--tiles", action="store_true", help="time each tile of each product too")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    args = parser.parse_args()
-    device, dtype = torch.device("cuda"), torch.bfloat16
-    record = Record(args.json, device)
+    args = script(__doc__, None, limited=False, tokens=TOKENS, tiles=(False, "time each tile of each product too"),
+                  experts=(SHAPES, "experts/experts per token x inner x hidden, comma-separated")).parse_args()
+    record, dtype = started(args), torch.bfloat16
+    device = record.device
     bandwidth, rate = record.copy_bandwidth(), matmul_rate(device, dtype)
     record.facts["dense_tflop_per_s"] = rate / 1e12
 
-    def note(us: float, floor: float, **what: Any) -> None:
+    def note(call: Callable[[], Any], floor: float, **what: Any) -> None:
+        us = on_the_device(lambda _: call()).us
         record.keep({**what, "us": us, "floor_us": floor, "share": floor / us})
 
     for text in args.experts.split(","):
         count, each, inner, hidden = map(int, re.split("[/x]", text))
         up = torch.randn(count, 2 * inner, hidden, device=device, dtype=dtype) * hidden**-0.5
         down = torch.randn(count, hidden, inner, device=device, dtype=dtype) * inner**-0.5
-        for tokens in map(int, args.tokens.split(",")):
+        for tokens in args.tokens:
             x = torch.randn(tokens, hidden, device=device, dtype=dtype)
             ids = torch.rand(tokens, count, device=device).topk(each).indices
             pairs, used = tokens * each, len(ids.unique())
 
             one = inner * hidden * max(2 * used / bandwidth, 2 * pairs / rate) * 1e6  # the floor of one product
             shape = dict(experts=text, tokens=tokens)
-            note(timed(lambda: expert_swiglu(x, up, down, ids, False)), 3 * one, **shape)  # noqa: B023
+            note(lambda: expert_swiglu(x, up, down, ids, False), 3 * one, **shape)  # noqa: B023
             if not args.tiles:
                 continue
             act = torch.randn(pairs, inner, device=device, dtype=dtype)
@@ -78,8 +68,8 @@ def main() -> None:
                         tile = Tile(tile.block_m, tile.block_n // 2, tile.block_k, tile.num_warps, tile.num_stages)
                     made = _Pairs.of(ids, count, dtype, path, tile, False)
                     data = (x, up, None, True) if gated else (act, down, None, False)
-                    us = timed(lambda: made.multiply(*data))  # noqa: B023
-                    note(us, one * (2 if gated else 1), **shape, path=path, gated=gated, tile=str(tile))
+                    note(lambda: made.multiply(*data), one * (2 if gated else 1), **shape, path=path,  # noqa: B023
+                         gated=gated, tile=str(tile))
 
 
 if __name__ == "__main__":

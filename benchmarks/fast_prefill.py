@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import random
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from quire import Engine, SamplingParams
-from quire.graph_runner.bench.record import Record
+from quire.graph_runner.bench.record import Record, dtype_of, script, started
+from quire.graph_runner.bench.steps import random_tokens
 
 
 def model_of(args: argparse.Namespace) -> Any:
@@ -35,12 +34,12 @@ def model_of(args: argparse.Namespace) -> Any:
         num_attention_heads=args.hidden // 64, num_key_value_heads=max(1, args.hidden // 256), head_dim=64, sliding_window=128,
         activation_sparsity_pattern=None, laurel_rank=args.hidden // 32, max_position_embeddings=args.prompt + 64)
     with torch.device(args.device):  # on the device: a host takes long for a billion random numbers
-        return Gemma3nForCausalLM._from_config(config, dtype=torch.float32 if args.device == "cpu" else torch.bfloat16).eval()
+        return Gemma3nForCausalLM._from_config(config, dtype=dtype_of(args)).eval()
 
 
 def measure(args: argparse.Namespace, record: Record) -> None:
-    model, draw = model_of(args), random.Random(0)
-    prompts = [[draw.randrange(5, 1024) for _ in range(args.prompt)] for _ in range(args.prompts + 1)]
+    model, tokens_of = model_of(args), random_tokens(1024)
+    prompts = [tokens_of(args.prompt) for _ in range(args.prompts + 1)]
     once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     times: dict[bool, list[float]] = {False: [], True: []}
     tokens: dict[bool, list[int]] = {False: [], True: []}
@@ -65,19 +64,11 @@ def measure(args: argparse.Namespace, record: Record) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=14)
-    parser.add_argument("--shared", type=int, default=6, help="last layers that have the keys and values of earlier ones")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
-    parser.add_argument("--prompts", type=int, default=7)
-    parser.add_argument("--attention", default="auto", help="on a GPU one that plans nothing on the host, such as triton")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--deadline", type=float, help="seconds from the start of the process")
-    args = parser.parse_args()
-    record = Record(args.json, torch.device(args.device), args.deadline, model="gemma3n, random weights", hidden=args.hidden,
-                    layers=args.layers, shared=args.shared, prompt=args.prompt)
+    args = script(__doc__, None, hidden=256, layers=14, shared=(6, "last layers that have the keys and values of earlier ones"),
+                  prompt=(1024, "tokens of a prompt"), prompts=7,
+                  attention=("auto", "on a GPU one that plans nothing on the host, such as triton")).parse_args()
+    record = started(args, model="gemma3n, random weights", hidden=args.hidden, layers=args.layers, shared=args.shared,
+                     prompt=args.prompt)
     done = record.measure("fast_prefill", lambda: measure(args, record))
     return int(not done or not all(row["tokens_equal"] for row in record.rows))
 

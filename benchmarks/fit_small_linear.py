@@ -1,4 +1,4 @@
-"""Fit the constants of attn_ops/tuning/small_linear_tiles.py to sweeps of benchmarks/small_linear_wide.py.
+"""Fit the constants of attn_ops/tuning/small_linear_tiles.py to sweeps of ``benchmarks/small_linear.py --wide``.
 
     python -m benchmarks.fit_small_linear sweep.json [...]          # print how much slower than the best the choices are
     python -m benchmarks.fit_small_linear sweep.json --save         # and write the constants, and the best of each shape into

@@ -20,7 +20,6 @@ the update, and ``share_generating`` is a lower bound (``cut: true``).
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import statistics
 import tempfile
@@ -34,15 +33,12 @@ from transformers.generation import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 import quire
-from quire.graph_runner.bench import apart, record
-from quire.graph_runner.bench.models import ModelSpec, build, config_of, layers_asked
+from quire.graph_runner.bench import apart
+from quire.graph_runner.bench.record import Record, model_of, script, spec_of
+from quire.graph_runner.bench.rivals import require_vllm, save_config, shut_down
+from quire.graph_runner.bench.steps import random_tokens, synchronize
 
 TRAINING_S = 30.0  # of a way's time, left for the update when a rollout is cut
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 class Way:
@@ -126,9 +122,7 @@ class Vllm(Way):
         from vllm import LLM
 
         self.folder = tempfile.TemporaryDirectory()
-        config = config_of(ModelSpec(self.args.model, self.model.dtype, self.model.device, self.args.layers))
-        config.architectures, config.dtype = [type(self.model).__name__], self.model.dtype
-        config.save_pretrained(self.folder.name)
+        save_config(spec_of(self.args, self.model.dtype), type(self.model), self.folder.name)
         self.llm: Any = LLM(model=self.folder.name, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
                             max_model_len=self.args.prompt_tokens + self.args.new_tokens, max_num_seqs=512,
                             gpu_memory_utilization=self.args.vllm_memory, enable_prefix_caching=True)
@@ -147,9 +141,7 @@ class Vllm(Way):
         return [list(output.outputs[0].token_ids) for output in found]
 
     def close(self) -> None:
-        core: Any = getattr(self.llm.llm_engine, "engine_core", None)
-        if hasattr(core, "shutdown"):
-            core.shutdown()
+        shut_down(self.llm)
         self.llm = None
         self.folder.cleanup()
 
@@ -174,24 +166,19 @@ def train(model: Any, optimizer: Any, prompts: list[list[int]], completions: lis
     optimizer.zero_grad(set_to_none=True)
 
 
-def measure(name: str, results: record.Record, args: argparse.Namespace) -> None:
+def measure(name: str, results: Record, args: argparse.Namespace) -> None:
     """Add the way's row, and bring it up to date after each step."""
-    if name == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise RuntimeError("vllm is not installed here")
-    if name == "vllm" and not torch.cuda.is_available():
-        raise RuntimeError("vllm is measured on a GPU only")
+    if name == "vllm":
+        require_vllm(torch.device(args.device))
     row: dict[str, Any] = {"way": name, "doing": "its start"}
     results.rows.append(row)
     results.write()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model: Any = build(ModelSpec(args.model, dtype, device, args.layers))
+    model = model_of(args)
     model.train()
     model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device.type == "cuda")
-    generator = torch.Generator().manual_seed(0)
-    vocab = model.config.get_text_config().vocab_size
-    prompts = torch.randint(vocab, (args.prompts, args.prompt_tokens), generator=generator).tolist()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=model.device.type == "cuda")
+    prompt = random_tokens(model.config.get_text_config().vocab_size)
+    prompts = [prompt(args.prompt_tokens) for _ in range(args.prompts)]
     many, asked = [p for p in prompts for _ in range(args.group)], args.prompts * args.group * args.new_tokens
     way, steps = WAYS[name](model, args), list[tuple[float, float, float, int]]()
     row["start_s"] = args.deadline - results.left if args.deadline else None
@@ -233,20 +220,9 @@ def measure(name: str, results: record.Record, args: argparse.Namespace) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-0.6b")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--group", type=int, default=8, help="completions of each prompt")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=512)
-    parser.add_argument("--micro-batch", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=2, help="after a first one that is not counted, as far as time allows")
-    parser.add_argument("--vllm-memory", type=float, default=0.4, help="share of the GPU's memory for vLLM")
-    apart.add_arguments(parser, list(WAYS))
-    record.add_arguments(parser)
-    args = parser.parse_args()
-    args.layers = layers_asked(args.layers)
-    apart.run(args, SHARES, lambda way, results: measure(way, results, args))
+    apart.run(script(__doc__, "qwen3-0.6b", prompts=64, group=(8, "completions of each prompt"), prompt_tokens=128,
+                     new_tokens=512, micro_batch=16, steps=(2, "after a first one that is not counted, as far as time allows"),
+                     vllm_memory=(0.4, "share of the GPU's memory for vLLM")), SHARES, measure)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -41,9 +42,24 @@ class Compiled:
 
 
 @contextlib.contextmanager
-def compiling(loops: bool = False) -> Iterator[list[Compiled]]:
+def without_a_gpu() -> Iterator[None]:
+    """Inside, Triton compiles for compute capability 9.0."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
+
+    before = driver._active
+    driver._active = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0, get_active_torch_device=lambda: torch.device("cpu"),
+        get_device_interface=lambda: torch.cuda)
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+@contextlib.contextmanager
+def compiling(loops: bool = False) -> Iterator[list[Compiled]]:
     from triton.runtime.jit import JITFunction
 
     found: list[Compiled] = []
@@ -58,18 +74,8 @@ def compiling(loops: bool = False) -> Iterator[list[Compiled]]:
                                   max(map(len, code), default=0) if loops else 0, _reloads(code), _races(kernel.asm["ptx"])))
         return kernel
 
-    fake = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0, get_active_torch_device=lambda: torch.device("cpu"),
-        get_device_interface=lambda: torch.cuda)
-    before = driver._active
-    driver._active = fake
-    JITFunction.run = compile_only
-    try:
+    with without_a_gpu(), mock.patch.object(JITFunction, "run", compile_only):
         yield found
-    finally:
-        JITFunction.run = run
-        driver._active = before
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

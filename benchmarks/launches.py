@@ -24,6 +24,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
+from benchmarks.hopper import without_a_gpu
 from quire.attn_ops.ops.small_linear import MAX_TOKENS
 from quire.attn_ops.registry import get_backend
 from quire.passes.capture.paged_model import PagedModel
@@ -51,16 +52,10 @@ def _as_if_on_an_h200() -> Iterator[None]:
     """Inside, Inductor finds an H200."""
     import torch._inductor.scheduler as scheduler
     from torch._dynamo.device_interface import CudaInterface
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
 
     def always(result: Any) -> Any:
         return lambda *args: result
 
-    active = driver._active
-    driver._active = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=always(0), get_current_stream=always(0),
-        get_active_torch_device=lambda: torch.device("cpu"), get_device_interface=lambda: torch.cuda)
     replaced: list[tuple[Any, str, Any]] = [
         (scheduler, "has_triton", always(True)),
         (torch.cuda, "_exchange_device", always(0)), (torch.cuda, "_maybe_exchange_device", always(0)),
@@ -75,13 +70,10 @@ def _as_if_on_an_h200() -> Iterator[None]:
         *((CudaInterface.Worker, name, staticmethod(always(result))) for name, result in (
             ("get_device_properties", H200), ("current_device", 0))),
     ]
-    try:
-        with contextlib.ExitStack() as stack:
-            for where, name, what in replaced:
-                stack.enter_context(mock.patch.object(where, name, what, create=True))
-            yield
-    finally:
-        driver._active = active
+    with without_a_gpu(), contextlib.ExitStack() as stack:
+        for where, name, what in replaced:
+            stack.enter_context(mock.patch.object(where, name, what, create=True))
+        yield
 
 
 def _on_gpu(x: Any) -> Any:

@@ -26,7 +26,7 @@
 #           and a call with RESUME='earlier.json ...' goes on with it; $KERNELS: more arguments
 # engines   decode steps with cascades and two half batches, and approximate ones at a long context ($CONTEXT, 32768)
 # prefix    time to first token of requests that begin equally; fast_prefill: with kv_sharing_fast_prefill and without
-# profile   GPU time by kernel; extend: attention of long prompts by pages and by contiguous keys, and its tiles ($EXTEND)
+# profile   GPU time by kernel; extend: attention of long prompts by pages and by contiguous keys ($EXTEND)
 # experts   the experts' kernels
 # windows   KV memory and step time of a window model, with the window and without; mixed_windows: of one that mixes windows and
 #           full layers; updates: of all weights; cast: of the copy in the dtype that the engine computes in
@@ -63,9 +63,9 @@ deadline() {  # [at most]: the same for a script that ends by itself and writes 
 # Families of backends have no backend of their own in "all"; with room for all keys the approximate ones are exact.
 KIT=all,hybrid:flashinfer+triton,hybrid:triton+flashinfer_mla,cascade:triton@1,two_batch:triton,double_sparsity:1048576:0:all,dual_chunk:1048576:524288
 
-kernels_of() {  # a piece of backend_kernels.py
-    run "h200_$1" benchmarks/backend_kernels.py "$1" --json "$OUT/h200_$1.json" --deadline "$(deadline)" \
-        --resume ${RESUME:-} ${KERNELS:-}
+script() {  # name of the result, script, its arguments; ends by itself
+    local name=$1 file=$2; shift 2
+    run "h200_$name" "benchmarks/$file.py" --json "$OUT/h200_$name.json" --deadline "$(deadline)" "$@"
 }
 
 bench() {  # name, arguments of quire bench
@@ -109,46 +109,41 @@ for part in "$@"; do
         rivals)    bench h200_rivals decode --systems quire,hf-eager,hf-static,hf-cb --attention triton --vs vllm --batch 1,32 ;;
         against)   bench h200_decode_now decode --attention triton --batch 1,8,32,128 --context 1024 \
                        --against "${BEFORE:-benchmarks/results/h200_decode_triton.json}" ;;
-        pieces)    run h200_pieces benchmarks/pieces.py --json "$OUT/h200_pieces.json" --deadline "$(deadline)" \
-                       ${PIECES:---model qwen3-0.6b} ;;
-        backends)  kernels_of kernels ;;
-        mla|composite|sparse) kernels_of "$part" ;;
+        pieces)    script pieces pieces ${PIECES:---model qwen3-0.6b} ;;
+        backends)  script kernels backend_kernels kernels ${KERNELS:-} --resume ${RESUME:-} ;;
+        mla|composite|sparse) script "$part" backend_kernels "$part" ${KERNELS:-} --resume ${RESUME:-} ;;
         engines)   bench h200_decode_composite decode --attention triton,cascade:triton,two_batch:triton --batch 8,32,128
                    bench h200_decode_sparse decode --attention triton,double_sparsity:2048:0:all --batch 1,8 \
                        --context "${CONTEXT:-32768}" ;;
-        prefix)    run h200_prefix benchmarks/prefix.py --model "$MODEL" --json "$OUT/h200_prefix.json" ${PREFIX:-} ;;
-        fast_prefill) run h200_fast_prefill benchmarks/fast_prefill.py --json "$OUT/h200_fast_prefill.json" \
-                       --deadline "$(deadline)" ${FAST_PREFILL:---attention triton --hidden 2048 --layers 7 --shared 3 --prompt 8192 --prompts 5} ;;
+        prefix)    script prefix prefix --model "$MODEL" ${PREFIX:-} ;;
+        fast_prefill) script fast_prefill fast_prefill \
+                       ${FAST_PREFILL:---attention triton --hidden 2048 --layers 7 --shared 3 --prompt 8192 --prompts 5} ;;
         profile)   run h200_profile benchmarks/profile_step.py --model "$MODEL" --attention triton --prefill 8192,960 \
                        --json "$OUT/h200_profile.json" ;;
-        extend)    run h200_extend benchmarks/extend.py --json "$OUT/h200_extend.json" ${EXTEND:---deadline 100} ;;
+        extend)    script extend attention_grid --only extend --resume ${EXTEND:---groups 4,2 --dims 128,64,256 \
+                       --kv bfloat16 --prefills 1x8192+8192,1x16384,1x8192+24576,64x1024,1x2048,1x512+16384,4x4096 \
+                       --systems triton:mode=never,triton:mode=always,contiguous,contiguous-copy} ;;
         experts)   run h200_experts benchmarks/experts.py --json "$OUT/h200_experts.json" ${EXPERTS:-} ;;
-        windows)   run h200_window benchmarks/window_weights.py window --json "$OUT/h200_window.json" --deadline "$(deadline)" \
+        windows)   script window window_weights window \
                        ${WINDOW:---model mistral-7b --context 32768 --window 4096 --batch 8} ;;
-        mixed_windows) run h200_mixed_windows benchmarks/window_weights.py mixed --json "$OUT/h200_mixed_windows.json" \
-                       --deadline "$(deadline)" ${MIXED:---model gemma-3-12b --layers 12 --context 32768 --window 1024 --batch 8} ;;
-        updates)   run h200_updates benchmarks/window_weights.py weights --json "$OUT/h200_updates.json" \
-                       --deadline "$(deadline)" ${UPDATES:---model $MODEL} ;;
-        cast)      run h200_cast benchmarks/window_weights.py cast --json "$OUT/h200_cast.json" --deadline "$(deadline)" \
-                       ${CAST:---model qwen3-0.6b} ;;
+        mixed_windows) script mixed_windows window_weights mixed \
+                       ${MIXED:---model gemma-3-12b --layers 12 --context 32768 --window 1024 --batch 8} ;;
+        updates)   script updates window_weights weights ${UPDATES:---model $MODEL} ;;
+        cast)      script cast window_weights cast ${CAST:---model qwen3-0.6b} ;;
         kits)      run h200_kits -m quire.attn_ops.conformance --json "$OUT/h200_kits.json" --jobs "${KIT_JOBS:-12}" \
                        --deadline "$(deadline)" --resume ${RESUME:-} --backend "${KITS_BACKENDS:-$KIT}" ${KITS:-} ;;
         page)      "$PY" -m quire.attn_ops.conformance.page ${KITS_JSON:-$OUT/*kits*.json} docs/backends.md > "$OUT/backends.md" \
                        && cp "$OUT/backends.md" docs/backends.md || worst=1 ;;
         grpo)      for m in ${GRPO_MODELS:-qwen3-0.6b llama-1b}; do
-                       run "h200_grpo_$m" benchmarks/grpo.py --model "$m" --json "$OUT/h200_grpo_$m.json" \
-                           --deadline "$(deadline)" ${GRPO:---ways quire,generate_batch,vllm}; done ;;
-        adapters)  run h200_adapters benchmarks/adapters.py --json "$OUT/h200_adapters.json" --deadline "$(deadline)" \
-                       ${ADAPTERS:---model $MODEL --attention triton} ;;
-        evaluate)  run h200_evaluate benchmarks/evaluate.py --json "$OUT/h200_evaluate.json" --deadline "$(deadline)" \
-                       ${EVALUATE:---model $MODEL --documents 128 --batch 64 --examples 1000} ;;
+                       script "grpo_$m" grpo --model "$m" ${GRPO:---ways quire,generate_batch,vllm}; done ;;
+        adapters)  script adapters adapters ${ADAPTERS:---model $MODEL --attention triton} ;;
+        evaluate)  script evaluate evaluate ${EVALUATE:---model $MODEL --documents 128 --batch 64 --examples 1000} ;;
         attention) QUIRE_CACHE_DIR="$OUT" bench h200_attention attention --attention triton,flashinfer --save \
                        ${HEADS:+--heads "$HEADS"} ;;
-        linears)   timeout "$(allowed)" "$PY" benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 \
-                       --json "$OUT/h200_small_linear_codes.json" --table "$OUT/small_linear_configs.json" \
-                       > "$OUT/linears.log" 2>&1; tail -"${LINES_SHOWN:-60}" "$OUT/linears.log" ;;
-        wide)      run h200_small_linear_wide benchmarks/small_linear_wide.py --json "$OUT/h200_small_linear_wide.json" \
-                       --deadline "$(deadline)" ${KEEP:+--keep} ;;
+        linears)   LINES_SHOWN=${LINES_SHOWN:-60} run linears benchmarks/small_linear.py --codes int8,float8_e4m3fn \
+                       --tokens 1,8,32,64,128,256 --json "$OUT/h200_small_linear_codes.json" --table "$OUT/small_linear_configs.json" ;;
+        wide)      script small_linear_wide small_linear --wide --models llama-8b,qwen3-8b,llama2-7b,qwen3-0.6b \
+                       --codes int8,float8_e4m3fn,int4 --tokens 128,32,64,256,8,1 ${KEEP:+--keep} ;;
         kernels)   "$PY" benchmarks/attention_grid.py --out "$OUT/${NAME:-h200_attention_grid}.json" --resume ${RESUME:-} \
                        --gpus "${GPUS:-1}" --systems "${SYSTEMS:-triton}" --deadline "$(allowed)" ${GRID:-} > "$OUT/kernels.log" 2>&1
                    tail -"${LINES_SHOWN:-60}" "$OUT/kernels.log" | cut -c1-200 ;;

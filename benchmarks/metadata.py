@@ -38,12 +38,11 @@ CASES = {"decode": [1] * 256, "mixed": [1] * 128 + [2016] * 4}
 
 def _times_ms(function: Callable[[], object], repeats: int = 200) -> list[float]:
     times = []
-    for i in range(repeats + 20):
+    for _ in range(repeats + 20):
         began = time.thread_time()
         function()
-        if i >= 20:
-            times.append((time.thread_time() - began) * 1e3)
-    return times
+        times.append((time.thread_time() - began) * 1e3)
+    return times[20:]
 
 
 def engine_step(query_lens: Sequence[int]) -> Callable[[], object]:
@@ -76,11 +75,10 @@ def engine_step(query_lens: Sequence[int]) -> Callable[[], object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
     torch.set_num_threads(1)
-    record, slow = Record(args.json, torch.device("cpu")), 0
+    record, slow = Record(parser.parse_args().json, torch.device("cpu")), 0
     for name, query_lens in CASES.items():
         table = np.arange(1, 1 + len(query_lens) * (LENGTH // PAGE), dtype=np.int32).reshape(len(query_lens), -1)
         seqs = [LENGTH] * len(query_lens)

@@ -17,59 +17,42 @@ import statistics
 import sys
 import time
 
-import torch
-
 import quire
-from quire.graph_runner.bench.models import ModelSpec, build, free_memory, layers_asked
-from quire.graph_runner.bench.record import Record, add_arguments
+from quire.graph_runner.bench.models import build, free_memory
+from quire.graph_runner.bench.record import Record, script, spec_of, started
+from quire.graph_runner.bench.steps import random_tokens, seconds, until_decoding
 
 CONTEXT = 256  # of the sequences that decode
 
 
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def steps_ms(engine: quire.Engine, args: argparse.Namespace, vocab: int) -> tuple[dict[int, float], list[int]]:
+def steps_ms(engine: quire.Engine, args: argparse.Namespace) -> tuple[dict[int, float], list[int]]:
     """The median time of a mixed step by its tokens, and the first token of each prompt."""
-    generator = torch.Generator().manual_seed(0)
-
-    def prompt(length: int) -> list[int]:
-        return torch.randint(5, vocab, (length,), generator=generator).tolist()
+    prompt = random_tokens(engine.runner.vocab_size)
 
     def params(new: int) -> quire.SamplingParams:
         return quire.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
 
     for _ in range(args.decodes):
         engine.add_request(prompt(CONTEXT), params(args.most))
-    while any(r.num_uncomputed != 1 for r in engine.scheduler.running) or engine.scheduler.waiting:
-        engine.step()
+    until_decoding(engine)
     found, firsts = {}, []
     for tokens in args.tokens:
         times = []
-        for i in range(args.repeats + 1):
+        for _ in range(args.repeats + 1):
             (number,) = engine.add_request(prompt(tokens - args.decodes), params(1))
             request = engine.requests[number]
-            synchronize()
-            began = time.perf_counter()
-            engine.step()
-            synchronize()
-            if i:  # the first warms up
-                times.append((time.perf_counter() - began) * 1e3)
+            times.append(seconds(engine.step) * 1e3)
             while number in engine.requests:
                 engine.step()
             firsts += request.output.token_ids
-        found[tokens] = statistics.median(times)
+        found[tokens] = statistics.median(times[1:])  # the first warms up
     return found, firsts
 
 
-def measure(name: str, args: argparse.Namespace, record: Record, device: torch.device) -> None:
+def measure(name: str, args: argparse.Namespace, record: Record) -> None:
     began = time.perf_counter()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    spec = ModelSpec(name, dtype, device, layers_asked(args.layers))
+    spec = spec_of(argparse.Namespace(**{**vars(args), "model": name}))
     model = build(spec)
-    vocab = model.config.get_text_config().vocab_size  # type: ignore[union-attr]
     said: dict[bool, list[int]] = {}
     before: dict[int, float] = {}
     for pieces in (False, True):
@@ -77,7 +60,7 @@ def measure(name: str, args: argparse.Namespace, record: Record, device: torch.d
                           cudagraph_capture_sizes=[args.decodes + 1], enable_prefix_caching=False, async_stepping=False,
                           cudagraph_token_sizes=args.tokens if pieces else [], max_model_len=args.length) as engine:
             start, stats = time.perf_counter() - began, engine.runner.graphs.stats
-            times, said[pieces] = steps_ms(engine, args, vocab)
+            times, said[pieces] = steps_ms(engine, args)
             for tokens, ms in times.items():
                 record.keep({"row": "pieces", "model": spec.label, "attention": engine.runner.backend.name, "piecewise": pieces,
                              "tokens": tokens, "decodes": args.decodes, "ms_per_step": ms, "start_s": start,
@@ -94,28 +77,19 @@ def measure(name: str, args: argparse.Namespace, record: Record, device: torch.d
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help="comma-separated")
-    parser.add_argument("--attention", default="flashinfer")
-    parser.add_argument("--tokens", default="128,256,512,1024")
-    parser.add_argument("--decodes", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=9)
-    add_arguments(parser)
+    parser = script(__doc__, attention="flashinfer", tokens=[128, 256, 512, 1024], decodes=32, repeats=9)
     args = parser.parse_args()
-    args.tokens = [int(n) for n in args.tokens.split(",")]
     if min(args.tokens) <= args.decodes:
         parser.error("--tokens must be more than --decodes")
     args.most = 4 * len(args.tokens) * (args.repeats + 2)  # tokens that the decodes go on for
     args.length = max(CONTEXT + args.most, *args.tokens) + 1
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    record = Record(args.json, device, args.deadline)
-    took = 0.0
+    record, took = started(args), 0.0
     for name in args.model.split(","):
         began = time.perf_counter()
-        record.measure(name, lambda name=name: measure(name, args, record, device), needs=took)
+        record.measure(name, lambda name=name: measure(name, args, record), needs=took)
         took = time.perf_counter() - began
         free_memory()
-    return int(not record.rows or any("error" in row for row in record.rows))
+    return int(record.failed)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ and an earlier request had the same beginning. Weights are random; tokens of eve
 
 from __future__ import annotations
 
-import random
 import statistics
 import sys
 import time
 
 from quire import Engine, SamplingParams
 from quire.graph_runner.bench.record import model_of, script, started
+from quire.graph_runner.bench.steps import random_tokens
 
 MODES: dict[str, bool | None] = {"none": False, "together": None, "kept": True}
 
@@ -31,18 +31,11 @@ def first_tokens(engine: Engine, prompts: list[list[int]]) -> tuple[list[float],
 
 
 def main() -> None:
-    parser = script(__doc__)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--prefix", type=int, default=4096, help="tokens that all prompts share")
-    parser.add_argument("--own", type=int, default=16, help="tokens of each prompt beside them")
-    args = parser.parse_args()
+    args = script(__doc__, requests=64, prefix=(4096, "tokens that all prompts share"),
+                  own=(16, "tokens of each prompt beside them")).parse_args()
     record, length = started(args), args.prefix + args.own
     model = model_of(args, positions=length + 16)
-    draw, vocabulary = random.Random(0), model.config.get_text_config().vocab_size
-
-    def ids(count: int) -> list[int]:
-        return [draw.randrange(5, vocabulary) for _ in range(count)]
-
+    ids = random_tokens(model.config.get_text_config().vocab_size)
     common = ids(args.prefix)
     prompts = [common + ids(args.own) for _ in range(args.requests)]
     seen: list[list[int]] = []

@@ -11,7 +11,6 @@ Prefill: one step of ``tokens`` tokens, in prompts of 960 (the last one shorter)
 from __future__ import annotations
 
 import re
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from quire.graph_runner.bench.record import model_of, script, started
+from quire.graph_runner.bench.steps import end, random_tokens, seconds, until_decoding
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
 
@@ -69,60 +69,38 @@ def row(workload: str, batch: int, tokens: int, wall: float, kernels: dict[str, 
 
 
 def main() -> None:
-    parser = script(__doc__, "llama-8b")
-    parser.add_argument("--batch", default="1,8,32,128")
-    parser.add_argument("--prefill", default="", help="tokens of a prefill step, comma-separated")
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--attention", default="auto")
-    args = parser.parse_args()
-    batches, prefills = ([int(n) for n in text.split(",") if n] for text in (args.batch, args.prefill))
+    args = script(__doc__, "llama-8b", limited=False, batch=[1, 8, 32, 128], context=1024, steps=20, attention="auto",
+                  prefill=([], "tokens of a prefill step, comma-separated")).parse_args()
     record = started(args)
     record.copy_bandwidth()
     model = model_of(args)
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    prompt = random_tokens(model.config.get_text_config(decoder=True).vocab_size)
 
-    def prompt(tokens: int) -> list[int]:
-        return torch.randint(vocabulary, (tokens,)).tolist()
-
-    with Engine(model, attention=args.attention, max_num_seqs=max([*batches, 16]), max_model_len=args.context + 256) as engine:
+    rows = max([*args.batch, 16])
+    with Engine(model, attention=args.attention, max_num_seqs=rows, max_model_len=args.context + 256) as engine:
         def steps(count: int) -> None:
             for _ in range(count):
                 engine.step()
 
-        for batch in batches:
+        for batch in args.batch:
             params = SamplingParams(max_tokens=250, temperature=0, ignore_eos=True, detokenize=False)
             ids = [engine.add_request(prompt(args.context - 2 * args.steps), params)[0] for _ in range(batch)]
-            while engine.scheduler.waiting or any(r.num_uncomputed != 1 for r in engine.scheduler.running):
-                engine.step()
+            until_decoding(engine)
             steps(8)
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            steps(args.steps)
-            torch.cuda.synchronize()
-            wall = (time.perf_counter() - began) / args.steps * 1e6
+            wall = seconds(lambda: steps(args.steps)) / args.steps * 1e6
             record.keep(row("decode", batch, batch, wall, profiled(lambda: steps(args.steps), args.steps)))
-            for request_id in ids:
-                engine.abort(request_id)
-            while engine.has_unfinished:
-                engine.step()
-            torch.cuda.synchronize()
-        for tokens in prefills:
+            end(engine, ids)
+        for tokens in args.prefill:
             lengths = [960] * (tokens // 960) + ([tokens % 960] if tokens % 960 else [])
 
             def once(lengths: list[int] = lengths) -> None:
                 for length in lengths:
                     engine.add_request(prompt(length), SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
-                while engine.has_unfinished:
-                    engine.step()
-                torch.cuda.synchronize()
+                end(engine, [])
 
             for _ in range(3):
                 once()
-            began = time.perf_counter()
-            once()
-            wall = (time.perf_counter() - began) * 1e6
-            record.keep(row("prefill", len(lengths), tokens, wall, profiled(once, 1)))
+            record.keep(row("prefill", len(lengths), tokens, seconds(once) * 1e6, profiled(once, 1)))
 
 
 if __name__ == "__main__":

@@ -1,39 +1,50 @@
-"""Time the small-batch linear kernel against cuBLAS, shape by shape, and write the best parameters.
+r"""Sweep launch parameters of the kernels behind ``small_linear``, shape by shape, beside cuBLAS with bf16 weights.
 
-    python benchmarks/small_linear.py --json out.json [--table attn_ops/tuning/small_linear.json] [--shapes llama-8b]
-    python benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 --json out.json    # codes
+    python benchmarks/small_linear.py --json out.json [--table attn_ops/tuning/small_linear.json]            # bf16 weights
+    python benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 --json out.json  # quantized ones
+    python benchmarks/small_linear.py --wide --models llama-8b,qwen3-8b --codes int8,float8_e4m3fn,int4 \
+        --tokens 128,32,64,256,8,1 --json out.json [--keep]     # of attn_ops/kernels/small_linear_wide.py, for up to 256 tokens
 
 Weights are cold: each shape rotates among copies that together are several times the L2 cache, and the calls are replayed from
-one CUDA graph, so launches do not count. The floor is the weight's bytes over the copy bandwidth measured in this run.
-Candidates are compiled by several processes first (they share Triton's cache on disk), then timed one by one.
+one CUDA graph, so launches do not count. ``eager_us``: the op's definition; ``present_us``: what runs now; ``floor_us``: the
+weight's bytes over the copy bandwidth. Candidates are compiled by several processes first (they share Triton's cache on disk).
+Rows are written after each shape and number of tokens; at the deadline the sweep ends.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import itertools
-import json
+import math
 import multiprocessing
 import os
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from quire.attn_ops.ops.small_linear import MAX_TOKENS, small_linear_cuda, small_linear_eager
-from quire.attn_ops.tuning.launch_config import STORE, Config, key
+from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS, unpacked
+from quire.attn_ops.tuning.launch_config import INT4, STORE, Config, keep, key
 from quire.attn_ops.tuning.small_linear import LinearShape, arguments, copies_of, graph_time
-from quire.graph_runner.bench.report import environment
-from quire.graph_runner.bench.roofline import copy_bandwidth
+from quire.graph_runner.bench.record import Record, script, started
 
-# name: (rows of the weight, K, norm, residual, swiglu)
-SHAPES = {
-    "llama-8b": {"qkv": (6144, 4096, True, False, False), "o": (4096, 4096, False, True, False),
-                 "gate_up": (28672, 4096, True, False, True), "down": (4096, 14336, False, True, False),
-                 "head": (128256, 4096, False, False, False)},
-    "tiny": {"qkv": (512, 256, True, False, False), "gate_up": (1024, 256, True, False, True)},
+#: model: {layer: (rows of the weight, K)}
+MODELS = {
+    "llama-8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336),
+                 "head": (128256, 4096)},
+    "qwen3-8b": {"gate_up": (24576, 4096), "down": (4096, 12288), "head": (151936, 4096)},  # the others are Llama-8B's
+    "llama2-7b": {"qkv": (12288, 4096), "gate_up": (22016, 4096), "down": (4096, 11008), "head": (32000, 4096)},
+    "qwen3-0.6b": {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)},
+    "tiny": {"qkv": (512, 256), "gate_up": (1024, 256)},
 }
+#: layer: norm, residual, swiglu
+FUSED = {"qkv": (True, False, False), "o": (False, True, False), "gate_up": (True, False, True), "down": (False, True, False),
+         "head": (False, False, False)}
+SMS = 132
+SHARED = 227 * 1024  # bytes per multiprocessor
 VECTOR = [Config(*c) for c in itertools.product((1, 2, 4), (512, 1024, 2048), (4, 8), (1, 3))]
 TILE = [Config(*c) for c in itertools.product((16, 32, 64), (128, 256), (4,), (3, 4, 5))] + [
     Config(64, 64, 4, 6), Config(128, 64, 4, 5), Config(128, 128, 8, 3), Config(32, 512, 8, 3), Config(16, 512, 4, 3)]
@@ -46,91 +57,165 @@ TILE_CODES = [Config(*c) for c in (
     (64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3), (32, 128, 4, 4), (32, 128, 8, 4),
     (64, 64, 4, 4, 2), (64, 128, 4, 3, 2), (64, 128, 4, 4, 2), (128, 64, 8, 4, 2), (128, 128, 8, 3, 2), (64, 128, 4, 4, 3),
     (64, 128, 4, 4, 4), (128, 64, 8, 4, 4), (128, 128, 8, 3, 4), (64, 64, 4, 4, 4))]
+#: Of the wide kernels: tokens per tile -> (rows, columns, warps, stages), for one byte per code.
+WIDE = {
+    16: [(64, 128, 4, 4), (128, 128, 8, 4), (64, 256, 4, 3)],
+    32: [(64, 128, 4, 4), (128, 128, 8, 4), (128, 128, 4, 4), (64, 256, 4, 3)],
+    64: [(64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 5), (128, 128, 8, 4), (128, 128, 4, 4)],
+    128: [(64, 64, 4, 3), (64, 128, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 4), (256, 64, 8, 4),
+          (256, 64, 16, 5)],
+    256: [(64, 64, 4, 4), (128, 64, 8, 4)],
+}
+#: The same for int4: (rows, warps, stages); tiles have 128 columns.
+WIDE_INT4 = {
+    16: [(64, 4, 6), (128, 8, 4), (128, 4, 4)],
+    32: [(64, 4, 4), (128, 8, 4), (128, 4, 4)],
+    64: [(64, 4, 4), (128, 8, 4), (128, 4, 4), (256, 8, 4)],
+    128: [(64, 4, 3), (128, 8, 4), (128, 4, 4), (256, 16, 4), (256, 8, 4)],
+    256: [(64, 4, 3), (128, 8, 3)],
+}
 
 
-def candidates(m: int, codes: torch.dtype | None) -> list[Config]:
-    if codes is None:
+def wide_tiles(m: int, codes: torch.dtype | None) -> Iterator[Config]:
+    """Parameters of the wide kernels for m tokens, not yet split."""
+    whole = max(16, 1 << (m - 1).bit_length())
+    for block_m in {min(whole, 256), min(whole, 128), 64 if whole == 128 else whole}:
+        if codes == INT4:
+            yield from (Config(n, INT4_COLUMNS, warps, stages, 1, block_m) for n, warps, stages in WIDE_INT4[block_m])
+        else:  # gathering takes registers, an address per pair of columns and token: large tiles turn the columns first
+            yield from (Config(*tile, 1, block_m, 1 if block_m <= 32 else 2) for tile in WIDE[block_m])
+
+
+def splits(config: Config, m: int, n: int, k: int) -> Iterator[int]:
+    """One, and what makes as many programs as run at once, one or two per multiprocessor."""
+    programs = -(-n // config.block_n) * -(-m // config.block_m)
+    found = {1}
+    for slots in (SMS, 2 * SMS, 3 * SMS):
+        split = round(slots / programs) if programs < SMS else 1
+        while split * programs > slots and split > 1:
+            split -= 1
+        if split > 1 and k // split >= 512:
+            found.add(min(split, 12))
+    yield from sorted(found)
+
+
+def fits(config: Config, codes: torch.dtype | None) -> bool:
+    """Whether the stages of a wide kernel fit in shared memory."""
+    bytes_w = config.block_n * config.block_k // (2 if codes == INT4 else 1)
+    return config.num_stages * (bytes_w + config.block_m * config.block_k * 2) <= SHARED
+
+
+def candidates(shape: LinearShape, m: int, wide: bool) -> list[Config]:
+    if wide:
+        return [c._replace(splits=s) for c in wide_tiles(m, shape.codes) for s in splits(c, m, shape.n, shape.k)]
+    if shape.codes is None:
         return VECTOR if m == 1 else TILE
     return TILE_CODES if m > MAX_TOKENS else SLICED if m > 1 else VECTOR_CODES + SLICED
 
 
-def shape_of(shape: tuple[int, int, bool, bool, bool], m: int, codes: torch.dtype | None) -> LinearShape:
+def shape_of(layer: str, size: tuple[int, int], m: int, codes: torch.dtype | None, wide: bool) -> LinearShape:
     """The layer in steps of m tokens; see ``passes/fusions/small_linear.py``."""
-    n, k, norm, residual, swiglu = shape
-    return LinearShape(n, k, norm and codes is None, residual and m <= MAX_TOKENS, swiglu and m <= MAX_TOKENS, torch.bfloat16,
+    norm, residual, swiglu = FUSED[layer] if not wide else (False, False, False)
+    return LinearShape(*size, norm and codes is None, residual and m <= MAX_TOKENS, swiglu and m <= MAX_TOKENS, torch.bfloat16,
                        codes)
 
 
-def compile_share(job: tuple[int, int, list[tuple[int, LinearShape]]]) -> None:
-    """Compile one process's share: launch each candidate once."""
+def kernels_of(work: list[tuple[LinearShape, int]], wide: bool) -> list[tuple[LinearShape, int, Config]]:
+    """A small launch for each kernel to compile."""
+    small = {(shape._replace(n=256, k=4096), m) for shape, m in work}
+    if not wide:
+        return [(shape, m, c) for shape, m in sorted(small, key=str) for c in candidates(shape, m, False)]
+    found = {(shape, 16, c._replace(splits=s)) for shape, m in small for c in wide_tiles(m, shape.codes)
+             if fits(c, shape.codes) for s in (1, 2)}
+    found |= {(shape, 16, Config(64, 128, 4, 4, s, 16)) for shape, _ in small for s in range(3, 13)}  # sums of the parts
+    return sorted(found, key=str)
+
+
+def compile_share(job: tuple[int, int, list[tuple[LinearShape, int, Config]]]) -> None:
+    """Launch one process's share once."""
     which, of, work = job
-    alike = sorted({(m, s._replace(n=256, k=4096)) for m, s in work}, key=str)
-    for m, shape, config in [(*each, c) for each in alike for c in candidates(each[0], each[1].codes)][which::of]:
-        try:
+    for shape, m, config in work[which::of]:
+        with contextlib.suppress(Exception):  # too much shared memory: the timing run reports it
             small_linear_cuda(*arguments(shape, m, torch.device("cuda"), 1)[0], config=config)
-        except Exception:  # too much shared memory: the timing run reports it
-            continue
+
+
+def time_all(shape: LinearShape, m: int, wide: bool, device: torch.device, record: Record, bandwidth: float
+             ) -> Iterator[dict[str, Any]]:
+    """A row for each candidate; until the deadline."""
+    calls = arguments(shape, m, device, copies_of(shape))
+    x, weight, *_, scale = (*calls[0], None) if shape.codes is None else calls[0]
+
+    def us(run: Any, of: list[tuple[Any, ...]] = calls, **options: Any) -> float:
+        return round(graph_time(lambda: [run(*each, **options) for each in of], len(of)), 2)
+
+    plain = weight if scale is None else unpacked(weight, scale, x.dtype) if shape.codes == INT4 else weight.to(x.dtype)
+    given = calls[0] if shape.codes != INT4 else (x, plain, *calls[0][2:-1])
+    reference = small_linear_eager(*(a.double() if isinstance(a, torch.Tensor) and a.dtype == x.dtype else a for a in given)
+                                   ).double()
+    dense = [(x, plain), *((x, torch.randn_like(plain)) for _ in range(copies_of(shape._replace(codes=None)) - 1))]
+    base = {"codes": shape.codes and str(shape.codes).removeprefix("torch."), "tokens": m, "n": shape.n, "k": shape.k,
+            "floor_us": round(weight.nbytes / bandwidth * 1e6, 2), "cublas_us": us(linear, dense)}
+    del dense, plain, given
+    if shape.codes != INT4:  # its definition is for many tokens
+        base["eager_us"] = us(small_linear_eager)
+    base["present_us"] = us(small_linear_cuda)
+    for config in candidates(shape, m, wide):
+        if record.left <= 0:
+            return
+        row: dict[str, Any] = {**base, "config": list(config)}
+        try:
+            error = ((small_linear_cuda(*calls[0], config=config).double() - reference).norm() / reference.norm()).item()
+            row["error"] = float(f"{error:.3g}")
+            if not error < (2.5e-3 if wide else 1e-2):  # rounding to bf16 makes 1.7e-3, with a norm before it more
+                raise ArithmeticError("the result is wrong")
+            row["us"] = us(small_linear_cuda, config=config)
+        except Exception as failure:
+            row["failed"] = str(failure)[:120]
+        yield row
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="llama-8b", choices=sorted(SHAPES))
-    parser.add_argument("--tokens", default="1,8,32")
-    parser.add_argument("--codes", default="", help="dtypes of quantized weights instead of bf16: int8,float8_e4m3fn")
-    parser.add_argument("--json", type=Path)
+    parser = script(__doc__, None, wide=(False, "the kernels for up to 256 tokens"), tokens=[1, 8, 32],
+                    models=("llama-8b", ", ".join(MODELS)),
+                    codes=("", "dtypes of quantized weights instead of bf16: int8,float8_e4m3fn, with --wide int4"),
+                    keep=(False, "let engines on this machine use what was fastest"),
+                    processes=max(1, min(14, (os.cpu_count() or 1) - 1)))
     parser.add_argument("--table", type=Path, help="merge the best parameters into this file")
-    parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1))
     args = parser.parse_args()
-    sizes = [int(m) for m in args.tokens.split(",")]
+    if (args.wide and not args.codes) or ("int4" in args.codes and not args.wide):
+        parser.error("--wide needs --codes, and int4 needs --wide")
     kinds = [getattr(torch, name) for name in args.codes.split(",")] if args.codes else [None]
-    shapes = SHAPES[args.shapes].items()
-    work = [(name, m, shape_of(shape, m, codes)) for codes in kinds for name, shape in shapes for m in sizes]
+    work: dict[tuple[LinearShape, int], tuple[str, str]] = {}  # equal layers once
+    for model, m, codes in itertools.product(args.models.split(","), args.tokens, kinds):
+        for layer, size in MODELS[model].items():
+            if not args.wide or codes == INT4 or m >= 8:
+                work.setdefault((shape_of(layer, size, m, codes, args.wide), m), (model, layer))
+    kernels = kernels_of([*work], args.wide)
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        pool.map(compile_share, [(i, args.processes, [each[1:] for each in work]) for i in range(args.processes)])
-    device = torch.device("cuda")
-    bandwidth = copy_bandwidth(device)
-    rows: list[dict[str, Any]] = []
-    table: dict[str, list[int]] = {}
-    print(f"{'shape':>10} {'codes':>14} {'M':>3} {'floor us':>9} {'cuBLAS':>8} {'eager':>8} {'best':>8}  config")
-    for name, m, shape in work:
-        n, k, codes = shape.n, shape.k, shape.codes
-        copies = copies_of(shape)
-        calls = arguments(shape, m, device, copies)
-        label = str(codes).removeprefix("torch.") if codes is not None else None
-        floor = n * k * calls[0][1].element_size() / bandwidth * 1e6
-        plain = [(a[0], a[1] if codes is None else a[1].to(a[0].dtype)) for a in calls]  # cuBLAS has no product with codes
-        cublas = graph_time(lambda c=plain: [torch.nn.functional.linear(*a) for a in c], copies)
-        del plain
-        eager = graph_time(lambda c=calls: [small_linear_eager(*a) for a in c], copies)
-        reference = small_linear_eager(*[
-            a.double() if isinstance(a, torch.Tensor) and a.element_size() > 1 else a for a in calls[0]])
-        best: tuple[float, Config | None] = (float("inf"), None)
-        for config in candidates(m, codes):
-            try:
-                error = ((small_linear_cuda(*calls[0], config=config).double() - reference).norm() / reference.norm()).item()
-                if not error < 1e-2:
-                    raise ArithmeticError(f"error {error}")
-                us = graph_time(lambda c=calls, p=config: [small_linear_cuda(*a, config=p) for a in c], copies)
-            except Exception as failure:
-                rows.append({"shape": name, "codes": label, "tokens": m, "config": list(config), "failed": str(failure)[:120]})
-                continue
-            rows.append({"shape": name, "codes": label, "tokens": m, "n": n, "k": k, "config": list(config),
-                         "error": float(f"{error:.3g}"), **{name: round(t, 2) for name, t in (
-                             ("us", us), ("floor_us", floor), ("cublas_us", cublas), ("eager_us", eager))}})
-            best = min(best, (us, config), key=lambda b: b[0])
-        if best[1] is not None:
-            table[key(m, n, k, shape.swiglu, codes)] = list(best[1])
-        print(f"{name:>10} {label or '':>14} {m:>3} {floor:9.2f} {cublas:8.2f} {eager:8.2f} {best[0]:8.2f}  "
-              f"{tuple(best[1] or ())}", flush=True)
-        del calls
-    conditions = {**environment(device, bandwidth), "command": " ".join(sys.argv)}
-    if args.json:
-        lines = ",\n".join(json.dumps(row) for row in rows)
-        args.json.write_text(f'{{"environment": {json.dumps(conditions)},\n"rows": [\n{lines}\n]}}\n')
+        pool.map(compile_share, [(i, args.processes, kernels) for i in range(args.processes)])
+    record = started(args, interrupts=False)
+    bandwidth, device = record.copy_bandwidth(), record.device
+    print(f"{len(kernels)} kernels compiled, {record.left:.0f} s left", flush=True)
+    table: dict[str, Config | None] = {}
+    for (shape, m), (model, layer) in work.items():
+        if record.left <= 0:
+            break
+        found = [{"layer": layer, "model": model, **row} for row in time_all(shape, m, args.wide, device, record, bandwidth)]
+        record.rows += found
+        record.write()
+        best = min((row for row in found if "us" in row), key=lambda row: row["us"], default=None)
+        if best is None:
+            continue
+        chosen = {key(m, shape.n, shape.k, shape.swiglu, shape.codes): Config(*best["config"])}
+        table |= chosen
+        if args.keep and (shape.codes == INT4 or best["us"] < best.get("present_us", math.inf)):
+            keep(device, chosen)
+        print(f"{record.left:4.0f} s left {model:>10} {layer:>8} {best['codes'] or '':>13} M={m:<4}" + "".join(
+            f" {name} {best[f'{name}_us']:8.2f}" for name in ("floor", "cublas", "eager", "present") if f"{name}_us" in best)
+            + f" best {best['us']:8.2f} {tuple(best['config'])}", flush=True)
     if args.table:
-        devices = dict(STORE.load(args.table) or {})
-        devices[conditions["device"]] = dict(sorted((devices.get(conditions["device"], {}) | table).items()))
-        STORE.save(devices, args.table)
+        devices, name = dict(STORE.load(args.table) or {}), record.environment["device"]
+        STORE.save({**devices, name: dict(sorted((devices.get(name, {}) | table).items()))}, args.table)
     return 0
 
 

@@ -13,7 +13,7 @@ import logging
 import os
 import select
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def generate(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from quire.graph_runner.engine import Engine
-    from quire.graph_runner.loading import TINY_MODEL, load
+    from quire.graph_runner.loading import model_of_command
     from quire.graph_runner.sampling_params import SamplingParams
 
     options = _engine_options(args)
@@ -44,9 +44,7 @@ def generate(args: argparse.Namespace) -> int:
                             top_p=args.top_p, seed=args.seed)
     if args.model is None or not sys.stderr.isatty():
         _no_loading_bar()
-    model, tokenizer = _loaded(args.model or TINY_MODEL, lambda: load(args.model or TINY_MODEL, None))
-    if tokenizer is None:
-        raise ValueError(f"{args.model} has no tokenizer (tokenizer.json or tokenizer_config.json)")
+    model, tokenizer = model_of_command(args.model, text=True)
     if next(model.parameters()).is_cuda:
         print("setting up: trace, compile, capture CUDA graphs ...", file=sys.stderr)
     elif args.model is None:
@@ -97,24 +95,6 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return check_options(options)
 
 
-def _loaded(path: Any, load: Callable[[], Any]) -> Any:
-    """The result of ``load``, which reads the files at ``path``.
-
-    Raises:
-        ValueError: missing or corrupt weights, invalid JSON, a setting of the wrong type.
-    """
-    from huggingface_hub import errors
-    from safetensors import SafetensorError
-
-    wrong = (OSError, TypeError, json.JSONDecodeError, SafetensorError, getattr(errors, "StrictDataclassError", OSError))
-    try:
-        return load()
-    except FileNotFoundError:
-        raise
-    except wrong as error:
-        raise ValueError(f"the model at {path} cannot be loaded: {' '.join(str(error).split())}") from error
-
-
 def _no_loading_bar() -> None:
     from transformers.utils import logging
 
@@ -123,7 +103,7 @@ def _no_loading_bar() -> None:
 
 def explain(args: argparse.Namespace) -> int:
     """``quire explain``. Exit code 1 if the model is refused."""
-    from quire.graph_runner.loading import TINY_MODEL, load
+    from quire.graph_runner.loading import model_of_command
     from quire.passes.explain import explain as explain_model
 
     if args.config is None and args.device is not None:
@@ -133,7 +113,7 @@ def explain(args: argparse.Namespace) -> int:
         explanation = _explain_config(args)
     else:
         _no_loading_bar()
-        model, _ = _loaded(args.model or TINY_MODEL, lambda: load(args.model or TINY_MODEL, None))
+        model, _ = model_of_command(args.model)
         explanation = explain_model(model, attention=args.attention, page_size=args.page_size)
     print(json.dumps(explanation.as_dict()) if args.json else explanation.text(every=args.all))
     return 0 if explanation.supported else 1
@@ -148,6 +128,7 @@ def _explain_config(args: argparse.Namespace) -> Any:
     from quire.attn_ops.selection import select_latent_or_dense
     from quire.graph_runner.bench.models import ModelSpec, config_of
     from quire.graph_runner.bench.shapes import SHAPES
+    from quire.graph_runner.loading import readable
     from quire.passes.capture.paged_model import find_sites
     from quire.passes.explain import Explanation
     from quire.passes.options import QuireOptions
@@ -159,7 +140,7 @@ def _explain_config(args: argparse.Namespace) -> Any:
     else:
         if not Path(args.config).is_file():
             raise FileNotFoundError(f"no config file at {args.config}, and no shape of that name ({', '.join(SHAPES)})")
-        config = _loaded(args.config, lambda: transformers.AutoConfig.from_pretrained(args.config))
+        config = readable(args.config, lambda: transformers.AutoConfig.from_pretrained(args.config))
         dtype = getattr(config, "dtype", None) or torch.get_default_dtype()
     where = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     sites: list[Any] = []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,6 +14,7 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.graph_runner.config import EngineConfig
 from quire.passes.verify.sites import check_config
 
+T = TypeVar("T")
 TINY_MODEL = Path(__file__).parent / "assets" / "tiny-llama"
 DEFAULT_LENGTH = 2048  # for a model whose config has no maximum
 
@@ -59,6 +61,36 @@ def load(model: torch.nn.Module | str | Path, tokenizer: Any, dtype: torch.dtype
     if tokenizer is None and any((path / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")):
         tokenizer = AutoTokenizer.from_pretrained(str(path))
     return loaded, tokenizer
+
+
+def readable(path: Any, load: Callable[[], T]) -> T:
+    """The result of ``load``, which reads the files at ``path``.
+
+    Raises:
+        ValueError: missing or corrupt weights, invalid JSON, a setting of the wrong type.
+    """
+    from huggingface_hub import errors
+    from safetensors import SafetensorError
+
+    wrong = (OSError, TypeError, json.JSONDecodeError, SafetensorError, getattr(errors, "StrictDataclassError", OSError))
+    try:
+        return load()
+    except FileNotFoundError:
+        raise
+    except wrong as error:
+        raise ValueError(f"the model at {path} cannot be loaded: {' '.join(str(error).split())}") from error
+
+
+def model_of_command(path: str | None, text: bool = False) -> tuple[Any, Any]:
+    """The model at a path of the command line, or the shipped one, and its tokenizer.
+
+    Raises:
+        ValueError: see ``readable``; no tokenizer where ``text`` needs one. Others as ``load``.
+    """
+    model, tokenizer = readable(path or TINY_MODEL, lambda: load(path or TINY_MODEL, None))
+    if text and tokenizer is None:
+        raise ValueError(f"{path} has no tokenizer (tokenizer.json or tokenizer_config.json)")
+    return model, tokenizer
 
 
 def _text_config(model: torch.nn.Module) -> Any:

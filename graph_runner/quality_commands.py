@@ -12,13 +12,11 @@ def _model_and_texts(args: argparse.Namespace, seed: int) -> tuple[Any, Any, lis
     """The model, its tokenizer, and the texts as token ids."""
     from transformers.utils import logging
 
-    from quire.graph_runner.loading import TINY_MODEL, load
+    from quire.graph_runner.loading import model_of_command
     from quire.graph_runner.quality import token_texts
 
     logging.disable_progress_bar()
-    model, tokenizer = load(args.model or TINY_MODEL, None)
-    if tokenizer is None:
-        raise ValueError(f"{args.model} has no tokenizer (tokenizer.json or tokenizer_config.json)")
+    model, tokenizer = model_of_command(args.model, text=True)
     text = None if args.text is None else Path(args.text).read_text()
     return model, tokenizer, token_texts(model, tokenizer, text, args.length, seed)
 

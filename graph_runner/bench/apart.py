@@ -5,97 +5,79 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-import torch
-
-from quire.graph_runner.bench.record import Record
+from quire.graph_runner.bench import workers
+from quire.graph_runner.bench.record import Record, started
 from quire.graph_runner.bench.report import Row
 
 
-def add_arguments(parser: argparse.ArgumentParser, ways: list[str]) -> None:
-    """``--ways``, and ``--apart``, with which the script starts itself for one of them."""
-    parser.add_argument("--ways", default=",".join(ways), help="any of: %(default)s (default: all)")
-    parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
-
-
-def run(args: argparse.Namespace, shares: dict[str, float], measure: Callable[[str, Record], None],
-        finish: Callable[[list[Row]], None] = lambda rows: None) -> Record:
-    """Measure each of ``args.ways`` in a process of its own, and write all rows to one file, as each way writes its own.
+def run(parser: argparse.ArgumentParser, shares: dict[str, float],
+        measure: Callable[[str, Record, argparse.Namespace], None], finish: Callable[[list[Row]], None] = lambda rows: None
+        ) -> Record | None:
+    """Measure each of ``--ways`` in a process of its own, and write all rows to one file, as each way writes its own.
 
     A way gets its share of the time that is left. At its end its processes are killed, and what it has written stays: a row
     without figures then has ``error``, which says what the way was doing (``doing`` of its row).
 
     Args:
+        parser: of the script (``record.script``). It gets ``--ways``, and ``--apart``, with which the script starts itself for
+            one of them.
         shares: of the time, for each way that the script knows.
-        measure: ``(way, record)``, called in the way's own process. ``record.left`` is its time; nothing interrupts it.
+        measure: ``(way, record, arguments)``, called in the way's own process. ``record.left`` is its time; nothing interrupts
+            it.
         finish: completes the rows of all ways, in place, before they are written.
+
+    Returns:
+        The record of all ways; None in the process of one.
     """
+    parser.add_argument("--ways", default=",".join(shares), help="any of: %(default)s (default: all)")
+    parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
     ways = args.ways.split(",")
     if unknown := sorted(set(ways) - shares.keys()):
         raise SystemExit(f"unknown ways {', '.join(unknown)}; there are: {', '.join(shares)}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    record = Record(args.json, device, args.deadline, interrupts=False, arguments=vars(args))
+    record = started(args, interrupts=False)
     if args.apart:
-        record.measure(ways[0], lambda: measure(ways[0], record))
-        return record
+        record.write = lambda: workers.emit({"rows": record.rows})  # type: ignore[method-assign]
+        record.measure(ways[0], lambda: measure(ways[0], record, args))
+        workers.emit({})
+        return None
     # So that a way's process ends with this one.
     previous = signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     try:
         for i, way in enumerate(ways):
-            seconds = record.left * shares[way] / sum(shares[of] for of in ways[i:])
-            _one(record, way, seconds, finish)
+            _one(record, way, record.left * shares[way] / sum(shares[of] for of in ways[i:]), finish)
     finally:
         signal.signal(signal.SIGTERM, previous)
     return record
 
 
 def _one(record: Record, way: str, seconds: float, finish: Callable[[list[Row]], None]) -> None:
-    before, began = list(record.rows), time.monotonic()
+    before, began, rows, ended = list(record.rows), time.monotonic(), list[Row](), ""
 
-    def merge(rows: list[Row]) -> None:
-        if rows:
-            record.rows[:] = before + rows
-            finish(record.rows)
-            record.write()
+    def merge() -> None:
+        record.rows[:] = before + rows
+        finish(record.rows)
+        record.write()
 
-    with tempfile.TemporaryDirectory() as folder:
-        part = Path(folder) / "rows.json"
-        limit = [] if seconds == float("inf") else ["--deadline", f"{seconds:.1f}"]
-        process = subprocess.Popen([sys.executable, *sys.argv, "--ways", way, "--json", str(part), *limit, "--apart"],
-                                   start_new_session=True)
-        code: int | None = None
-        try:
-            while code is None and time.monotonic() - began < seconds:
-                try:
-                    code = process.wait(timeout=1)
-                except subprocess.TimeoutExpired:
-                    merge(_rows(part))
-        finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
-            except ProcessLookupError:
-                pass
-            process.wait()
-        rows = _rows(part)
-    took = time.monotonic() - began
+    limit = [] if seconds == float("inf") else ["--deadline", f"{seconds:.1f}"]
+    try:
+        for found in workers.rows([*sys.argv, "--ways", way, "--apart", *limit], None, {}, shown=True,
+                                  deadline=time.time() + seconds if limit else None):
+            rows = found["rows"]
+            merge()
+        took = time.monotonic() - began
+        ended = f"was stopped after {took:.0f} s" if took >= seconds else ""
+    except workers.Ended as error:
+        took, ended = time.monotonic() - began, f"ended with exit code {error.code}"
     last: Row = rows[-1] if rows else {"way": way}
     doing = last.pop("doing", None)
-    if (code or code is None) and "error" not in last:
-        how = f"was stopped after {took:.0f} s" if code is None else f"ended with exit code {code}"
-        last["error" if doing or not rows else "ended"] = how + (f", during {doing}" if doing else "")
-        rows = rows or [last]
+    if ended and "error" not in last:
+        last["error" if doing or not rows else "ended"] = ended + (f", during {doing}" if doing else "")
         print(json.dumps(last, default=str), flush=True)
-    merge([{"way": way, **row, "process_s": took} for row in rows])
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text())["rows"] if path.is_file() else []
+    rows = [{"way": way, **row, "process_s": took} for row in rows or [last]]
+    merge()

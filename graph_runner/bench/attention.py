@@ -39,11 +39,7 @@ def heads_of(text: str) -> tuple[int, int, int]:
 
 
 class AttentionSession(Run):
-    """One run of the workload attention.
-
-    Raises:
-        ValueError: arguments that make no sense, before anything is measured.
-    """
+    """One run of the workload attention."""
 
     def __init__(self, args: argparse.Namespace, command: str) -> None:
         super().__init__(args, command)

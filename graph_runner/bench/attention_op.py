@@ -8,6 +8,7 @@ times its L2 cache, so that keys come from memory as in a model. Host work befor
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -43,17 +44,23 @@ def decode_point(batch: int, context: int) -> Point:
     return Point("decode", f"{batch}x{context}", (1,) * batch, (context,) * batch)
 
 
-#: (sequences, scheduled tokens per sequence, tokens computed before).
-EXTENDS = ((1, 4096, 0), (8, 1024, 4096), (1, 960, 0), (1, 64, 8128), (1, 8192, 8192), (4, 2048, 30720))
+def extend_point(text: str, divisor: int = 1) -> Point:
+    """A prefill: "8x1024+4096" is 8 sequences with 1024 scheduled tokens each, after 4096 computed before. ``divisor`` shortens
+    it. Raises ValueError for other texts."""
+    if (found := re.fullmatch(r"(\d+)x(\d+)(?:\+(\d+))?", text)) is None:
+        raise ValueError(f"{text!r} is not sequences x tokens, or sequences x tokens + tokens before, such as 64x1024 or "
+                         "1x512+16384")
+    batch, new, before = (int(n or 0) for n in found.groups())
+    new, before = max(2, new // divisor), before // divisor
+    return Point("extend", f"{batch}x{new}" + (f"+{before}" if before else ""), (new,) * batch, (new + before,) * batch)
+
+
+EXTENDS = ("1x4096", "8x1024+4096", "1x960", "1x64+8128", "1x8192+8192", "4x2048+30720")
 
 
 def extend_points(divisor: int = 1) -> list[Point]:
     """Prefills of prompts and of chunks, and a mixed batch: 63 decodes and a chunk of 448. ``divisor`` shortens them."""
-    points = []
-    for batch, new, before in EXTENDS:
-        new, before = max(2, new // divisor), before // divisor
-        name = f"{batch}x{new}" + (f"+{before}" if before else "")
-        points.append(Point("extend", name, (new,) * batch, (new + before,) * batch))
+    points = [extend_point(text, divisor) for text in EXTENDS]
     chunk, length = max(2, 448 // divisor), max(2, 2048 // divisor)
     return [*points, Point("extend", f"63x1,{chunk}", (1,) * 63 + (chunk,), (length,) * 64)]
 

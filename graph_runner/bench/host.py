@@ -28,6 +28,7 @@ import torch
 from quire.attn_ops.kv_cache import pages_for
 from quire.graph_runner.bench.models import ModelSpec, build
 from quire.graph_runner.bench.report import PHASES, Row, failure
+from quire.graph_runner.bench.steps import until_decoding
 from quire.graph_runner.bench.workloads import Prompts, Sizes
 
 LENGTHS = (2048, 131072)
@@ -102,8 +103,7 @@ def _steps(timer: _Timer, prompts: Prompts, variant: str, batch: int, repeats: i
     # Different lengths, so that rows need a new page in different steps.
     for prompt in prompts([_PROMPT + i % 16 for i in range(batch)]):
         engine.add_request(prompt, forever)
-    while engine.scheduler.waiting or any(r.num_uncomputed != 1 for r in engine.scheduler.running):
-        engine.step()
+    until_decoding(engine)
     if variant == "prefill":
         count = repeats * (STEPS + WARMUPS) * PREFILL_TOKENS // _LONG_PROMPT + 1
         for prompt in prompts([_LONG_PROMPT] * count):

@@ -60,85 +60,86 @@ def engine_option(text: str) -> tuple[str, Any]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+#: The default of each option that some workloads would ignore, and the workloads that it is for.
+_FOR: dict[str, tuple[Any, tuple[str, ...]]] = {}
+ENGINES = ("decode", "mixed256", "prefill", "start", "host", "all")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``quire bench``."""
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, EPILOG
-    add = parser.add_argument
-    add("workload", nargs="?", default="decode",
-        choices=("decode", "mixed256", "prefill", "start", "host", "all", "attention", "matrix"),
-        help=("what to measure (default: decode); host: the host's part of a step, without the model; attention: each "
-              "backend's kernels alone; matrix: decode, prefill, mixed and online cells of many models; all: the others"))
-    add("--model", metavar="NAME|PATH", help=(
+    group: Any = parser
+
+    def add(flag: str, *workloads: str, **options: Any) -> None:
+        action = group.add_argument(flag, **options)
+        if workloads:
+            _FOR[action.dest] = (action.default, workloads)
+
+    add("workload", nargs="?", default="decode", choices=(*ENGINES, "attention", "matrix"), help=(
+        "what to measure (default: decode); host: the host's part of a step, without the model; attention: each backend's "
+        "kernels alone; matrix: decode, prefill, mixed and online cells of many models; all: the others"))
+    add("--model", *ENGINES, "attention", metavar="NAME|PATH", help=(
         f"a public model's shape, with random weights: {', '.join(NAMES)}; or the path of a saved model (default: llama-8b, on "
         "a CPU tiny)"))
     add("--layers", type=int, metavar="N", help="only the first N layers, for a dry run (default: $LAYERS, else all)")
     add("--dtype", help="of weights and KV cache (default: bfloat16, on a CPU float32)")
-    add("--quantize", metavar="NAME", help=(
+    add("--quantize", *ENGINES, metavar="NAME", help=(
         f"quantize the weights with torchao first: {', '.join(QUANTIZATIONS)} (wo: weights only, dq: activations too); "
         "--dtype is then that of the rest"))
-    add("--kv-cache-dtype", default="auto", metavar="DTYPE",
+    add("--kv-cache-dtype", *ENGINES, "matrix", default="auto", metavar="DTYPE",
         help="of quire's KV cache: auto (that of --dtype), int8, fp8, fp8_e5m2 (default: auto)")
     add("--device", help="cuda or cpu (default: cuda if there is a GPU)")
     add("--attention", type=_list, default=["auto"], metavar="LIST", help=(
         "quire's attention backends to measure, comma-separated (default: auto; for the workload attention: all usable ones)"))
-    add("--batch", type=_ints, metavar="LIST",
+    add("--batch", *ENGINES, "attention", type=_ints, metavar="LIST",
         help="batch sizes of decode, host and attention (default: 1,8,32,128, and 256 for host)")
-    add("--context", type=_ints, metavar="N", help=(
+    add("--context", *ENGINES, "attention", type=_ints, metavar="N", help=(
         "tokens per sequence in decode (default: 1024, or the model's limit); the workload attention takes a list (default: "
         "1024,8192, on a CPU 128,1024)"))
-    add("--systems", type=_list, default=["quire"], metavar="LIST", help=(
+    add("--systems", *ENGINES, type=_list, default=["quire"], metavar="LIST", help=(
         "quire, hf-eager, hf-static, hf-cb (transformers' generate and continuous batching), vllm, vllm-transformers; "
         "comma-separated (default: quire)"))
-    add("--vs", type=_list, default=[], metavar="LIST", help="more systems: --vs vllm")
-    add("--engine", type=engine_option, action="append", default=[], metavar="KEY=VALUE",
+    add("--vs", *ENGINES, "matrix", type=_list, default=[], metavar="LIST", help="more systems: --vs vllm")
+    add("--engine", *ENGINES, "matrix", type=engine_option, action="append", default=[], metavar="KEY=VALUE",
         help="an option of quire.Engine, e.g. page_size=32; may be repeated")
-    add("--repeats", type=int, default=3, metavar="N", help="runs of which the median counts (default: 3)")
+    add("--repeats", *ENGINES, type=int, default=3, metavar="N", help="runs of which the median counts (default: 3)")
     add("--scale", type=int, default=1, metavar="N",
         help="divide request counts and lengths of mixed256 and prefill, for a dry run (default: 1)")
     add("--out", type=Path, metavar="FILE.json", help="write rows and environment there, after every row")
-    add("--plots", type=Path, metavar="DIR", help="draw the decode rows there, as PNG and SVG")
+    add("--plots", *ENGINES, type=Path, metavar="DIR", help="draw the decode rows there, as PNG and SVG")
     add("--against", type=Path, metavar="FILE.json", help="compare with an earlier result; exit code 1 if a row got slower")
     add("--tolerance", type=percent, default=0.05, metavar="P", help="how much slower is allowed (default: 5%%)")
-    only = parser.add_argument_group("for the workload attention only")
-    only.add_argument("--heads", type=_list, metavar="LIST",
-                      help="query heads/KV heads x head dim, such as 32/8x128 (default: the attention sites of --model)")
-    only.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens per page (default: 16)")
-    only.add_argument("--layout", default="NHD", choices=("NHD", "HND"), help="of the KV cache (default: NHD)")
-    only.add_argument("--save", action="store_true",
-                      help="keep the times in the user's cache, where attention=\"auto\" finds them")
-    only = parser.add_argument_group("for the workload matrix only")
-    only.add_argument("--models", type=_list, metavar="LIST", help="as for --model (default: twelve, on a CPU tiny)")
-    only.add_argument("--cells", type=_list, metavar="LIST", help="patterns such as decode/8x*, prefill/*, mixed256, online")
-    only.add_argument("--resume", type=Path, nargs="*", metavar="FILE.json",
-                      help="leave out the cells that --out, or one of these files, has a row of")
-    only.add_argument("--retry", action="store_true", help="with --resume: measure cells again that have only an error")
-    only.add_argument("--deadline", type=float, metavar="SECONDS",
-                      help="start nothing that may end later than this, counted from the start")
-    only.add_argument("--gpus", type=int, metavar="N", help="GPUs to use at once, one model each (default: 1)")
-    only.add_argument("--vllm-path", type=Path, metavar="DIR",
-                      help="folder with vLLM, put last on PYTHONPATH of its processes only")
+    group = parser.add_argument_group("for the workload attention only")
+    add("--heads", "attention", type=_list, metavar="LIST",
+        help="query heads/KV heads x head dim, such as 32/8x128 (default: the attention sites of --model)")
+    add("--page-size", "attention", type=int, default=16, metavar="N",
+        help="tokens per page (default: 16; of an engine: --engine page_size=N)")
+    add("--layout", "attention", default="NHD", choices=("NHD", "HND"), help="of the KV cache (default: NHD)")
+    add("--save", "attention", action="store_true",
+        help="keep the times in the user's cache, where attention=\"auto\" finds them")
+    group = parser.add_argument_group("for the workload matrix only")
+    add("--models", "matrix", type=_list, metavar="LIST", help="as for --model (default: twelve, on a CPU tiny)")
+    add("--cells", "matrix", type=_list, metavar="LIST", help="patterns such as decode/8x*, prefill/*, mixed256, online")
+    add("--resume", "matrix", type=Path, nargs="*", metavar="FILE.json",
+        help="leave out the cells that --out, or one of these files, has a row of")
+    add("--retry", "matrix", action="store_true", help="with --resume: measure cells again that have only an error")
+    add("--deadline", "matrix", type=float, metavar="SECONDS",
+        help="start nothing that may end later than this, counted from the start")
+    add("--gpus", "matrix", type=int, metavar="N", help="GPUs to use at once, one model each (default: 1)")
+    add("--vllm-path", "matrix", type=Path, metavar="DIR",
+        help="folder with vLLM, put last on PYTHONPATH of its processes only")
 
 
 def _session(args: argparse.Namespace, command: str) -> Any:
-    """The session for the workload. Raises ValueError for arguments of another workload, which would be ignored."""
-    kernels, matrix = args.workload == "attention", args.workload == "matrix"
-    wrong = ["vs", "engine", "plots", "quantize"] if kernels else ["heads", "save"]
-    wrong += (["model", "batch", "context", "plots", "quantize"] if matrix else
-              ["models", "cells", "resume", "retry", "deadline", "gpus", "vllm_path"])
-    if given := [f"--{name.replace('_', '-')}" for name in wrong if getattr(args, name) not in (None, False, [])]:
-        raise ValueError(f"{', '.join(given)}: not with the workload {args.workload}")
-    if kernels:
-        if args.systems != ["quire"]:
-            raise ValueError("--systems does not go with the workload attention: it measures quire's own ops")
-        if args.kv_cache_dtype != "auto" or args.repeats != 3:
-            raise ValueError("--kv-cache-dtype and --repeats do not go with the workload attention: it times ops on a cache of "
-                             "--dtype, each for a fixed time")
+    """The session for the workload. Raises ValueError for arguments of other workloads, which would be ignored."""
+    if ignored := [f"--{name.replace('_', '-')}" for name, (default, workloads) in _FOR.items()
+                   if args.workload not in workloads and getattr(args, name) != default]:
+        raise ValueError(f"{', '.join(ignored)}: not with the workload {args.workload}; see quire bench --help")
+    if args.workload == "attention":
         from quire.graph_runner.bench.attention import AttentionSession
 
         return AttentionSession(args, command)
-    if args.page_size != 16 or args.layout != "NHD":
-        raise ValueError("--page-size and --layout go with the workload attention; give others --engine page_size=N")
-    if matrix:
+    if args.workload == "matrix":
         from quire.graph_runner.bench.matrix import Matrix
 
         return Matrix(args, command)

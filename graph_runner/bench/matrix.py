@@ -18,14 +18,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from quire.attn_ops.backend import dtype_name
 from quire.graph_runner.bench import workers
 from quire.graph_runner.bench.matrix_cells import Cell, Job, Worker, cells
 from quire.graph_runner.bench.matrix_report import cell_name, merged, summary
 from quire.graph_runner.bench.models import layers_asked
-from quire.graph_runner.bench.report import Row, complete, write
+from quire.graph_runner.bench.report import Row, complete
 from quire.graph_runner.bench.session import Run
 from quire.graph_runner.bench.shapes import MATRIX, NAMES
 from quire.graph_runner.bench.systems import SYSTEMS, SteppedSystem
@@ -38,11 +37,7 @@ VLLM_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER"
 
 
 class Matrix(Run):
-    """One run of the matrix.
-
-    Raises:
-        ValueError: arguments that make no sense, before anything is measured.
-    """
+    """One run of the matrix."""
 
     def __init__(self, args: argparse.Namespace, command: str) -> None:
         began = time.time()
@@ -50,8 +45,8 @@ class Matrix(Run):
         self.gpus = args.gpus or 1
         if min(self.gpus, args.scale) < 1 or (args.deadline is not None and args.deadline <= 0):
             raise ValueError("--gpus, --scale and --deadline must be positive")
-        if args.systems != ["quire"] or args.repeats != 3 or len(args.attention) > 1:
-            raise ValueError("the matrix takes rivals as --vs, one --attention, and no --repeats")
+        if len(args.attention) > 1:
+            raise ValueError(f"the matrix takes one --attention, got {','.join(args.attention)}")
         self.models = args.models or ([*MATRIX] if self.on_gpu else ["tiny"])
         if unknown := [name for name in self.models if name not in NAMES]:
             raise ValueError(f"unknown models {unknown}; there are: {', '.join(NAMES)}")
@@ -74,12 +69,12 @@ class Matrix(Run):
         self.layers = layers_asked(args.layers)
         self.deadline = None if args.deadline is None else began + args.deadline
         self.run_id = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self.environments: dict[str, Any] = {}
-        self.environment: dict[str, Any] = {}
         if args.out is not None and args.out.is_file() and args.resume is None:
             raise ValueError(f"{args.out} exists: continue it with --resume, or give another --out")
         own = merged([args.out]) if args.out is not None and args.out.is_file() else {"rows": [], "environments": {}}
-        self.rows, self.environments = own["rows"], own["environments"]
+        self.rows, self.facts["environments"] = own["rows"], own["environments"]
+        if own["environments"]:
+            self.environment = next(iter(own["environments"].values()))
         others = merged(args.resume or [])["rows"]
         self.known = [*self.rows, *others]
         if args.retry:
@@ -158,19 +153,13 @@ class Matrix(Run):
         """Keep a row of a worker, or the environment that it reports."""
         with self._lock:
             if "environment" in row:
-                self.environments.setdefault(self.run_id, row["environment"])
-                self.environment = self.environments[self.run_id]
+                self.environment = self.facts["environments"].setdefault(self.run_id, row["environment"])
                 return
             row = {**row, "run": self.run_id, "command": self.command}
             self.known.append(row)
             if row.get("rate"):
                 self.rates.setdefault(row["model"], row["rate"])
             self.keep(row)
-
-    def write(self) -> None:
-        if self.args.out is not None:
-            write(self.args.out, self.environment or next(iter(self.environments.values()), {}), self.rows,
-                  environments=self.environments)
 
     def finish(self) -> None:
         """Print the ratios, and what is left."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -136,10 +136,8 @@ class Worker:
     def measure(self, system: SteppedSystem, group: list[Cell]) -> Iterator[tuple[Cell, Row]]:
         """The rows of cells that share a prefill. A cell that fails does not stop other groups, unless the GPU is lost."""
         done: set[Cell] = set()
-        kinds: dict[str, Callable[..., Iterator[tuple[Cell, Row]]]] = {
-            "decode": self.decode, "prefill": self.prefill, "mixed256": self.mixed256, "online": self.online}
         try:
-            for cell, row in kinds[group[0].workload](system, group):
+            for cell, row in getattr(self, group[0].workload)(system, group):
                 yield cell, row
                 done.add(cell)
         except Exception as error:

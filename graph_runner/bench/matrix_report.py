@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.graph_runner.bench.plots import new_figure
-from quire.graph_runner.bench.report import Row, first_line, rich_table, time_of, write
+from quire.graph_runner.bench.report import Row, first_line, markdown_table, rich_table, time_of, write
 
 MOST = 1.05  # of the roofline: above, the model's bytes were not read
 BEGIN, END = "<!-- matrix: written by matrix_report.py -->", "<!-- end of matrix -->"
@@ -146,11 +146,12 @@ def markdown(result: dict[str, Any], rival: str = "vllm") -> str:
     if shapes:
         steps = [[model, str(context), *(_cell(by_key.get((model, f"decode/{b}x{context}", ""))) for b in batches)]
                  for model in models for context in contexts]
-        text += _table(["decode, ms per step", "context", *(f"B={b}" for b in batches)], [row for row in steps if any(row[2:])])
+        text += markdown_table(["decode, ms per step", "context", *(f"B={b}" for b in batches)],
+                               [row for row in steps if any(row[2:])])
     if columns := _columns(found):
         heads = [f"{cell}{', ' + variant + ' (median)' if variant else ''}" for cell, variant in columns]
         rows = [[model, *(_cell(by_key.get((model, *c))) for c in columns)] for model in models]
-        text += _table(["ms", *heads], [row for row in rows if any(row[1:])])
+        text += markdown_table(["ms", *heads], [row for row in rows if any(row[1:])])
     if any(pair.less_work for pair in found):
         text += [f"† Not the same work: a step of {rival} that is faster than the bandwidth allows for the experts that tokens "
                  "choose evenly. With its dummy weights, tokens of a batch share experts.", ""]
@@ -162,11 +163,6 @@ def markdown(result: dict[str, Any], rival: str = "vllm") -> str:
         text += ["Not measured:", "", *(f"- {model}, {', '.join(dict.fromkeys(names))}: {why}"
                                         for (model, why), names in reasons.items()), ""]
     return "\n".join(text)
-
-
-def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
-    """Lines of a table in Markdown, and an empty one."""
-    return [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
 def splice(path: Path, text: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,22 +27,61 @@ class OutOfTime(Exception):
     """The script's time is over."""
 
 
-class Record:
-    """Measures in turn; a measurement that fails or runs out of time becomes a row with ``error``, and the earlier ones stay.
+class Result:
+    """Rows, printed and written as they come.
 
     Args:
         path: the JSON file; None: rows are printed only.
+        facts: of the whole run, for the file.
+
+    Attributes:
+        show: makes the line that is printed for a row.
+    """
+
+    def __init__(self, path: Path | None, device: torch.device, **facts: Any) -> None:
+        self.path, self.device, self.facts, self.rows = path, device, facts, list[Row]()
+        self.show: Callable[[Row], str] = functools.partial(json.dumps, default=str)
+
+    @functools.cached_property
+    def environment(self) -> dict[str, Any]:
+        return environment(self.device, None)
+
+    def copy_bandwidth(self) -> float:
+        """Bytes per second of a large copy on the device, measured now and kept with the environment."""
+        bandwidth = copy_bandwidth(self.device)
+        self.environment["copy_tb_per_s"] = bandwidth / 1e12
+        return bandwidth
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def keep(self, row: Row) -> None:
+        """Add a row, print it and write all."""
+        self.rows.append(row)
+        self.say(self.show(row))
+        self.write()
+
+    def write(self) -> None:
+        """Again, after a row was changed."""
+        if self.path is not None:
+            write(self.path, self.environment, self.rows, **self.facts)
+
+
+class Record(Result):
+    """Measures in turn; a measurement that fails or runs out of time becomes a row with ``error``, and the earlier ones stay.
+
+    Args:
         deadline: seconds from the start of the process. A measurement that runs then is interrupted, or, where it does not
             return to Python for 10 more seconds, as a hanging step on the GPU, a row says so and the process ends with exit
             code 124. None: no limit.
         interrupts: False: nothing is interrupted at the deadline, only ``left`` counts down to it.
-        facts: of the whole run, for the file.
     """
 
     def __init__(self, path: Path | None, device: torch.device, deadline: float | None = None, interrupts: bool = True,
                  **facts: Any) -> None:
-        self.path, self.device, self.facts, self.rows, self.interrupts = path, device, facts, list[Row](), interrupts
-        self.environment = environment(device, None)
+        super().__init__(path, device, command=this_command(), **facts)
+        self.interrupts = interrupts
+        self._key, self._known = tuple[str, ...](), set[tuple[Any, ...]]()
         self._end = None if deadline is None else deadline - _age()
         self._began, self._armed = time.monotonic(), False
 
@@ -49,22 +90,31 @@ class Record:
         """Seconds until the deadline."""
         return float("inf") if self._end is None else self._end - (time.monotonic() - self._began)
 
-    def copy_bandwidth(self) -> float:
-        """Bytes per second of a large copy on the device, measured now and kept with the environment."""
-        bandwidth = copy_bandwidth(self.device)
-        self.environment["copy_tb_per_s"] = bandwidth / 1e12
-        return bandwidth
+    def go_on(self, files: Sequence[Path], key: Sequence[str], drop: Callable[[Row], bool] = lambda row: False) -> None:
+        """Take over the rows of the record's own file and of ``files``: the first of those that agree in the columns ``key``,
+        unless ``drop`` says so."""
+        self._key = tuple(key)
+        for file in [file for file in (self.path, *files) if file is not None and file.is_file()]:
+            for row in json.loads(file.read_text()).get("rows", []):
+                if not self.has(row) and not drop(row):
+                    self._add(row)
+
+    def has(self, row: Row) -> bool:
+        """Whether there is a row that agrees with this one in the columns of ``go_on``."""
+        return tuple(row.get(name) for name in self._key) in self._known
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        self._known.add(tuple(row.get(name) for name in self._key))
 
     def keep(self, row: Row) -> None:
-        """Add a row, print it and write all."""
-        self.rows.append(row)
-        print(json.dumps(row, default=str), flush=True)
-        self.write()
+        self._known.add(tuple(row.get(name) for name in self._key))
+        super().keep(row)
 
-    def write(self) -> None:
-        """Again, after a row was changed."""
-        if self.path is not None:
-            write(self.path, self.environment, self.rows, command=this_command(), **self.facts)
+    @property
+    def failed(self) -> bool:
+        """Whether nothing was measured, or a row has an error."""
+        return not self.rows or any("error" in row for row in self.rows)
 
     def measure(self, name: str, run: Any, needs: float = 0.0, most: float = float("inf")) -> bool:
         """Call ``run``, which keeps its rows. Returns whether it ended well; if not, a row named ``name`` says why.
@@ -115,32 +165,60 @@ def _age() -> float:
         return 0.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--layers``, ``--json`` and ``--deadline``."""
-    parser.add_argument("--layers", type=int, help="only the first N layers (default: $LAYERS, else all)")
-    parser.add_argument("--json", type=Path, help="write the rows to this file, after each of them")
-    parser.add_argument("--deadline", type=float, metavar="SECONDS",
-                        help="from the start of the process; what has no time becomes a row with error (default: none)")
+def script(doc: str | None, model: str | None = "tiny", limited: bool = True, **options: Any) -> argparse.ArgumentParser:
+    """The parser of a script: ``--device``, ``--json``, ``--deadline``, and options of its own.
 
-
-def script(doc: str | None, model: str = "tiny") -> argparse.ArgumentParser:
-    """The parser of a script, with the arguments that all have: model, device, and those of ``add_arguments``."""
+    Args:
+        model: the default of ``--model``, beside which there is ``--layers``; None: neither.
+        limited: whether the script has a ``--deadline``.
+        options: the default of each option, or (default, help), by name. Its type is that of the default; a list stands for a
+            list of numbers with commas, False for a switch.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=model,
-                        help=f"a shape of quire bench, or the path of a saved model (default: {model})")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add_arguments(parser)
+    add = parser.add_argument
+    if model is not None:
+        add("--model", default=model, help=f"a shape of quire bench, or the path of a saved model (default: {model})")
+        add("--layers", type=int, help="only the first N layers (default: $LAYERS, else all)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--json", type=Path, help="write the rows to this file, after each of them")
+    if limited:
+        add("--deadline", type=float, metavar="SECONDS",
+            help="from the start of the process; what has no time becomes a row with error (default: none)")
+    for name, given in options.items():
+        default, text = given if isinstance(given, tuple) else (given, "")
+        flag = f"--{name.replace('_', '-')}"
+        if default is False:
+            add(flag, action="store_true", help=text)
+            continue
+        shown = ",".join(map(str, default)) if isinstance(default, list) else default
+        add(flag, default=default, type=numbers if isinstance(default, list) else type(default),
+            help=f"{text} (default: {shown})".strip())
     return parser
 
 
-def started(args: argparse.Namespace, **facts: Any) -> Record:
+def numbers(text: str) -> list[int]:
+    """"1,8,32" as a list; of "" an empty one."""
+    return [int(item) for item in text.split(",") if item]
+
+
+def started(args: argparse.Namespace, interrupts: bool = True, **facts: Any) -> Record:
     """The record of a script with the parsed arguments of ``script``, which are in its file too."""
-    args.layers = layers_asked(args.layers)
-    return Record(args.json, torch.device(args.device), args.deadline, arguments=vars(args), **facts)
+    if hasattr(args, "model"):
+        args.layers = layers_asked(args.layers)
+    return Record(args.json, torch.device(args.device), getattr(args, "deadline", None), interrupts, arguments=vars(args),
+                  **facts)
 
 
-def model_of(args: argparse.Namespace, positions: int = 0) -> Any:
-    """The model that a script's arguments name: in bfloat16 on a GPU, float32 on a CPU."""
-    device = torch.device(args.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return build(ModelSpec(args.model, dtype, device, args.layers), positions=positions)
+def dtype_of(args: argparse.Namespace) -> torch.dtype:
+    """bfloat16 on a GPU, float32 on a CPU."""
+    return torch.bfloat16 if torch.device(args.device).type == "cuda" else torch.float32
+
+
+def spec_of(args: argparse.Namespace, dtype: torch.dtype | None = None) -> ModelSpec:
+    """The model that a script's arguments name; ``dtype``: that of ``dtype_of`` by default."""
+    return ModelSpec(args.model, dtype or dtype_of(args), torch.device(args.device), args.layers)
+
+
+def model_of(args: argparse.Namespace, positions: int = 0, dtype: torch.dtype | None = None) -> Any:
+    """The same, built with at least ``positions`` positions."""
+    return build(spec_of(args, dtype), positions=positions)

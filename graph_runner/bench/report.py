@@ -94,7 +94,9 @@ def write(path: Path, env: dict[str, Any], rows: Sequence[Row], **more: Any) -> 
     """Write the whole result so far, atomically: an interrupted run leaves a readable file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps({"environment": env, **more, "rows": list(rows)}, indent=1, default=str) + "\n")
+    head = json.dumps({"environment": env, **more}, indent=1, default=str).removesuffix("\n}")
+    lines = ",\n".join(json.dumps(row, default=str) for row in rows)  # a line per row
+    part.write_text(f'{head},\n "rows": [\n{lines}\n]}}\n')
     part.replace(path)
 
 
@@ -153,6 +155,11 @@ def rich_table(title: str, rows: Sequence[dict[str, str]]) -> Table:
     for row in rows:
         made.add_row(*(row.get(name, "") for name in names))
     return made
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table in Markdown, and an empty one."""
+    return [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
 def table(rows: Sequence[Row], title: str) -> Table:

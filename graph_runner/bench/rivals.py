@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from quire.attn_ops.backend import dtype_name
-from quire.graph_runner.bench.models import Models, config_of
+from quire.graph_runner.bench.models import Models, ModelSpec, config_of
 from quire.graph_runner.bench.roofline import has_experts
 from quire.graph_runner.bench.systems import Limits, NotMeasured, SteppedSystem, System
 
@@ -68,16 +68,15 @@ def _sampling(temperature: float) -> dict[str, Any]:
     return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
 
 
-class HfContinuousBatching(System):
+class HfContinuousBatching(HfEager):
     """``model.init_continuous_batching``. The manager is kept between calls, so its start-up is not measured."""
 
     name = "hf-cb"
 
     def __init__(self, models: Models, attention: str, limits: Limits, options: dict[str, Any]) -> None:
-        self.model: Any = models.get()
+        super().__init__(models, attention, limits, options)
         if not hasattr(self.model, "init_continuous_batching"):
             raise NotMeasured("this model has no continuous batching in the installed transformers")
-        self.attention = str(getattr(self.model.config, "_attn_implementation", ""))
         self.options = {"use_cuda_graph": True} if models.spec.device.type == "cuda" else {}
         if models.spec.device.type != "cuda":
             pages = limits.max_num_seqs * -(-limits.max_model_len // 256) + 8
@@ -127,7 +126,7 @@ class HfContinuousBatching(System):
         self._stop()
         if getattr(self.model.config, "_attn_implementation", before) != before:  # the manager switches to a paged one
             self.model.set_attn_implementation(before)
-        self.model = None
+        super().close()
 
 
 ROUTERS = (".gate.weight", ".router.weight")
@@ -148,6 +147,28 @@ def spread_tokens(model: torch.nn.Module) -> None:
         weight.normal_(std=10.0)
 
 
+def require_vllm(device: torch.device) -> None:
+    """Raises NotMeasured where vLLM cannot run."""
+    if importlib.util.find_spec("vllm") is None:
+        raise NotMeasured("vllm is not installed here")
+    if device.type != "cuda":
+        raise NotMeasured("vllm is measured on a GPU only")
+
+
+def save_config(spec: ModelSpec, model: type, folder: str) -> None:
+    """Write the config of a shape, from which vLLM makes the model with dummy weights."""
+    config = config_of(spec)
+    config.architectures, config.dtype = [model.__name__], spec.dtype
+    config.save_pretrained(folder)
+
+
+def shut_down(llm: Any) -> None:
+    """End the engine of a vLLM ``LLM``."""
+    core: Any = getattr(getattr(llm, "llm_engine", None), "engine_core", None)
+    if hasattr(core, "shutdown"):
+        core.shutdown()
+
+
 class Vllm(SteppedSystem):
     """vLLM's ``LLM``, with dummy weights for a shape. The model under test is dropped from memory first."""
 
@@ -155,10 +176,7 @@ class Vllm(SteppedSystem):
     model_impl = "auto"
 
     def __init__(self, models: Models, attention: str, limits: Limits, options: dict[str, Any]) -> None:
-        if importlib.util.find_spec("vllm") is None:
-            raise NotMeasured("vllm is not installed here")
-        if models.spec.device.type != "cuda":
-            raise NotMeasured("vllm is measured on a GPU only")
+        require_vllm(models.spec.device)
         models.drop()
         from vllm import LLM
 
@@ -166,9 +184,7 @@ class Vllm(SteppedSystem):
         self.options = {"max_model_len": limits.max_model_len, "model_impl": self.model_impl}
         source: dict[str, Any] = {"model": models.spec.name}
         if not models.spec.is_path:
-            config = config_of(models.spec)
-            config.architectures, config.dtype = [type(models.skeleton).__name__], models.spec.dtype
-            config.save_pretrained(self._folder.name)
+            save_config(models.spec, type(models.skeleton), self._folder.name)
             source = {"model": self._folder.name, "load_format": "dummy"}
         logging.getLogger("vllm").setLevel(logging.WARNING)
         self._submitted = 0
@@ -200,9 +216,7 @@ class Vllm(SteppedSystem):
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
     def close(self) -> None:
-        core: Any = getattr(getattr(self.llm, "llm_engine", None), "engine_core", None)
-        if hasattr(core, "shutdown"):
-            core.shutdown()
+        shut_down(self.llm)
         self.llm = None
         self._folder.cleanup()
 

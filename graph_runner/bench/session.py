@@ -15,8 +15,8 @@ from quire.attn_ops.backend import dtype_name
 from quire.graph_runner.bench import rivals as rivals  # registers them
 from quire.graph_runner.bench.host import LENGTHS, cases, host
 from quire.graph_runner.bench.models import Models, ModelSpec, config_of, free_memory, layers_asked
-from quire.graph_runner.bench.report import Row, complete, describe, environment, failure, result_line, table, write
-from quire.graph_runner.bench.roofline import copy_bandwidth
+from quire.graph_runner.bench.record import Result
+from quire.graph_runner.bench.report import Row, complete, describe, failure, result_line, table
 from quire.graph_runner.bench.start import start
 from quire.graph_runner.bench.systems import SYSTEMS, NotMeasured
 from quire.graph_runner.bench.workloads import LONG, MARGIN, WORKLOADS, Sizes
@@ -26,13 +26,18 @@ logger = logging.getLogger(__name__)
 LOG_WIDTH = 160  # of tables where the output is not a terminal
 
 
-class Run:
-    """What all workloads share: device, dtype and environment of the run, and its rows."""
+class Run(Result):
+    """What all workloads share: device, dtype and options of the engine, and the rows.
+
+    Raises:
+        ValueError: arguments that make no sense; a subclass, too, raises it before anything is measured.
+    """
 
     def __init__(self, args: argparse.Namespace, command: str) -> None:
         self.args, self.command = args, command
         self.console = Console() if sys.stdout.isatty() else Console(width=LOG_WIDTH)
-        self.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        super().__init__(args.out, torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu")))
+        self.show = lambda row: f"{describe(row)}: {result_line(row)}"
         self.on_gpu = self.device.type == "cuda"
         if self.on_gpu and not torch.cuda.is_available():
             raise ValueError("--device cuda, but torch sees no GPU here")
@@ -47,44 +52,28 @@ class Run:
             if "kv_cache_dtype" in self.options:
                 raise ValueError("the dtype of the KV cache is given twice: by --kv-cache-dtype and by --engine")
             self.options["kv_cache_dtype"] = args.kv_cache_dtype
-        self.rows: list[Row] = []
 
     def measure_bandwidth(self) -> None:
-        """Sets ``bandwidth`` and ``environment``; once the arguments are known to be valid."""
-        self.bandwidth = copy_bandwidth(self.device)
+        """Sets ``bandwidth``; once the arguments are known to be valid."""
+        self.bandwidth = self.copy_bandwidth()
         free_memory()
-        self.environment = environment(self.device, self.bandwidth)
         self.say(f"{self.environment['device']}, copy {self.bandwidth / 1e12:.3f} TB/s, torch {torch.__version__}")
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False)
 
-    def keep(self, row: Row) -> None:
-        """Add a row that is complete, write all, and print it."""
-        self.rows.append(row)
-        self.write()
-        self.say(f"{describe(row)}: {result_line(row)}")
-
     def complete_and_keep(self, row: Row) -> None:
         self.keep(complete({"command": self.command, **row}, self.bandwidth))
-
-    def write(self) -> None:
-        if self.args.out is not None:
-            write(self.args.out, self.environment, self.rows)
 
     def finish(self) -> None:
         """Write everything, and say where."""
         self.write()
-        if self.args.out is not None:
-            self.say(f"wrote {self.args.out}")
+        if self.path is not None:
+            self.say(f"wrote {self.path}")
 
 
 class Session(Run):
-    """A run over workloads, systems and attention backends of whole engines.
-
-    Raises:
-        ValueError: arguments that make no sense, before anything is measured.
-    """
+    """A run over workloads, systems and attention backends of whole engines."""
 
     def __init__(self, args: argparse.Namespace, command: str) -> None:
         super().__init__(args, command)

@@ -22,6 +22,7 @@ class Ended(RuntimeError):
     """A worker ended before its job was done."""
 
     def __init__(self, code: int, said: list[str]) -> None:
+        self.code = code
         super().__init__(f"the process ended with exit code {code}: {said[-1] if said else ''}\n" + "\n".join(said[-40:]))
 
 
@@ -36,9 +37,10 @@ def emit(row: Row) -> None:
         print(json.dumps(row, default=str), file=pipe)
 
 
-def rows(command: list[str], job: Any, environment: Mapping[str, str], *, deadline: float | None = None, log: Path | None = None
-         ) -> Iterator[Row]:
-    """The rows of a Python process, as they come; what it and its child processes print goes to the end of ``log``.
+def rows(command: list[str], job: Any, environment: Mapping[str, str], *, deadline: float | None = None,
+         log: Path | None = None, shown: bool = False) -> Iterator[Row]:
+    """The rows of a Python process, as they come; what it and its child processes print goes to the end of ``log``, or to this
+    process's output (``shown``).
 
     Args:
         command: arguments of the interpreter. environment: beside this process's own.
@@ -50,7 +52,8 @@ def rows(command: list[str], job: Any, environment: Mapping[str, str], *, deadli
     read, write = os.pipe()
     with os.fdopen(read) as found, log.open("a+") if log else tempfile.TemporaryFile("w+") as said:
         try:
-            worker = subprocess.Popen([sys.executable, *command], stdin=subprocess.PIPE, stdout=said, stderr=said, text=True,
+            out = None if shown else said
+            worker = subprocess.Popen([sys.executable, *command], stdin=subprocess.PIPE, stdout=out, stderr=out, text=True,
                                       pass_fds=[write], env={**os.environ, **environment, "QUIRE_ROWS": str(write)},
                                       start_new_session=True)
         finally:

@@ -33,6 +33,21 @@ def test_a_backend_that_cannot_run_is_a_row(tmp_path: Path) -> None:
     assert "| decode 8x64 | NotImplementedError | " in shown
 
 
+@pytest.mark.slow
+def test_a_grid_goes_on(tmp_path: Path) -> None:
+    """A second call measures what the first one's file lacks, here with two processes; without --resume it is refused."""
+    out, script = tmp_path / "grid.json", BENCHMARKS / "attention_grid.py"
+    call = [sys.executable, script, "--device", "cpu", "--systems", "torch_native", "--dims", "64", "--kv", "bfloat16",
+            "--batches", "1", "--contexts", "32", "--windows", "", "--no-prefill", "--max-len", "64", "--out", out]
+    subprocess.run([*call, "--groups", "1"], check=True, timeout=120)
+    assert subprocess.run([*call, "--groups", "1"], capture_output=True).returncode == 2
+    done = subprocess.check_output([*call, "--groups", "1,2,4", "--gpus", "2", "--resume"], text=True, timeout=120)
+    assert "2 of 3 rows to measure" in done
+    content = json.loads(out.read_text())
+    assert {row["group"] for row in content["rows"] if 0 < row["share"] < 1 and row["differs"] == 0} == {1, 2, 4}
+    assert content["environment"]["kv_heads"] == 8
+
+
 def test_a_session_runs_every_gpu_test_once(tmp_path: Path) -> None:
     """In pieces, of which a later call leaves out those that are done."""
     python, log = tmp_path / "python", tmp_path / "log"

@@ -230,6 +230,9 @@ def test_a_model_that_cannot_be_loaded(file: str, text: str | None, message: str
     said = capsys.readouterr().err
     assert said.startswith(f"quire generate: error: the {message.format(model)}")
     assert said.count("\n") == 1
+    for command in (["quality", "--attention", "torch_native"], ["calibrate", "--out", str(tmp_path / "out")]):
+        assert main([*command, "--model", str(model)]) == 2
+        assert capsys.readouterr().err.startswith(f"quire {command[0]}: error: the {message.format(model)}")
     if file == "config.json":
         assert main(["explain", "--config", str(model / file)]) == 2
         said = capsys.readouterr().err

@@ -19,7 +19,7 @@ from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.tuning.prefill import pairs
 
 #: Seconds per operation of the two products that contiguous keys spare. Estimated from those two files;
-#: ``benchmarks/extend.py --flashinfer`` measures both ways, and has not run yet.
+#: ``benchmarks/attention_grid.py --systems fi-fa3,fi-ragged`` measures both ways, and has not run yet.
 SAVED = 0.3e-15
 MORE_LAUNCHES = 15e-6  # seconds, of the copy; estimated
 DIM = 128  # the head dim of both files: others stay with the pages until they are measured
