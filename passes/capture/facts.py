@@ -251,10 +251,10 @@ def environment(device: torch.device) -> str | None:
                      if isinstance(value, (*_PLAIN, set, frozenset, list, tuple)))
     machine = (device_name(device), torch.cuda.get_device_capability(device) if device.type == "cuda" else
                torch.backends.cpu.get_cpu_capability(), torch.cuda.device_count(), sys.platform)
-    return repr((sys.version, machine, options, str(torch._dynamo.eval_frame._stance.stance), packages,
-                 torch.version.git_version, torch.get_default_dtype(), str(torch.get_default_device()), torch.are_deterministic_algorithms_enabled(),
-                 torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cuda.matmul.allow_tf32,
-                 torch.backends.cudnn.allow_tf32, casts))
+    flags = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+             torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    return repr((sys.version, torch.version.git_version, packages, machine, options, flags, casts, torch.get_default_dtype(),
+                 str(torch.get_default_device()), str(torch._dynamo.eval_frame._stance.stance)))
 
 
 __all__ = ["TORCH_VALUES", "Check", "NotPortable", "checks", "difference", "environment", "fact"]
