@@ -220,10 +220,8 @@ def logprobs(rows: int, vocabulary: int, dtype: torch.dtype, filtered: bool, pdl
 
 
 def small_kernels(rows: int) -> None:
-    """Kernels around attention: positions, the page tables and the cache of FlashInfer."""
+    """Kernels around attention: positions, and the page tables of FlashInfer."""
     compute_position_triton(torch.zeros(rows, **INTS), torch.zeros(rows, **INTS), 100)
-    k, cache = torch.zeros(rows, 8, 128, dtype=torch.bfloat16), torch.zeros(2, 16, 8, 128, dtype=torch.bfloat16)
-    pages.append(k, k, cache, cache, torch.zeros(rows, dtype=torch.int64))
     table = torch.zeros(4, rows + 1, **INTS)
     pages.gather_pages[(rows, 2)](torch.zeros(rows, 512, **INTS), table, torch.zeros(9, **INTS), 512, rows + 1,
                                   BLOCK=pages.BLOCK)

@@ -24,7 +24,7 @@ from quire.attn_ops.backend import AttentionBackend, BackendFamily, CudagraphSup
 from quire.attn_ops.composite import check_every_step, op_name
 from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.kv_quant import write_kv
+from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, StepLimits, current_step, running
 
@@ -107,7 +107,7 @@ def _op(base: AttentionBackend, name: str) -> Callable[..., torch.Tensor]:
     def op(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> torch.Tensor:
         *caches, slot_mapping, block_table, start, seq_lens, sinks, _ = rest
         tables, rows, count = (slot_mapping, block_table, start, seq_lens), seq_lens.shape[0], q.shape[0]
-        write_kv(k, v, caches[0], caches[1], caches[2], caches[3], slot_mapping)
+        store_kv(k, v, caches[0], caches[1], caches[2], caches[3], slot_mapping)
         step = current_step()
         state = None if step is None else step.states.get(name)
         halves: list[tuple[slice, slice, Step | None]] = [(slice(0, rows), slice(0, count), step)]

@@ -27,10 +27,10 @@ from quire.attn_ops.backend import (
     define_paged_op,
 )
 from quire.attn_ops.backends.flashinfer.modules import begin, ready
-from quire.attn_ops.backends.flashinfer.pages import append
 from quire.attn_ops.backends.flashinfer.state import FlashInferState, Group
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, write_kv
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
+from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, StepLimits, current_step
 from quire.attn_ops.vendor import missing, no_compiler, too_old
@@ -85,10 +85,7 @@ def paged_attention(
         raise RuntimeError(f"flashinfer: the step was planned for {state.num_tokens} tokens, q has {num_tokens}")
     segments = state.segments(Group(heads, k_cache.shape[2], dim, q.dtype, scale, window, softcap))
     with torch.cuda.device_of(q):
-        if k_scale is not None:
-            write_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
-        elif k is not None and v is not None and num_tokens:
-            append(k, v, k_cache, v_cache, slot_mapping)
+        store_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
         pages = (k_cache, v_cache) if state.layout == "NHD" else (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
         if q.stride(2) != 1 or q.requires_grad:  # FlashInfer takes neither
             q = q.detach().contiguous()
