@@ -169,7 +169,7 @@ BACKEND = AttentionBackend(
     ),
     available=available, op=None,
     mla_op=define_mla_op(NAME, mla_paged_attention, devices=("CUDA",)),
-    make_state=State, plan=plan, packages=("flashinfer-python",),
+    priority={"cuda": 30}, make_state=State, plan=plan, packages=("flashinfer-python",),
     prepare=define_op(
         "flashinfer_mla_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
         "int page_size) -> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare),
