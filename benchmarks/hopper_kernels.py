@@ -27,7 +27,7 @@ from quire.attn_ops.ops.lora_rows import lora_group_cuda
 from quire.attn_ops.ops.merge_state import merge_state_triton, merge_states_triton
 from quire.attn_ops.ops.positions import compute_position_triton
 from quire.attn_ops.ops.rope import RopeForm, rope_kv_write_cuda
-from quire.attn_ops.ops.routing import topk_rows_cuda
+from quire.attn_ops.ops.routing import route_rows_cuda, topk_rows_cuda
 from quire.attn_ops.ops.sampling import sample_tokens_cuda
 from quire.attn_ops.ops.small_linear import small_linear_cuda
 from quire.attn_ops.ops.tree import tree_attention_state_triton
@@ -280,6 +280,12 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
         for dtype in (half, full):
             yield f"topk {k} of {columns}, {rows} rows {dtype}", lambda n=(rows, columns), k=k, d=dtype: topk_rows_cuda(
                 torch.zeros(n, dtype=d), k)
+    for name, experts, biased, dtype, *options in (
+            ("deepseek-v2-lite", 64, False, full, 6, False, False, 0.0, 1, 1, 1),
+            ("qwen3-30b-a3b", 128, False, half, 8, False, True, 0.0, 1, 1, 1),
+            ("deepseek-v3", 256, True, full, 8, True, True, 1e-20, 8, 4, 2)):
+        yield f"topk router {name}", lambda n=experts, b=biased, d=dtype, o=options: route_rows_cuda(
+            torch.zeros(32, n, dtype=d), torch.zeros(n) if b else None, *o)
     for (name, (count, each, layers, turned)), tokens, pdl in itertools.product(EXPERTS.items(), (1, 32, 2048), (False, True)):
         if not turned and (tokens == 1 or not pdl):
             yield f"experts {name} swiglu {tokens}{' pdl' if pdl else ''}", lambda a=(
