@@ -22,6 +22,12 @@ from quire.attn_ops.library import define_op
 from quire.attn_ops.mla import absorb_query, expand_output, split_weight
 from quire.attn_ops.step import current_step
 
+#: Why kernels of several packages serve no quantized cache. A key's scale multiplies its own score, inside the softmax, and a
+#: value's its own weight: neither is a factor of a query or of a result. A cache with one scale for a layer would saturate or
+#: need calibration, which ``kv_quant.py`` rules out, and with it other backends' pages would read back differently.
+ONE_SCALE = ("its kernels take one scale for a whole cache, and quire's have one for each token and head, which no factor on "
+             "queries or results can replace")
+
 
 def missing(module: str, install: str) -> str | None:
     """None if ``module`` can be imported, else that it is not installed, with the command that installs it."""

@@ -15,7 +15,7 @@ from quire.graph_runner.bench.models import ModelSpec, skeleton
 @pytest.mark.parametrize(("name", "experts"), [
     ("qwen3-30b-a3b", ["expert_swiglu"]), ("gpt-oss-20b", ["expert_linear", "pointwise", "expert_linear"])])
 def test_a_layer_with_experts(name: str, experts: list[str]) -> None:
-    """From router to sum: the router, the experts' kernels, one weighted sum; nothing sorted, counted or gathered by PyTorch."""
+    """The router, the experts' kernels, one weighted sum; nothing sorted, counted or gathered by PyTorch."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs Triton")
     found = []
