@@ -34,7 +34,6 @@ from quire.passes.fusions import routing
 from quire.passes.fusions.base import Fusion
 from quire.passes.fx import (
     ADD,
-    ancestors,
     argument,
     erase_dead,
     is_function,
@@ -78,20 +77,23 @@ def fuse_router(fusion: Fusion) -> int:
             continue
         found = _softmax(node) or _sigmoid(node) or _of_the_chosen(node)
         if found is not None and _fits(found, k) and set(node.users) <= {_item(node, 0), _item(node, 1)} \
-                and not _changed(fusion.graph, node, found):
+                and not _changed(found):
             _rewrite(fusion.graph, node, found, k)
             count += 1
     return count
 
 
-def _changed(graph: fx.Graph, topk: fx.Node, found: _Router) -> bool:
-    """Whether something on the way from the logits is changed in place, but for the mask by its scatter_, and the weights by
-    their division."""
-    quotient = _division(found.weights)
-    own = {found.groups.scatter, quotient and quotient[0]}
-    changed = {x for node in graph.nodes if node not in own for x in written_by(node)}
-    read = ancestors(found.weights, lambda n: n is found.logits) + ancestors(topk, lambda n: n is found.logits)
-    return not changed.isdisjoint(read)
+def _changed(found: _Router) -> bool:
+    """Whether anything is changed in place between the logits and the weights, but for the mask by its scatter_, and the weights
+    by their division. (It does not matter what: it may be a view.)"""
+    divided = _division(found.weights)
+    last = found.weights if divided is None else divided[0]
+    node = found.logits.next
+    while node is not last:
+        if node is not found.groups.scatter and written_by(node):
+            return True
+        node = node.next
+    return False
 
 
 def _fits(found: _Router, k: int) -> bool:
