@@ -21,6 +21,7 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.ops.experts import expert_linear_cuda, expert_swiglu_cuda
+from quire.attn_ops.ops.float_linear import float_linear_cuda
 from quire.attn_ops.ops.logprobs import token_logprobs_cuda
 from quire.attn_ops.ops.lora import lora_expand_cuda
 from quire.attn_ops.ops.lora_rows import lora_group_cuda
@@ -280,6 +281,9 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
         for dtype in (half, full):
             yield f"topk {k} of {columns}, {rows} rows {dtype}", lambda n=(rows, columns), k=k, d=dtype: topk_rows_cuda(
                 torch.zeros(n, dtype=d), k)
+    for (experts, k), rows in itertools.product(((64, 2048), (256, 7168)), (1, 8, 32)):
+        yield f"topk logits {experts} {k} {rows}", lambda n=experts, k=k, r=rows: float_linear_cuda(
+            torch.zeros(r, k, dtype=half), torch.zeros(n, k, dtype=half))
     for name, experts, biased, dtype, *options in (
             ("deepseek-v2-lite", 64, False, full, 6, False, False, 0.0, 1, 1, 1),
             ("qwen3-30b-a3b", 128, False, half, 8, False, True, 0.0, 1, 1, 1),

@@ -119,11 +119,11 @@ def other_groups(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("f", [
     lambda x: x.softmax(0).topk(2)[0], lambda x: x.topk(2)[0], lambda x: x.softmax(-1).topk(2)[1], lambda x: (x + 1).topk(2),
-    lambda x: (x.softmax(-1) * 2).topk(2)[0], lambda x: x.softmax(-1).topk(2, largest=False)[0], changed_scores, changed_view, other_groups,
-    lambda x: x.half().softmax(-1).topk(2)[0], lambda x: x.sigmoid().topk(2)[0], lambda x: x[None].softmax(-1).topk(2)[0],
-    lambda x: (x.softmax(-1) + x[0]).topk(2)[0],
-], ids=["other dim", "no scores", "no weights", "a sum", "scaled", "smallest", "changed in place", "a view changed", "other groups", "half",
-        "weights of a sigmoid's top-k", "three dims", "softmax with a bias"])
+    lambda x: (x.softmax(-1) * 2).topk(2)[0], lambda x: x.softmax(-1).topk(2, largest=False)[0], changed_scores, changed_view,
+    other_groups, lambda x: x.half().softmax(-1).topk(2)[0], lambda x: x.sigmoid().topk(2)[0],
+    lambda x: x[None].softmax(-1).topk(2)[0], lambda x: (x.softmax(-1) + x[0]).topk(2)[0],
+], ids=["other dim", "no scores", "no weights", "a sum", "scaled", "smallest", "changed in place", "a view changed",
+        "other groups", "half", "weights of a sigmoid's top-k", "three dims", "softmax with a bias"])
 def test_left_alone(f: Callable[[Tensor], Any]) -> None:
     count, gm, inputs = fused(f, x := torch.randn(6, 8))
     assert count == 0
