@@ -335,6 +335,8 @@ class BackendFamily:
         make: (name, get_backend) -> the backend. Raises ValueError for a name that is not of the form.
         long_prefill: (prefill, rest) -> the name of the backend that serves by ``prefill`` the steps in which its prompts were
             measured faster, and all others by ``rest``; None: the family has none.
+        pair: (prefill, decode) -> the name of the backend that decodes by ``decode`` and serves all else by ``prefill``; None:
+            the family has none.
     """
 
     name: str
@@ -342,6 +344,7 @@ class BackendFamily:
     matches: Callable[[str], bool]
     make: Callable[[str, Callable[[str], AttentionBackend]], AttentionBackend]
     long_prefill: Callable[[str, str], str] | None = None
+    pair: Callable[[str, str], str] | None = None
 
 
 class UnsupportedAttention(ValueError):

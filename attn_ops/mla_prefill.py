@@ -18,9 +18,10 @@ import torch
 from torch.nn import functional as F
 
 from quire.attn_ops.kernels.launch import is_recording
+from quire.attn_ops.kv_store import store_latent
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.metadata.prefix_chunks import PrefixChunks
-from quire.attn_ops.mla import read_latent, write_latent
+from quire.attn_ops.mla import read_latent
 from quire.attn_ops.ops.merge_state import merge_state
 from quire.attn_ops.step import current_step
 
@@ -68,7 +69,7 @@ def attend(absorbed: Callable[..., torch.Tensor], q: torch.Tensor, c: torch.Tens
     row, meta = found
     token, end = int(meta.query_start_loc_cpu[row]), meta.num_actual_tokens
     # All of the step's tokens first: a sequence may read pages that another one fills in this very step.
-    write_latent(c, k_rope, cache, slot_mapping, *scales)
+    store_latent(c, k_rope, cache, slot_mapping, *scales)
     page, rank = cache.shape[1], c.shape[1]
 
     def read(slots: torch.Tensor) -> torch.Tensor:

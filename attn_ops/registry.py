@@ -103,6 +103,11 @@ def long_prefill_name(prefill: str, rest: str) -> str | None:
     return next((f.long_prefill(prefill, rest) for f in REGISTRY.families if f.long_prefill is not None), None)
 
 
+def pair_name(prefill: str, decode: str) -> str | None:
+    """The name of the backend that decodes by ``decode`` and serves all else by ``prefill``; None if no family has one."""
+    return next((f.pair(prefill, decode) for f in REGISTRY.families if f.pair is not None), None)
+
+
 def plain_backend(device_type: str) -> AttentionBackend:
     """The first backend in order of priority whose paged op needs neither a state nor a plan: other backends call it, for steps
     that they leave as they are. Raises UnsupportedAttention if there is none."""

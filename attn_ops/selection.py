@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention, dtype_name, listed
+from quire.attn_ops.backend import AttentionBackend, CudagraphSupport, UnsupportedAttention, dtype_name, listed
 from quire.attn_ops.composite import attention_name, kind_of
 from quire.attn_ops.kv_cache import token_bytes
-from quire.attn_ops.registry import all_backends, get_backend, long_prefill_name
+from quire.attn_ops.registry import all_backends, get_backend, long_prefill_name, pair_name
 from quire.attn_ops.tuning import attention as tuning
 from quire.attn_ops.tuning import prefill as prefill_tuning
 
@@ -88,13 +88,14 @@ def select_backend(
                 return reasons, site
         return [], None
 
-    auto = name == "auto"
+    auto, latent = name == "auto", any(site.latent is not None for site in sites)
     if isinstance(name, AttentionBackend):
         candidates, name = [name], name.name
     elif not auto:
         candidates = [get_backend(name)]
     else:
-        ranked = [((b.priority or {}).get(device.type), n, b) for n, b in all_backends().items()]
+        ranked = [((b.priority or {}).get(device.type), n, b) for n, b in all_backends().items() if latent or b.op is not None
+                  or b.mla_op is None]
         candidates = [b for _, _, b in sorted((r for r in ranked if r[0] is not None), key=lambda r: r[:2])]
     against: dict[str, list[str]] = {}
     usable: list[AttentionBackend] = []
@@ -107,15 +108,18 @@ def select_backend(
             against[backend.name] = reasons
             continue
         first = first or Selection(backend, dict(against), sites=tuple(sites))
-        if not auto or any(s.latent is not None for s in sites) or not tuning.sources(device):
+        if not auto or not tuning.sources(device):
             return first
         usable.append(backend)
     if first is not None:
-        decision = tuning.decide(usable, sites, device=device, **cache)
+        pairs = _pairs(usable, lambda pair: not refusal(pair)[0]) if latent and device.type == "cuda" else {}
+        decision = tuning.decide(usable, sites, device=device, pairs=pairs, **cache)
         if decision is None:
             how = tuning.COMMAND if kv_dtype in (None, sites[0].dtype) else "only caches of the model's dtype are"
             return replace(first, why=f"first in order of priority; this shape is not measured here: {how}")
         chosen = Selection(decision.backend, {**against, **decision.passed_over}, decision.why, tuple(sites))
+        if decision.backend in pairs.values():
+            return chosen
         for_some = [b for b in candidates if b.op is not None and not b.available(device)
                     and any(not b.capabilities.reasons_against(site, device=device, **cache) for site in sites)]
         return _with_long_prefill(chosen, for_some, device, cache)
@@ -130,6 +134,19 @@ def select_backend(
     listing = "".join(f"\n  {n}: {'; '.join(why)}" for n, why in against.items())
     raise UnsupportedAttention(
         f"attention={name!r} cannot serve this model on {device} with page_size={page_size}.{at} Why not:{listing}{others}")
+
+
+def _pairs(usable: Sequence[AttentionBackend], serves: Callable[[AttentionBackend], bool]) -> dict[str, AttentionBackend]:
+    """By the name of a backend that captures fewer batches than the first in order of priority: the pair in which it decodes
+    and the first serves all else, if that captures any batch."""
+    first, found, whole = usable[0], dict[str, AttentionBackend](), CudagraphSupport.ALWAYS
+    for other in usable[1:]:
+        name = pair_name(first.name, other.name)
+        if other.capabilities.cudagraph_support < whole and name is not None:
+            pair = get_backend(name)
+            if pair.capabilities.cudagraph_support is whole and serves(pair):
+                found[other.name] = pair
+    return found
 
 
 def _with_long_prefill(chosen: Selection, others: Sequence[AttentionBackend], device: torch.device, cache: dict[str, Any]

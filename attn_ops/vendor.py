@@ -17,10 +17,16 @@ from typing import Any
 import torch
 
 from quire.attn_ops.backend import AttentionCapabilities, UnsupportedAttention
-from quire.attn_ops.kv_quant import write_kv
+from quire.attn_ops.kv_store import store_kv, store_latent
 from quire.attn_ops.library import define_op
-from quire.attn_ops.mla import absorb_query, expand_output, split_weight, write_latent
+from quire.attn_ops.mla import absorb_query, expand_output, split_weight
 from quire.attn_ops.step import current_step
+
+#: Why kernels of several packages serve no quantized cache. A key's scale multiplies its own score, inside the softmax, and a
+#: value's its own weight: neither is a factor of a query or of a result. A cache with one scale for a layer would saturate or
+#: need calibration, which ``kv_quant.py`` rules out, and with it other backends' pages would read back differently.
+ONE_SCALE = ("its kernels take one scale for a whole cache, and quire's have one for each token and head, which no factor on "
+             "queries or results can replace")
 
 
 def missing(module: str, install: str) -> str | None:
@@ -80,6 +86,11 @@ def by_token(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_
     return block_table[row], torch.where(token < query_start_loc[-1], lens, 0).to(torch.int32)
 
 
+def padding_tokens(slot_mapping: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:
+    """(T, 1, 1) bool: the tokens behind the last sequence's. Kernels that leave anything for them have it replaced by zeros."""
+    return (torch.arange(slot_mapping.shape[0], device=slot_mapping.device) >= query_start_loc[-1])[:, None, None]
+
+
 def slots_end_to_end(block_table: torch.Tensor, lens: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(B + 1,) int32 prefix sums of ``lens`` (B,), and the slot of each token of each sequence, end to end, int32: as many as
     the block table has room for, zeros behind the last."""
@@ -91,8 +102,14 @@ def slots_end_to_end(block_table: torch.Tensor, lens: torch.Tensor, page_size: i
     return indptr, torch.where(at < indptr[-1], slots, 0).to(torch.int32)
 
 
-def define_by_token(name: str, multiple: Callable[[int], int] = lambda page_size: 1) -> Any:
-    """Register ``by_token`` as the op ``quire::<name>_prepare``, for ``AttentionBackend.prepare``; return its overload.
+def any_width(page_size: int) -> int:
+    """For ``multiple`` of ``define_by_token``: tables of any number of columns will do."""
+    return 1
+
+
+def define_by_token(name: str, multiple: Callable[[int], int] = any_width) -> Any:
+    """Register ``tables_by_token`` as the op ``quire::<name>_prepare``, for ``AttentionBackend.prepare``; return its overload.
+    What depends on the step alone is computed there, once for all layers.
 
     ``multiple``: page size -> number of which the columns of the table must be a multiple; added ones are the null page.
     """
@@ -100,17 +117,20 @@ def define_by_token(name: str, multiple: Callable[[int], int] = lambda page_size
     def fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
              page_size: int) -> list[torch.Tensor]:
         tokens, columns = slot_mapping.shape[0], multiple(page_size)
-        return [block_table.new_empty(tokens, -(-block_table.shape[1] // columns) * columns), seq_lens.new_empty(tokens)]
+        return [block_table.new_empty(tokens, -(-block_table.shape[1] // columns) * columns), seq_lens.new_empty(tokens),
+                seq_lens.new_empty(tokens, 1, 1, dtype=torch.bool)]
 
-    prepare = functools.partial(_tables, multiple)
+    prepare = functools.partial(tables_by_token, multiple)
     return define_op(f"{name}_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
                      "int page_size) -> Tensor[]", cpu=prepare, cuda=prepare, fake=fake)
 
 
-def _tables(multiple: Callable[[int], int], slot_mapping: torch.Tensor, block_table: torch.Tensor,
-            query_start_loc: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
+def tables_by_token(multiple: Callable[[int], int], slot_mapping: torch.Tensor, block_table: torch.Tensor,
+                    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
+    """[table, lens, padding]: ``by_token`` with lens of at least 1, as padding reads a key too, and ``padding_tokens``."""
     table, lens = by_token(slot_mapping, block_table, query_start_loc, seq_lens)
-    return [torch.nn.functional.pad(table, (0, -table.shape[1] % multiple(page_size))), lens]
+    table = torch.nn.functional.pad(table, (0, -table.shape[1] % multiple(page_size)))
+    return [table, lens.clamp_min(1), padding_tokens(slot_mapping, query_start_loc)]
 
 
 def refuse(name: str, capabilities: AttentionCapabilities, k_scale: torch.Tensor | None, **features: Any) -> None:
@@ -131,8 +151,8 @@ def state_of(name: str, make: Callable[[], Any]) -> Any:
 def paged_by_token(name: str, capabilities: AttentionCapabilities, attend: Callable[..., torch.Tensor]
                    ) -> Callable[..., torch.Tensor]:
     """The paged op of a kernel that decodes: each token of a ragged batch is a sequence of its own; right for any batch.
-    ``attend``: q (T, H, D) contiguous, the caches, and table and lens of ``by_token``, each of at least 1; scale, window,
-    softcap and sinks by name -> (T, H, Dv), a new tensor. Not called without a token."""
+    ``attend``: q (T, H, D) contiguous, the caches, and table and lens of ``tables_by_token``; scale, window, softcap and sinks
+    by name -> (T, H, Dv), a new tensor. Not called without a token."""
 
     def paged_attention(
         q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -142,19 +162,20 @@ def paged_by_token(name: str, capabilities: AttentionCapabilities, attend: Calla
     ) -> torch.Tensor:
         """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
         refuse(name, capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
-        write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
+        store_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
         if not q.shape[0]:
             return q.new_empty(0, q.shape[1], v_cache.shape[3])
-        table, lens = prepared or by_token(slot_mapping, block_table, query_start_loc, seq_lens)
-        with torch.cuda.device_of(q):  # a token without keys, as padding is, reads one, and its result is dropped
-            out = attend(q.detach().contiguous(), k_cache, v_cache, table, lens.clamp_min(1), scale=scale, window=window,
-                         softcap=softcap, sinks=sinks)
-        return out.masked_fill_((lens == 0)[:, None, None], 0)
+        table, lens, padding = prepared or tables_by_token(
+            any_width, slot_mapping, block_table, query_start_loc, seq_lens, k_cache.shape[1])
+        with torch.cuda.device_of(q):
+            out = attend(q.detach().contiguous(), k_cache, v_cache, table, lens, scale=scale, window=window, softcap=softcap,
+                         sinks=sinks)
+        return out.masked_fill_(padding, 0)
 
     return paged_attention
 
 
-def mla_by_token(attend: Callable[..., torch.Tensor], multiple: Callable[[int], int] = lambda page_size: 1
+def mla_by_token(attend: Callable[..., torch.Tensor], multiple: Callable[[int], int] = any_width
                  ) -> Callable[..., torch.Tensor]:
     """The MLA op of a kernel that decodes on the latent cache, in absorbed terms; see ``paged_by_token`` and
     ``define_by_token``. ``attend``: (query (T, H, rank), its rotary part (T, H, R), cache (pages, page_size, rank + R), table,
@@ -167,14 +188,14 @@ def mla_by_token(attend: Callable[..., torch.Tensor], multiple: Callable[[int], 
     ) -> torch.Tensor:
         """Store [c, k_rope], then attend: q (T, H, D) -> (T, H, Dv)."""
         heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
-        write_latent(c, k_rope, cache, slot_mapping)
+        store_latent(c, k_rope, cache, slot_mapping)
         w_uk, w_uv = split_weight(kv_b, heads, nope)
         if not q.shape[0]:
             return q.new_empty(0, heads, w_uv.shape[1])
-        table, lens = prepared or _tables(multiple, slot_mapping, block_table, query_start_loc, seq_lens, cache.shape[1])
+        table, lens, padding = prepared or tables_by_token(
+            multiple, slot_mapping, block_table, query_start_loc, seq_lens, cache.shape[1])
         with torch.cuda.device_of(q):
-            out = attend(absorb_query(q[..., :nope], w_uk), q[..., nope:], cache.squeeze(2), table, lens.clamp_min(1), scale,
-                         nope)
-        return expand_output(out.masked_fill((lens == 0)[:, None, None], 0.0), w_uv)
+            out = attend(absorb_query(q[..., :nope], w_uk), q[..., nope:], cache.squeeze(2), table, lens, scale, nope)
+        return expand_output(out.masked_fill_(padding, 0.0), w_uv)
 
     return mla_paged_attention

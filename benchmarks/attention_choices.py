@@ -1,9 +1,11 @@
-"""Write attn_ops/tuning/attention.json, the times that ship with quire, from results of ``quire bench attention`` and of
-``benchmarks/attention_grid.py`` (its rows of quire's backends, without windows and quantized caches).
+"""Write attn_ops/tuning/attention.json, the times that ship with quire, from results of ``quire bench attention``, of
+``benchmarks/attention_grid.py`` (its rows of quire's backends, without windows and quantized caches) and of ``python
+benchmarks/backend_kernels.py mla``.
 
-    python benchmarks/attention_choices.py benchmarks/results/h200_attention.json
+    cd benchmarks && python attention_choices.py results/h200_attention.json results/h200_mla.json results/h200_mla_waves.json
 
-The content of the given files replaces the old content. Only plain causal attention is supported so far.
+The content of the given files replaces the old content; times of a later file replace those of an earlier one for the same
+backend and shape. Only plain causal attention, and MLA, are supported so far.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.attn_ops.registry import all_backends, get_backend
-from quire.attn_ops.tuning.attention import STORE, Measurement, ShapeClass, save
+from quire.attn_ops.tuning.attention import LATENT, STORE, Measurement, ShapeClass, save
 
 #: Names of packages in an environment's versions, where they differ.
 CALLED = {"flashinfer-python": "flashinfer"}
@@ -27,6 +29,8 @@ def measurements(path: Path) -> list[Measurement]:
     environment, rows = content.get("conditions") or content["environment"], content["rows"]  # older files of the grid
     if "kv_heads" in environment:
         return grid(environment, rows)
+    if all(row.get("piece") == "mla" for row in rows):
+        return latent(environment, rows)
     found = []
     for backend in dict.fromkeys(row["attention"] for row in rows):
         mine = [row for row in rows if row["attention"] == backend and row["error"] is None]
@@ -41,6 +45,21 @@ def measurements(path: Path) -> list[Measurement]:
         found.append(Measurement(environment["device"], environment["versions"]["torch"], backend, packages, shape, kv_heads,
                                  None, None, times["decode"], times["extend"], environment["date"][:10]))
     return found
+
+
+def latent(environment: dict[str, Any], rows: list[dict[str, Any]]) -> list[Measurement]:
+    """One per backend and number of heads, of DeepSeek's sizes in bf16: the decodes. No rule reads times of MLA's prefills."""
+    times: dict[tuple[str, int], dict[str, float]] = {}
+    for row in rows:
+        shape = re.fullmatch(r"decode (\d+x\d+) H=(\d+)", row["shape"])
+        if shape is not None and "us" in row:
+            times.setdefault((row["system"], int(shape[2])), {})[shape[1]] = row["us"]
+    versions = environment["versions"]
+    return [Measurement(
+        environment["device"], versions["torch"], name,
+        {package: versions[CALLED.get(package, package)] for package in get_backend(name).packages},
+        ShapeClass("bfloat16", "bfloat16", 512 + 64, 512, heads, environment["page_size"], "NHD", (LATENT,)), 1, None, None,
+        us, {}, environment["date"][:10]) for (name, heads), us in times.items()]
 
 
 def grid(environment: dict[str, Any], rows: list[dict[str, Any]]) -> list[Measurement]:

@@ -34,19 +34,17 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from quire.attn_ops.attention import AttentionSite, Latent
-from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
-from quire.attn_ops.conformance.batches import planned, prepared, scattered
+from quire.attn_ops.backend import AttentionBackend
+from quire.attn_ops.conformance.batches import planned, prepared
 from quire.attn_ops.conformance.lanes import Ended, Worker
 from quire.attn_ops.kernels.host import kernel_module
-from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.registry import get_backend
-from quire.graph_runner.bench.attention_op import COPIES, OpBatch, Point, measure, op_batch, timed, work
+from quire.graph_runner.bench.attention_op import OpBatch, Point, measure, measure_latent, op_batch, timed, work
 from quire.graph_runner.bench.models import free_memory
 from quire.graph_runner.bench.record import dtype_of, script, started
 from quire.graph_runner.bench.report import markdown_table
@@ -212,29 +210,10 @@ def latent(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, Any
     site = AttentionSite(layer=0, num_heads=heads, num_kv_heads=heads, head_dim=dim, head_dim_v=DIM_V, dtype=args.dtype,
                          scale=dim**-0.5, latent=LATENT)
     against(backend, site, args)
-    _, meta, pages = scattered(shape.query_lens, shape.seq_lens, page_size=args.page_size, device=device)
-    cache = PagedKVCache.for_sites([site], num_pages=pages, page_size=args.page_size, device=device)
-    l2 = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
-    caches = [cache.k[0], *(torch.randn_like(cache.k[0]) for _ in range(max(1, min(COPIES, 4 * l2 // cache.num_bytes))))]
-    tokens = sum(shape.query_lens)
-    q, new, kv_b = (torch.randn(*size, dtype=args.dtype, device=device) for size in (
-        (tokens, heads, dim), (tokens, sum(LATENT)), (heads * (NOPE + DIM_V), LATENT.rank)))
-    kv_b *= LATENT.rank**-0.5
-    tables = (meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens)
-    decodes = shape.kind == "decode"
-    captured = decodes and device.type == "cuda" and backend.capabilities.cudagraph_support > CudagraphSupport.NEVER
-    batch: Any = SimpleNamespace(cache=cache, metadata=meta, site=site, tables=tables)
-    with planned(backend, batch, graph_key="bench" if captured else None, capturing=captured):
-        given = prepared(backend, batch)
-
-        def call(i: int) -> None:
-            backend.mla_op(q, *new.split(LATENT, dim=1), kv_b, caches[i % len(caches)], *tables, given, scale=site.scale)
-
-        timing = timed(call, device, captured)
-    size = args.dtype.itemsize * (sum(shape.seq_lens) * sum(LATENT) + kv_b.numel() + tokens * heads * (dim + DIM_V))
-    pairs = sum(n * (2 * total - n + 1) // 2 for n, total in zip(shape.query_lens, shape.seq_lens, strict=True))
-    flops = 0 if decodes else 2 * pairs * heads * (dim + DIM_V)
-    return {"us": timing.us, "how": timing.how, "bytes": size, "flops": flops}
+    point = Point("decode" if shape.decode else "extend", shape.name, shape.query_lens, shape.seq_lens, graph=shape.decode)
+    timing = measure_latent(backend, site, point, page_size=args.page_size, device=device)
+    size, flops = work(site, point)
+    return {"us": timing.us, "how": timing.how, "bytes": size, "flops": 0 if shape.decode else flops}
 
 
 @dataclass(frozen=True)

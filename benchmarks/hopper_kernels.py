@@ -22,13 +22,14 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.ops.experts import expert_linear_cuda, expert_swiglu_cuda
+from quire.attn_ops.ops.float_linear import float_linear_cuda
 from quire.attn_ops.ops.logprobs import token_logprobs_cuda
 from quire.attn_ops.ops.lora import lora_expand_cuda
 from quire.attn_ops.ops.lora_rows import lora_group_cuda
 from quire.attn_ops.ops.merge_state import merge_state_triton, merge_states_triton
 from quire.attn_ops.ops.positions import compute_position_triton
 from quire.attn_ops.ops.rope import RopeForm, rope_kv_write_cuda
-from quire.attn_ops.ops.routing import topk_rows_cuda
+from quire.attn_ops.ops.routing import route_rows_cuda, topk_rows_cuda
 from quire.attn_ops.ops.sampling import sample_tokens_cuda
 from quire.attn_ops.ops.small_linear import small_linear_cuda
 from quire.attn_ops.ops.tree import tree_attention_state_triton
@@ -214,10 +215,8 @@ def logprobs(rows: int, vocabulary: int, dtype: torch.dtype, filtered: bool, pdl
 
 
 def small_kernels(rows: int) -> None:
-    """Kernels around attention: positions, the page tables and the cache of FlashInfer."""
+    """Kernels around attention: positions, and the page tables of FlashInfer."""
     compute_position_triton(zeros(rows, **INTS), zeros(rows, **INTS), 100)
-    k, cache = zeros(rows, 8, 128), zeros(2, 16, 8, 128)
-    pages.append(k, k, cache, cache, zeros(rows, dtype=torch.int64))
     pages.gather_pages[(rows, 2)](zeros(rows, 512, **INTS), zeros(4, rows + 1, **INTS), zeros(9, **INTS), 512, rows + 1,
                                   BLOCK=pages.BLOCK)
 
@@ -271,6 +270,15 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
     for columns, k, rows in ((128, 8, 1), (128, 8, 400), (32, 4, 32), (256, 8, 32), (512, 16, 32)):
         for dtype in (HALF, FULL):
             yield f"topk {k} of {columns}, {rows} rows {dtype}", partial(topk_rows_cuda, zeros(rows, columns, dtype=dtype), k)
+    for (experts, k), rows in product(((64, 2048), (256, 7168)), (1, 8, 32)):
+        yield f"topk logits {experts} {k} {rows}", partial(
+            float_linear_cuda, zeros(rows, k, dtype=HALF), zeros(experts, k, dtype=HALF))
+    for name, experts, biased, dtype, *options in (
+            ("deepseek-v2-lite", 64, False, FULL, 6, False, False, 0.0, 1, 1, 1),
+            ("qwen3-30b-a3b", 128, False, HALF, 8, False, True, 0.0, 1, 1, 1),
+            ("deepseek-v3", 256, True, FULL, 8, True, True, 1e-20, 8, 4, 2)):
+        yield f"topk router {name}", partial(
+            route_rows_cuda, zeros(32, experts, dtype=dtype), zeros(experts, dtype=FULL) if biased else None, *options)
     for (name, (count, each, layers, turned)), tokens, pdl in product(EXPERTS.items(), (1, 32, 2048), (False, True)):
         if not turned and (tokens == 1 or not pdl):
             yield f"experts {name} swiglu {tokens}{' pdl' if pdl else ''}", partial(

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
-from quire.attn_ops.kv_quant import write_kv
+from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.library import define_op
-from quire.attn_ops.vendor import by_token, missing, refuse, slots_end_to_end
+from quire.attn_ops.vendor import by_token, missing, padding_tokens, refuse, slots_end_to_end
 
 NAME = "aiter"
 PARTITION = 256  # keys per partial result of the decode kernel
@@ -24,18 +24,22 @@ INSTALL = "pip install --pre amd-aiter (the package aiter is another project)"
 
 def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
              page_size: int) -> list[torch.Tensor]:
-    """[indptr, slots, keys per row]: rows are tokens in a batch of decodes, else sequences."""
-    if slot_mapping.shape[0] > seq_lens.shape[0]:
-        return [*slots_end_to_end(block_table, seq_lens, page_size), seq_lens.clone()]
-    table, lens = by_token(slot_mapping, block_table, query_start_loc, seq_lens)
-    return [*slots_end_to_end(table, lens.clamp_min(1), page_size), lens]
+    """[indptr, slots, tokens on the last page of each row, a scale of 1, padding]: rows are tokens in a batch of decodes, else
+    sequences; padding (T, 1, 1) bool."""
+    table, lens = block_table, seq_lens
+    if slot_mapping.shape[0] <= len(seq_lens):
+        table, lens = by_token(slot_mapping, block_table, query_start_loc, seq_lens)
+        lens = lens.clamp_min(1)
+    return [*slots_end_to_end(table, lens, page_size), torch.ones_like(lens),
+            torch.ones(1, dtype=torch.float32, device=lens.device), padding_tokens(slot_mapping, query_start_loc)]
 
 
 def _prepare_fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
                   seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
     ctx = torch.library.get_ctx()  # sizes that only the paged op reads
     rows, slots, ends = ctx.new_dynamic_size(), ctx.new_dynamic_size(), ctx.new_dynamic_size()
-    return [seq_lens.new_empty(ends), seq_lens.new_empty(slots), seq_lens.new_empty(rows)]
+    return [seq_lens.new_empty(ends), seq_lens.new_empty(slots), seq_lens.new_empty(rows),
+            seq_lens.new_empty(1, dtype=torch.float32), seq_lens.new_empty(slot_mapping.shape[0], 1, 1, dtype=torch.bool)]
 
 
 def paged_attention(
@@ -46,27 +50,25 @@ def paged_attention(
 ) -> torch.Tensor:
     """Store k and v, then attend: q (T, H, D) -> (T, H, D)."""
     refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
-    write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
+    store_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     tokens, heads, dim = q.shape
     if not tokens:
         return q.new_empty(q.shape)
     page_size, room = k_cache.shape[1], block_table.shape[1] * k_cache.shape[1]
-    indptr, slots, lens = prepared or _prepare(slot_mapping, block_table, query_start_loc, seq_lens, page_size)
+    indptr, slots, last, one, padding = prepared or _prepare(slot_mapping, block_table, query_start_loc, seq_lens, page_size)
     lib, q = importlib.import_module("aiter"), q.detach().contiguous()
     caches = [c.view(-1, 1, *c.shape[2:]) for c in (k_cache, v_cache)]  # pages of one token
     if tokens > seq_lens.shape[0]:
         out = lib.mha_batch_prefill_func(
             q, caches[0][:, 0], caches[1][:, 0], query_start_loc, indptr, slots, tokens, room, softmax_scale=scale,
             logits_soft_cap=softcap or 0.0, causal=True)
-        live = torch.arange(tokens, device=q.device) < query_start_loc[-1]
-        return torch.where(live[:, None, None], out, 0).contiguous()
+        return out.masked_fill_(padding, 0)
     out, partitions = torch.empty_like(q), -(-room // PARTITION)
     workspace = torch.empty(tokens * heads * partitions * (4 * dim + 8), dtype=torch.uint8, device=q.device)
-    one = torch.ones(1, dtype=torch.float32, device=q.device)
     lib.paged_attention_ragged(
-        out, workspace, q, *caches, scale, indptr, slots, torch.ones_like(lens), 1, partitions, None, "auto", "NHD",
-        softcap or 0.0, one, one, None, PARTITION)
-    return out.masked_fill_((lens == 0)[:, None, None], 0)
+        out, workspace, q, *caches, scale, indptr, slots, last, 1, partitions, None, "auto", "NHD", softcap or 0.0, one, one,
+        None, PARTITION)
+    return out.masked_fill_(padding, 0)
 
 
 def available(device: torch.device) -> str | None:

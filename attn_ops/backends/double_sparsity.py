@@ -35,11 +35,11 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches, Strides, kernel_module
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.kv_quant import write_kv
+from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.ops.merge_state import merge_states_eager, merge_states_triton
 from quire.attn_ops.registry import plain_backend
 from quire.attn_ops.step import StepLimits, current_step
-from quire.attn_ops.vendor import by_token, define_by_token, refuse
+from quire.attn_ops.vendor import any_width, define_by_token, refuse, tables_by_token
 
 NAME = "double_sparsity"
 SCORE_BYTES = 256 << 20  # of the approximate scores that are held at a time
@@ -218,15 +218,15 @@ def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | N
                                                   window=None, softcap=softcap, chunk=None)
             layer.store(k_cache, slot_mapping)
             return out
-        write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
+        store_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
         layer.store(k_cache, slot_mapping)
         if not q.shape[0]:
             return q.new_empty(0, q.shape[1], v_cache.shape[3])
-        table, lens = prepared or by_token(*tables)
+        table, lens, padding = prepared or tables_by_token(any_width, *tables, k_cache.shape[1])
         with host.on_device(q.device):
             run = decode or (decode_triton if q.is_cuda else decode_eager)
             out = run(q, k_cache, v_cache, layer, table, lens, options, scale, softcap)
-        return out.masked_fill((lens == 0)[:, None, None], 0)
+        return out.masked_fill_(padding, 0)
 
     return AttentionBackend(
         name=name,

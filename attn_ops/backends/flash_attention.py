@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
-from quire.attn_ops.kv_quant import write_kv
+from quire.attn_ops.kv_store import store_kv
+from quire.attn_ops.library import define_op
 from quire.attn_ops.step import current_step
-from quire.attn_ops.vendor import missing, refuse, wrong_gpu
+from quire.attn_ops.vendor import missing, padding_tokens, refuse, wrong_gpu
 
 NAME = "flash_attention"
 #: (variant, module, majors of the compute capability, tokens that a page is a multiple of).
@@ -42,6 +43,18 @@ def _installed() -> tuple[str, str, int] | None:
     return variant(torch.cuda.get_device_capability()[0]) if torch.cuda.is_available() else None
 
 
+def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+             page_size: int) -> list[torch.Tensor]:
+    """[padding (T, 1, 1) bool, prefix sums (B + 1,) int32 of the sequences' lengths, which FA2 takes]."""
+    return [padding_tokens(slot_mapping, query_start_loc),
+            torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))]
+
+
+def _prepare_fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
+                  seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
+    return [seq_lens.new_empty(slot_mapping.shape[0], 1, 1, dtype=torch.bool), seq_lens.new_empty(seq_lens.shape[0] + 1)]
+
+
 def paged_attention(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
     k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
@@ -53,7 +66,7 @@ def paged_attention(
     found = _installed()
     if found is None:
         raise RuntimeError(f"no FlashAttention is installed: {INSTALL}")
-    write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
+    store_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     if not q.shape[0]:
         return q.new_empty(0, q.shape[1], v_cache.shape[3])
     # The kernels take lengths from the tables; the longest ones are upper bounds, those of the whole step for a part of it.
@@ -61,10 +74,11 @@ def paged_attention(
     longest_query = q.shape[0] if step is None or step.graph_key is not None else max(1, step.metadata.max_query_len)
     longest = room if step is None or step.graph_key is not None else max(1, min(room, step.metadata.max_seq_len))
     name, module, _ = found
+    padding, ends = prepared or _prepare(slot_mapping, block_table, query_start_loc, seq_lens, k_cache.shape[1])
+    lens = ends if name == "FA2" else seq_lens
     out = _CALLS[name](importlib.import_module(module), q.detach().contiguous(), k_cache, v_cache, block_table, query_start_loc,
-                       seq_lens, sinks, longest_query, longest, scale, window, softcap)
-    live = torch.arange(q.shape[0], device=q.device) < query_start_loc[-1]
-    return torch.where(live[:, None, None], out, 0).contiguous()  # the kernels leave padding tokens as they were
+                       lens, sinks, longest_query, longest, scale, window, softcap)
+    return out.masked_fill_(padding, 0)  # the kernels leave padding tokens as they were
 
 
 def _fa3(lib: Any, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, starts: torch.Tensor,
@@ -88,9 +102,8 @@ def _fa4(lib: Any, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
 
 
 def _fa2(lib: Any, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, starts: torch.Tensor,
-         lens: torch.Tensor, sinks: torch.Tensor | None, longest_query: int, longest: int, scale: float, window: int | None,
+         ends: torch.Tensor, sinks: torch.Tensor | None, longest_query: int, longest: int, scale: float, window: int | None,
          softcap: float | None) -> torch.Tensor:
-    ends = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
     found = lib.flash_attn_varlen_func(
         q, k_cache, v_cache, starts, ends, longest_query, longest, softmax_scale=scale, causal=True,
         window_size=(-1, -1) if window is None else (window - 1, 0), softcap=softcap or 0.0,
@@ -157,6 +170,9 @@ BACKEND = AttentionBackend(
     ),
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
+    prepare=define_op(
+        "flash_attention_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
+        "int page_size) -> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare_fake),
     varlen=varlen, packages=("flash-attn", "flash-attn-3", "flash-attn-4"),
     verified=False,
 )

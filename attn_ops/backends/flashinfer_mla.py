@@ -19,8 +19,10 @@ import torch
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
 from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.kv_store import store_latent
+from quire.attn_ops.library import define_op
 from quire.attn_ops.metadata import CommonAttentionMetadata
-from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight, write_latent
+from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 from quire.attn_ops.step import Step, StepLimits, current_step
 from quire.attn_ops.vendor import missing, no_compiler, too_old
 
@@ -111,6 +113,17 @@ def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
     step.states[NAME].plan(metadata, step)
 
 
+def unwritten(slot_mapping: torch.Tensor) -> torch.Tensor:
+    """(T, 1, 1) bool: tokens without a slot; in a batch of one token per sequence these are the padding."""
+    return (slot_mapping < 0)[:, None, None]
+
+
+def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+             page_size: int) -> list[torch.Tensor]:
+    """The mask of padding, once for all layers."""
+    return [unwritten(slot_mapping)]
+
+
 def mla_paged_attention(
     q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
     slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
@@ -125,13 +138,16 @@ def mla_paged_attention(
     num_tokens, heads, nope = q.shape[0], q.shape[1], q.shape[2] - ROPE
     if num_tokens != state.num_tokens:
         raise RuntimeError(f"{NAME}: the step was planned for {state.num_tokens} tokens, q has {num_tokens}")
-    write_latent(c, k_rope, cache, slot_mapping)
+    store_latent(c, k_rope, cache, slot_mapping)
     w_uk, w_uv = split_weight(kv_b, heads, nope)
     absorbed, pages = absorb_query(q[..., :nope], w_uk), cache[:, :, 0]
-    out = torch.zeros_like(absorbed, memory_format=torch.contiguous_format)
+    out = torch.empty_like(absorbed, memory_format=torch.contiguous_format)
     wrapper, last = state.wrappers[(heads, scale, q.dtype), state.key], state.last
     wrapper.run(absorbed[:last], q[:last, :, nope:], pages[..., :RANK], pages[..., RANK:], out=out[:last])
-    out.masked_fill_((slot_mapping < 0)[:, None, None], 0.0)  # padding rows of a graph
+    if last < num_tokens:
+        out[last:].zero_()
+    if state.key is not None:  # a graph's padding rows read a slot of the null page
+        out.masked_fill_(prepared[0] if prepared else unwritten(slot_mapping), 0.0)
     return expand_output(out, w_uv)
 
 
@@ -153,5 +169,8 @@ BACKEND = AttentionBackend(
     ),
     available=available, op=None,
     mla_op=define_mla_op(NAME, mla_paged_attention, devices=("CUDA",)),
-    make_state=State, plan=plan, packages=("flashinfer-python",),
+    priority={"cuda": 30}, make_state=State, plan=plan, packages=("flashinfer-python",),
+    prepare=define_op(
+        "flashinfer_mla_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
+        "int page_size) -> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare),
 )

@@ -20,7 +20,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from quire.attn_ops.attention import visible
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
-from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales, dequantize, write_kv
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales, dequantize
+from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.step import current_step
 
 NAME = "flex_attention"
@@ -115,7 +116,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
     check_scales(k_cache, k_scale, v_scale)
-    write_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
+    store_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
     (tokens, heads, _), room, rows = q.shape, block_table.shape[1] * k_cache.shape[1], seq_lens.shape[0]
     step = current_step()
     longest = room if step is None else min(step.metadata.max_seq_len, room)

@@ -1,8 +1,9 @@
 """Backends ``hybrid:PREFILL+DECODE``: one backend for prefill, another for decoding, chosen step by step.
 
 Steps of at most one token per sequence go to DECODE, and so does every step that runs as a CUDA graph; all others go to
-PREFILL. Steps too large for a graph are those in which prefill takes the time. The graphs that DECODE allows are captured. MLA
-layers are served from latent vectors where both can.
+PREFILL. Steps too large for a graph are those in which prefill takes the time. Where DECODE allows graphs of such batches only
+and PREFILL of any batch, graphs of other batches are PREFILL's, so that all steps can be captured. MLA layers are served from
+latent vectors where both can.
 
 ``hybrid:PREFILL+DECODE@long`` gives PREFILL only the steps in which it was measured faster (``attn_ops/long_prefill.py``).
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import AttentionBackend, BackendFamily
+from quire.attn_ops.backend import AttentionBackend, BackendFamily, CudagraphSupport
 from quire.attn_ops.composite import Composite, check_every_step, check_parts, common_capabilities
 from quire.attn_ops.long_prefill import make as make_long
 from quire.attn_ops.step import current_step
@@ -35,8 +36,12 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     if len(parts) > 1:
         check_every_step(name, parts)
 
+    support, whole = decode.capabilities.cudagraph_support, CudagraphSupport.ALWAYS
+    shared = (CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE <= support < whole
+              and prefill.capabilities.cudagraph_support is whole)  # graphs of either part
+
     def part(tokens: int, rows: int, captured: bool) -> AttentionBackend:
-        return decode if tokens <= rows or captured else prefill
+        return decode if tokens <= rows or (captured and not shared) else prefill
 
     def choose(tokens: int, rows: int, window: int | None, chunk: int | None) -> AttentionBackend:
         step = current_step()
@@ -46,10 +51,11 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
         return parts
 
     composite = Composite(name, parts, choose, lambda *of_step: (part(*of_step),), serving)
-    return composite.backend(common_capabilities(parts, serving, decode.capabilities.cudagraph_support),
+    return composite.backend(common_capabilities(parts, serving, whole if shared else support),
                              lambda site: f"{prefill.serves(site)} / {decode.serves(site)}")
 
 
 FAMILY = BackendFamily(NAME, "hybrid:PREFILL+DECODE[@long]: one backend for prefill, another for decoding; @long: prefill only "
                        "where it was measured faster", lambda name: name == NAME or name.startswith(f"{NAME}:"), make,
-                       lambda prefill, rest: f"{NAME}:{prefill}+{rest}@{LONG}")
+                       lambda prefill, rest: f"{NAME}:{prefill}+{rest}@{LONG}",
+                       lambda prefill, decode: f"{NAME}:{prefill}+{decode}")

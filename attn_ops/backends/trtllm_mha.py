@@ -12,7 +12,16 @@ import importlib
 import torch
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
-from quire.attn_ops.vendor import define_by_token, missing, no_compiler, paged_by_token, state_of, too_old, wrong_gpu
+from quire.attn_ops.vendor import (
+    ONE_SCALE,
+    define_by_token,
+    missing,
+    no_compiler,
+    paged_by_token,
+    state_of,
+    too_old,
+    wrong_gpu,
+)
 
 NAME = "trtllm_mha"
 LIBRARY = "flashinfer.decode"
@@ -45,7 +54,7 @@ def available(device: torch.device) -> str | None:
 CAPABILITIES = AttentionCapabilities(
     devices=frozenset({"cuda"}), dtypes=frozenset({torch.float16, torch.bfloat16}),
     head_dims=lambda d, dv: d == dv and d in (64, 128, 256), head_dims_note="64, 128 and 256, the same for values",
-    kv_dtypes_note="its kernels take one scale for a whole cache, and quire's have one for each token and head",
+    kv_dtypes_note=ONE_SCALE,
     page_sizes=lambda p: p in (16, 32, 64, 128), page_sizes_note="16, 32, 64 and 128", min_compute_capability=(9, 0),
     window=True, sinks=True, cudagraph_support=CudagraphSupport.ALWAYS,
 )

@@ -1,11 +1,17 @@
 """Backends ``two_batch:NAME``: a batch cut between sequences into two of about equally many tokens, each attended to by NAME.
 
-On a GPU the halves run on two streams, so that the end of one half's kernels, where few programs are left, overlaps with the
-other's (not measured); on a CPU one after the other. All keys of the step are stored before: a sequence may read pages that one
-of the other half fills. What NAME plans and prepares, it does for each half, ``prepare`` in every layer: its sizes follow from
-the cut. A batch that has no border between sequences stays whole, and so does one outside a step. In a CUDA graph the cut is
-that of the batch's shape, the middle row: so only batches of one token per sequence are captured. Never chosen by
-``attention="auto"``.
+On a GPU the halves run on two streams, so that the end of one half's kernels, where few programs are left, overlaps with
+those of the other; on a CPU one after the other. On an H200 a fifth to a quarter of the kernel time of decodes overlaps, and
+they take 1.2 to 1.4 times as long as whole batches (``h200_composite.json``): it is for kernels that leave more of a GPU idle.
+All keys of the step are stored before: a sequence may read pages that one of the other half fills. What NAME plans and
+prepares, it does for each half, ``prepare`` in every layer: its sizes follow from the cut. A batch that has no border between
+sequences stays whole, and so does one outside a step. In a CUDA graph the cut is that of the batch's shape, the middle row: so
+only batches of one token per sequence are captured. Never chosen by ``attention="auto"``.
+
+Elsewhere two batches overlap over the whole model, so that one computes while the other waits for other GPUs, between which
+experts exchange tokens. Here no pass splits the graph of a model: quire has one GPU and nothing to wait for. Both halves would
+read all weights, and decode steps, which are bound by these bytes, would take longer, up to twice as long; of experts, too, the
+halves together read more than the whole batch. Prefill is bound by products that fill the GPU alone.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from quire.attn_ops.backend import AttentionBackend, BackendFamily, CudagraphSup
 from quire.attn_ops.composite import check_every_step, op_name
 from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.kv_quant import write_kv
+from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, StepLimits, current_step, running
 
@@ -107,7 +113,7 @@ def _op(base: AttentionBackend, name: str) -> Callable[..., torch.Tensor]:
     def op(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> torch.Tensor:
         *caches, slot_mapping, block_table, start, seq_lens, sinks, _ = rest
         tables, rows, count = (slot_mapping, block_table, start, seq_lens), seq_lens.shape[0], q.shape[0]
-        write_kv(k, v, caches[0], caches[1], caches[2], caches[3], slot_mapping)
+        store_kv(k, v, caches[0], caches[1], caches[2], caches[3], slot_mapping)
         step = current_step()
         state = None if step is None else step.states.get(name)
         halves: list[tuple[slice, slice, Step | None]] = [(slice(0, rows), slice(0, count), step)]

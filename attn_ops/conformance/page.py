@@ -108,7 +108,12 @@ def page(records: Sequence[dict[str, Any]], earlier: str = "") -> str:
     """The page. ``earlier``: a page whose tables of other devices stay as they are."""
     backends = sorted(all_backends().values(), key=lambda b: (not b.verified, b.name))
     made = [f"- `{form}`: {what}." for form, _, what in (family.usage.partition(": ") for family in REGISTRY.families)]
-    lines = [INTRODUCTION, "## Declared", "", *declared(backends), "",
+    reasons: dict[str, list[str]] = {}
+    for backend in backends:
+        if not backend.capabilities.kv_dtypes and (note := backend.capabilities.kv_dtypes_note):
+            reasons.setdefault(note, []).append(f"`{backend.name}`")
+    without = [f"No quantized cache with {', '.join(names)}: {note}." for note, names in reasons.items()]
+    lines = [INTRODUCTION, "## Declared", "", *declared(backends), "", *(line for text in without for line in (text, "")),
              "Made from a name, of others or with sizes. `attention=\"auto\"` never chooses an approximation:", "", *made, "",
              "## Checked", "",
              "Cells hold the largest error of an output; the bound is twice the rounding of the dtype "

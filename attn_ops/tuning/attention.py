@@ -10,8 +10,12 @@ share, and over a model's layers where these differ. The fastest wins, with two 
   steps that mix prefill and decode then run uncaptured, and launching them takes the host longer than attention saves;
 * the backend first in order of priority must have been measured: else nothing shows that another is faster.
 
+Of MLA on the latent cache there are pairs too: the first backend for prefills and mixed steps, which leave no batch out of CUDA
+graphs, and one that plans on the host for decodes, at that one's times. A pair must be PAIRED times as fast.
+
 A shape that was not measured uses the times of the nearest one that was: the same dtypes, page size, layout and features, at
-most NEAR powers of two away in query heads per key head and head dims together.
+most NEAR powers of two away in query heads per key head and head dims together. A latent vector is longer than any transfer
+from memory, so of latent caches another page size is only half a power of two away for each factor of two.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import functools
 import importlib.metadata
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,14 +37,18 @@ from quire.attn_ops.backend import AttentionBackend, dtype_name
 from quire.attn_ops.tuning.store import Store, device_name
 
 LOWER_SUPPORT = 2.0  # estimated, not measured, so far from 1: attention is a tenth of a step that decodes 8 B parameters
+#: Estimated too: planning each step on the host takes about as long as launching a small step.
+PAIRED = 1.2
 NEAR = 2.0
+LATENT = "mla"
 COMMAND = "run `quire bench attention --save`"
 
 
 @dataclass(frozen=True)
 class ShapeClass:
     """Sites for which backends are assumed to rank alike. ``group``: query heads per key head; ``features``: names of what a
-    site needs besides plain causal attention."""
+    site needs besides plain causal attention. MLA on the latent cache is one key head of rank + R numbers, of which the first
+    rank are its value, with the feature LATENT."""
 
     dtype: str
     kv_dtype: str
@@ -57,22 +65,34 @@ class ShapeClass:
         """The class of a site, for a cache of that format (None: the site's dtype, NHD)."""
         features = [n for n in ("window", "softcap", "chunk") if getattr(site, n) is not None]
         features += ["sinks"] * site.sinks + ["non-causal"] * (not site.causal)
-        return cls(dtype_name(site.dtype), dtype_name(kv_dtype or site.dtype), site.head_dim, site.head_dim_v,
-                   site.num_heads // site.num_kv_heads, page_size, layout or "NHD", tuple(features))
+        dims = site.head_dim, site.head_dim_v, site.num_heads // site.num_kv_heads
+        if site.latent is not None:
+            features, dims = [LATENT, *features], (sum(site.latent), site.latent.rank, site.num_heads)
+        return cls(dtype_name(site.dtype), dtype_name(kv_dtype or site.dtype), *dims, page_size, layout or "NHD",
+                   tuple(features))
 
     def distance(self, other: ShapeClass) -> float:
-        """From a measured class: powers of two in heads per key head and in head dims; infinite if its times do not carry
-        over."""
-        same = ("dtype", "kv_dtype", "page_size", "layout", "features")
-        if any(getattr(self, name) != getattr(other, name) for name in same):
+        """From a measured class: powers of two in heads per key head and in head dims, and of latent caches half of those in
+        tokens per page; infinite if its times do not carry over."""
+        same = ("dtype", "kv_dtype", "layout", "features")
+        pages = abs(math.log2(self.page_size / other.page_size))
+        if any(getattr(self, name) != getattr(other, name) for name in same) or (pages and LATENT not in self.features):
             return math.inf
         dims = (self.head_dim + self.head_dim_v) / (other.head_dim + other.head_dim_v)
-        return abs(math.log2(self.group / other.group)) + abs(math.log2(dims))
+        return abs(math.log2(self.group / other.group)) + abs(math.log2(dims)) + pages / 2
 
     def describe(self, num_kv_heads: int) -> list[str]:
-        """["32/8 x 128 bfloat16", features...]"""
+        """["32/8 x 128 bfloat16", features...], or ["MLA 16 of 512+64 bfloat16", ...]"""
+        if LATENT in self.features:
+            sizes = f"{self.head_dim_v}+{self.head_dim - self.head_dim_v}"
+            return [f"MLA {self.group} of {sizes} {self.dtype}", *(f for f in self.features if f != LATENT)]
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         return [f"{num_kv_heads * self.group}/{num_kv_heads} x {dims} {self.dtype}", *self.features]
+
+
+def variant_of(site: AttentionSite) -> tuple[int, int | None, int | None]:
+    """What a site has besides its class, in the order of ``Measurement.variant``."""
+    return site.num_kv_heads if site.latent is None else 1, site.window, site.chunk
 
 
 @dataclass(frozen=True)
@@ -172,7 +192,7 @@ def measurement(backend: AttentionBackend, site: AttentionSite, *, device: torch
     """A row for times measured now, in this process, on a cache of the site's dtype."""
     own, packages = versions(backend)
     return Measurement(device_name(device), own, backend.name, packages, ShapeClass.of(site, page_size, layout=layout),
-                       site.num_kv_heads, site.window, site.chunk, decode_us, extend_us, date)
+                       *variant_of(site), decode_us, extend_us, date)
 
 
 def sources(device: torch.device) -> list[list[Measurement]]:
@@ -185,14 +205,17 @@ def sources(device: torch.device) -> list[list[Measurement]]:
 
 
 def decide(usable: Sequence[AttentionBackend], sites: Sequence[AttentionSite], *, device: torch.device, page_size: int,
-           kv_dtype: torch.dtype | None = None, layout: str | None = None) -> Decision | None:
-    """The rule, for ``usable`` backends in order of priority; None if the measurements do not decide."""
-    classes = Counter((ShapeClass.of(s, page_size, kv_dtype, layout), s.num_kv_heads, s.window, s.chunk) for s in sites)
-    return next(filter(None, (_decide(rows, usable, sites, classes, device) for rows in sources(device))), None)
+           kv_dtype: torch.dtype | None = None, layout: str | None = None,
+           pairs: Mapping[str, AttentionBackend] | None = None) -> Decision | None:
+    """The rule, for ``usable`` backends in order of priority, and ``pairs`` by the name of the one of them that decodes; None
+    if the measurements do not decide."""
+    classes = Counter((ShapeClass.of(s, page_size, kv_dtype, layout), *variant_of(s)) for s in sites)
+    found = (_decide(rows, usable, pairs or {}, sites, classes, device) for rows in sources(device))
+    return next(filter(None, found), None)
 
 
-def _decide(rows: list[Measurement], usable: Sequence[AttentionBackend], sites: Sequence[AttentionSite],
-            classes: Counter[tuple[Any, ...]], device: torch.device) -> Decision | None:
+def _decide(rows: list[Measurement], usable: Sequence[AttentionBackend], pairs: Mapping[str, AttentionBackend],
+            sites: Sequence[AttentionSite], classes: Counter[tuple[Any, ...]], device: torch.device) -> Decision | None:
     """``classes``: layers by ShapeClass and variant."""
     found = [(comparable(rows, usable, shape, variant), layers) for (shape, *variant), layers in classes.items()]
     measured = [b for b in usable if all(b.name in by_name for by_name, _ in found)]
@@ -212,7 +235,9 @@ def _decide(rows: list[Measurement], usable: Sequence[AttentionBackend], sites: 
         lower = device.type == "cuda" and support[b.name] < max(support.values())
         return us[b.name] * (LOWER_SUPPORT if lower else 1.0)
 
-    best = min(measured, key=cost)  # of equals the first in order of priority
+    options = [(cost(b), b, b) for b in measured]  # of equals the first in order of priority
+    options += [(us[b.name] * PAIRED, pairs[b.name], b) for b in measured if b.name in pairs]
+    _, chosen, best = min(options, key=lambda option: option[0])  # the backend, and the one of it that decodes
     where = _where(sites, device)
     if guessed := [next(iter(by.values())) for (by, _), (shape, *_) in zip(found, classes, strict=True)
                    if all(row.shape != shape for row in by.values())]:
@@ -225,13 +250,17 @@ def _decide(rows: list[Measurement], usable: Sequence[AttentionBackend], sites: 
             against[b.name] = [_unmeasured(rows, b, [shape for shape, *_ in classes])]
         elif us[b.name] >= us[best.name]:
             against[b.name] = [f"measured slower: decode {us[b.name]:.1f} us against {us[best.name]:.1f} us ({where})"]
+        elif b.name in pairs:
+            against[b.name] = [
+                f"measured decode {us[b.name]:.1f} us against {us[best.name]:.1f} us ({where}), but as {pairs[b.name].name} it "
+                f"plans each step on the host, and it is not {PAIRED:g} times as fast"]
         else:
             against[b.name] = [
                 f"measured decode {us[b.name]:.1f} us against {us[best.name]:.1f} us ({where}), but its CUDA graphs "
                 f"({support[b.name].name}, not {support[best.name].name}) leave out batches, and it is not "
                 f"{LOWER_SUPPORT:g} times as fast"]
     words = "fastest measured" if len(measured) > 1 else "the only one measured"
-    return Decision(best, f"{words}: decode {us[best.name]:.1f} us ({where})", against)
+    return Decision(chosen, f"{words}: decode {us[best.name]:.1f} us ({where})", against)
 
 
 def _mean(times: Sequence[float]) -> float:

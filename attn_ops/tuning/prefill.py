@@ -25,7 +25,7 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend
-from quire.attn_ops.tuning.attention import Measurement, ShapeClass, comparable, sources
+from quire.attn_ops.tuning.attention import Measurement, ShapeClass, comparable, sources, variant_of
 
 #: A backend serves prefills beside another only where it takes at most this part of the other's time. A fit is off by 6 %.
 WINS = 0.95
@@ -136,7 +136,7 @@ def rule(prefill: AttentionBackend, rest: AttentionBackend, site: AttentionSite,
     nearest one measured; None if none has."""
     shape = ShapeClass.of(site, page_size, kv_dtype, layout)
     for rows in sources(device):
-        found = comparable(rows, [prefill, rest], shape, (site.num_kv_heads, site.window, site.chunk))
+        found = comparable(rows, [prefill, rest], shape, variant_of(site))
         if prefill.name not in found or rest.name not in found:
             continue
         ours, graph = fit(of_measurement(found[prefill.name])), fit(of_measurement(found[rest.name]))

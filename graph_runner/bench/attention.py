@@ -1,4 +1,5 @@
-"""``quire bench attention``: every usable backend's paged op, by head shape and batch. ``attention="auto"`` uses its times.
+"""``quire bench attention``: every usable backend's paged op, by head shape and batch, of MLA layers on the latent cache.
+``attention="auto"`` uses its times.
 
 A row has these columns beside those of ``graph_runner/bench/report.py``: ``kind`` ("decode" or "extend"), ``point`` (its name),
 ``needs`` (heads and features), ``page_size``, ``us`` and ``host_us`` of one call, ``how`` it was timed
@@ -13,12 +14,23 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from quire.attn_ops.attention import AttentionSite
+import torch
+
+from quire.attn_ops.attention import AttentionSite, Latent
 from quire.attn_ops.backend import AttentionBackend, dtype_name
 from quire.attn_ops.registry import all_backends, get_backend
 from quire.attn_ops.selection import select_backend
 from quire.attn_ops.tuning import attention as tuning
-from quire.graph_runner.bench.attention_op import Point, decode_point, extend_points, measure, op_batch, without_graphs, work
+from quire.graph_runner.bench.attention_op import (
+    Point,
+    decode_point,
+    extend_points,
+    measure,
+    measure_latent,
+    op_batch,
+    without_graphs,
+    work,
+)
 from quire.graph_runner.bench.models import ModelSpec, config_of, free_memory, layers_asked, skeleton
 from quire.graph_runner.bench.report import Row, failure, rich_table
 from quire.graph_runner.bench.session import Run
@@ -29,13 +41,24 @@ CONTEXTS = {"cuda": (1024, 8192), "cpu": (128, 1024)}
 CPU_DIVISOR = 32  # of prefill lengths on a CPU
 
 
-def heads_of(text: str) -> tuple[int, int, int]:
-    """"32/8x128" as (32, 8, 128): query heads, key heads, head dim."""
+NOPE = DIM_V = 128  # numbers of a head without rotary embedding, and of its values: of an MLA layer given by --heads, as in
+# every model of DeepSeek
+
+
+def site_of(text: str, dtype: torch.dtype) -> AttentionSite:
+    """"32/8x128": query heads, key heads, head dim. "128x512+64": an MLA layer of that many heads, of latent vectors and rotary
+    keys of these sizes. Raises ValueError."""
     found = re.fullmatch(r"(\d+)/(\d+)x(\d+)", text.strip())
-    numbers = tuple(map(int, found.groups())) if found else (0, 0, 0)
-    if min(numbers) < 1 or numbers[0] % numbers[1]:
-        raise ValueError(f"--heads takes query heads/key heads x head dim such as 32/8x128, with commas between; got {text!r}")
-    return numbers  # type: ignore[return-value]
+    heads, kv_heads, dim = map(int, found.groups()) if found else (0, 0, 0)
+    if min(heads, kv_heads, dim) > 0 and heads % kv_heads == 0:
+        return AttentionSite(0, heads, kv_heads, dim, dim, dtype, dim**-0.5)
+    found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text.strip())
+    heads, rank, rope = map(int, found.groups()) if found else (0, 0, 0)
+    if min(heads, rank, rope) < 1:
+        raise ValueError("--heads takes query heads/key heads x head dim such as 32/8x128, or for MLA heads x latent + rotary "
+                         f"numbers such as 128x512+64, with commas between; got {text!r}")
+    dim = NOPE + rope
+    return AttentionSite(0, heads, heads, dim, DIM_V, dtype, dim**-0.5, latent=Latent(rank, rope))
 
 
 class AttentionSession(Run):
@@ -48,17 +71,17 @@ class AttentionSession(Run):
         self.contexts = tuple(args.context or CONTEXTS["cuda" if self.on_gpu else "cpu"])
         if args.heads:
             self.label = ",".join(args.heads)
-            sites = [AttentionSite(0, h, hkv, d, d, self.dtype, d**-0.5) for h, hkv, d in map(heads_of, args.heads)]
+            sites = [site_of(text, self.dtype) for text in args.heads]
         else:
             spec = ModelSpec(args.model or ("llama-8b" if self.on_gpu else "tiny"), self.dtype, self.device,
                              layers_asked(args.layers))
             self.label = spec.label
             model = skeleton(spec).eval()
-            sites = [s.dense for s in find_sites(model)]
+            sites = find_sites(model)
             most = getattr(config_of(spec).get_text_config(decoder=True), "max_position_embeddings", None)
             self.contexts = tuple(dict.fromkeys(min(c, most or c) for c in self.contexts))
         #: one site of each kind
-        self.sites = list({(tuning.ShapeClass.of(s, args.page_size), s.num_kv_heads, s.window, s.chunk): s
+        self.sites = list({(tuning.ShapeClass.of(s, args.page_size), *tuning.variant_of(s)): s
                            for s in reversed(sites)}.values())[::-1]
         self.points = [decode_point(b, c) for c in self.contexts for b in args.batch or Sizes.batches]
         self.points += extend_points(args.scale * (1 if self.on_gpu else CPU_DIVISOR))
@@ -75,7 +98,8 @@ class AttentionSession(Run):
             for backend in all_backends().values() if name == "auto" else [get_backend(name)]:
                 why = None if self.device.type in backend.capabilities.devices else "not for this device"
                 why = why or backend.available(self.device)
-                if name != "auto" or (why is None and self.device.type in (backend.priority or {})):
+                serves = backend.op is not None or any(site.latent is not None for site in self.sites)
+                if name != "auto" or (why is None and serves and self.device.type in (backend.priority or {})):
                     found[backend.name] = why or backend
         return found
 
@@ -101,12 +125,12 @@ class AttentionSession(Run):
                 continue  # as in a graph
             try:
                 # A new batch per backend: a kernel that failed may have left anything in the caches.
-                batch = op_batch(site, point, page_size=self.args.page_size, device=self.device, layout=self.args.layout,
-                                 max_len=max(max(self.contexts), *point.seq_lens))
-                timing = measure(backend, batch, point.graph)
+                where: Any = {"page_size": self.args.page_size, "device": self.device, "layout": self.args.layout,
+                              "max_len": max(max(self.contexts), *point.seq_lens)}
+                timing = (measure_latent(backend, site, point, **where) if site.latent is not None else
+                          measure(backend, op_batch(site, point, **where), point.graph))
                 row = {"us": timing.us, "host_us": timing.host_us, "how": timing.how, "ms_per_step": timing.us / 1e3,
                        "bytes_per_step": size, "tflop_per_s": operations / timing.us / 1e6}
-                del batch
             except Exception as error:
                 row = failure(error)
             free_memory()

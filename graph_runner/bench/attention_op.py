@@ -1,4 +1,5 @@
-"""Time a backend's paged op alone, for ``quire bench attention`` and ``benchmarks/attention_grid.py``.
+"""Time a backend's paged op alone, for ``quire bench attention`` and developers' benchmarks; of MLA on the latent cache the op
+with both products with kv_b.
 
 On a GPU the result is the median over replays of a CUDA graph, where the backend allows such a batch in a graph; else of calls
 between events. On a CPU it is the median of single calls. Calls rotate through caches that on a GPU are together at least 8
@@ -13,14 +14,15 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
-from quire.attn_ops.conformance.batches import Batch, lay_out, planned, prepared
-from quire.attn_ops.kv_cache import Layout, pages_for, vector_bytes
+from quire.attn_ops.conformance.batches import Batch, lay_out, planned, prepared, scattered
+from quire.attn_ops.kv_cache import Layout, PagedKVCache, pages_for, token_bytes
 from quire.attn_ops.tuning.prefill import EAGER
 
 GRAPH = 10  # milliseconds
@@ -124,6 +126,34 @@ def measure(backend: AttentionBackend, batch: OpBatch, graph: bool = True, state
         return timed(call, device, captured)
 
 
+def measure_latent(backend: AttentionBackend, site: AttentionSite, point: Point, *, page_size: int, device: torch.device,
+                   layout: Layout = "NHD", max_len: int = 0) -> Timing:
+    """Time the MLA op on random latent vectors; arguments as of ``op_batch``. Errors of the op propagate."""
+    latent, op = site.latent, backend.mla_op
+    assert latent is not None and op is not None
+    tokens, heads, nope = sum(point.query_lens), site.num_heads, site.head_dim - latent.rope
+    _, meta, pages = scattered(point.query_lens, point.seq_lens, page_size=page_size, device=device,
+                               table_width=pages_for(max_len, page_size))
+    cache = PagedKVCache.for_sites([site], num_pages=pages, page_size=page_size, device=device, layout=layout)
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    caches = [cache.k[0], *(torch.randn_like(cache.k[0]) for _ in range(max(1, min(COPIES, 4 * l2 // cache.num_bytes))))]
+    q, new, kv_b = (torch.randn(*size, dtype=site.dtype, device=device) for size in (
+        (tokens, heads, site.head_dim), (tokens, sum(latent)), (heads * (nope + site.head_dim_v), latent.rank)))
+    kv_b *= latent.rank**-0.5
+    tables = (meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens)
+    decode = max(point.query_lens) == 1
+    least = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if decode else CudagraphSupport.ALWAYS
+    captured = point.graph and device.type == "cuda" and backend.capabilities.cudagraph_support >= least
+    batch: Any = SimpleNamespace(cache=cache, metadata=meta, site=site, tables=tables)
+    with planned(backend, batch, graph_key="bench" if captured else None, capturing=captured):
+        given = prepared(backend, batch)
+
+        def call(i: int) -> None:
+            op(q, *new.split(latent, dim=1), kv_b, caches[i % len(caches)], *tables, given, scale=site.scale)
+
+        return timed(call, device, captured)
+
+
 def timed(call: Callable[[int], Any], device: torch.device, captured: bool = False) -> Timing:
     """Time of one call, which takes its number; ``captured``: in a CUDA graph."""
     return on_the_device(call, captured) if device.type == "cuda" else on_the_host(call)
@@ -159,8 +189,8 @@ def on_the_host(call: Callable[[int], Any]) -> Timing:
 
 
 def work(site: AttentionSite, point: Point, kv_dtype: torch.dtype | None = None) -> tuple[int, int]:
-    """Minimum (bytes, floating-point operations) of the call: keys, values, queries and outputs; the two matrix products over
-    visible keys. ``kv_dtype``: of the cache; None: the site's."""
+    """Minimum (bytes, floating-point operations) of the call: keys, values (of MLA latent vectors and kv_b), queries and
+    outputs; the two matrix products over visible keys. ``kv_dtype``: of the cache; None: the site's."""
     keys = pairs = 0
     for query, seq in zip(point.query_lens, point.seq_lens, strict=True):
         visible = [min(p + 1, site.window or p + 1, p % site.chunk + 1 if site.chunk else p + 1)
@@ -168,6 +198,8 @@ def work(site: AttentionSite, point: Point, kv_dtype: torch.dtype | None = None)
         pairs += sum(visible)
         keys += seq - min(p + 1 - n for p, n in zip(range(seq - query, seq), visible, strict=True))
     dims = site.head_dim + site.head_dim_v
-    size = keys * site.num_kv_heads * vector_bytes(site.head_dim, site.head_dim_v, kv_dtype or site.dtype)
-    size += sum(point.query_lens) * site.num_heads * dims * site.dtype.itemsize
+    numbers = sum(point.query_lens) * site.num_heads * dims
+    if site.latent is not None:
+        numbers += site.num_heads * (site.head_dim - site.latent.rope + site.head_dim_v) * site.latent.rank
+    size = keys * token_bytes(site, kv_dtype) + numbers * site.dtype.itemsize
     return size, 2 * pairs * site.num_heads * dims

@@ -111,7 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tolerance", type=percent, default=0.05, metavar="P", help="how much slower is allowed (default: 5%%)")
     group = parser.add_argument_group("for the workload attention only")
     add("--heads", "attention", type=_list, metavar="LIST",
-        help="query heads/KV heads x head dim, such as 32/8x128 (default: the attention sites of --model)")
+        help="query heads/KV heads x head dim, such as 32/8x128; of MLA heads x latent + rotary numbers, such as "
+             "128x512+64 (default: the attention sites of --model)")
     add("--page-size", "attention", type=int, default=16, metavar="N",
         help="tokens per page (default: 16; of an engine: --engine page_size=N)")
     add("--layout", "attention", default="NHD", choices=("NHD", "HND"), help="of the KV cache (default: NHD)")

@@ -12,12 +12,14 @@ from torch import fx
 
 from quire.passes.fusions.base import FusedInputs, FusedWeights, Fusion
 from quire.passes.fusions.complex_product import real_products
+from quire.passes.fusions.float_linear import fuse_float_linear
 from quire.passes.fusions.last_tokens import last_tokens
 from quire.passes.fusions.lora import fuse_lora
 from quire.passes.fusions.lora_group import group_lora
 from quire.passes.fusions.projections import fuse_projections
 from quire.passes.fusions.quantized_linear import quantized_linear
 from quire.passes.fusions.rope import fuse_rope
+from quire.passes.fusions.router import fuse_router
 from quire.passes.fusions.routing import fuse_topk
 from quire.passes.fusions.small_linear import fuse_small_linear
 from quire.passes.rewrite.lower import Lowered
@@ -45,6 +47,8 @@ class FusionPass:
 FUSIONS = (
     FusionPass("quantized", quantized_linear),
     FusionPass("projections", fuse_projections),
+    FusionPass("float_linear", fuse_float_linear, batches="small"),
+    FusionPass("router", fuse_router, batches="small"),
     FusionPass("routing", fuse_topk),
     FusionPass("last_tokens", last_tokens, batches="large"),
     FusionPass("lora", fuse_lora, batches="small"),

@@ -26,7 +26,7 @@ DEVICES = ("cuda",)
 
 def fuse_topk(fusion: Fusion) -> int:
     """Replace each top-k that the kernel computes."""
-    found = [(node, k) for node in fusion.graph.nodes if (k := _results(node)) is not None]
+    found = [(node, k) for node in fusion.graph.nodes if (k := results(node)) is not None]
     for node, k in found:
         with fusion.graph.inserting_before(node):
             new = fusion.graph.call_function(topk_rows, (node.args[0] if node.args else node.kwargs["input"], k))
@@ -34,8 +34,8 @@ def fuse_topk(fusion: Fusion) -> int:
     return len(found)
 
 
-def _results(node: fx.Node) -> int | None:
-    """k of a node that the kernel computes."""
+def results(node: fx.Node) -> int | None:
+    """k of a top-k over the last dimension that the kernel computes; None for another node."""
     if not is_method(node, "topk"):
         return None
     names = ("input", "k", "dim", "largest", "sorted")

@@ -78,7 +78,7 @@ def test_prefill_and_decode() -> None:
     check_backend(backend, only="prefill batch")
     assert set(calls) == {"plain_part"} and planned
     assert backend.capabilities.cudagraph_support is CudagraphSupport.ALWAYS  # of the part that decodes
-    assert get_backend("hybrid:fast_part+plain_part").capabilities.cudagraph_support < CudagraphSupport.ALWAYS
+    assert get_backend("hybrid:plain_part+plain_part").capabilities.cudagraph_support < CudagraphSupport.ALWAYS
     assert backend.serves(SITE) == "plain_part_paged_attention / fast_part_paged_attention"
 
 
@@ -122,6 +122,23 @@ def test_a_step_with_a_graph_goes_to_the_part_that_decodes() -> None:
         with in_step(backend, batch, graph_key=key):
             backend.op(*batch.arguments(prepared(backend, batch)), **batch.options)
         assert calls == [part] and bool(planned) == (part == "plain_part")
+
+
+def test_graphs_that_the_decoding_part_lacks_are_those_of_the_other() -> None:
+    """So that mixed steps are captured too: the graphs of decode batches are planned, the others go to the other part."""
+    from quire.attn_ops.conformance.batches import lay_out, prepared
+    from quire.attn_ops.conformance.batches import planned as in_step
+
+    backend = get_backend("hybrid:fast_part+plain_part")
+    assert backend.capabilities.cudagraph_support is CudagraphSupport.ALWAYS
+    for lens, part in (([3, 1], "fast_part"), ([1, 1], "plain_part")):
+        batch = lay_out(SITE, lens, [5, 4], page_size=4)
+        for key in ("a graph", None):
+            calls.clear()
+            planned.clear()
+            with in_step(backend, batch, graph_key=key):
+                backend.op(*batch.arguments(prepared(backend, batch)), **batch.options)
+            assert calls == [part] and bool(planned) == (part == "plain_part")
 
 
 def test_kernels_of_all_parts_are_compiled_ahead() -> None:

@@ -15,10 +15,10 @@ import torch
 from quire.attn_ops import registry
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, define_paged_op
-from quire.attn_ops.backends.torch_native import paged_attention
+from quire.attn_ops.backends.torch_native import mla_paged_attention, paged_attention
 from quire.attn_ops.registry import get_backend, register_backend
 from quire.attn_ops.tuning import attention as tuning
-from quire.graph_runner.bench.attention import heads_of
+from quire.graph_runner.bench.attention import site_of
 from quire.graph_runner.bench.attention_op import decode_point, extend_points, measure, op_batch, work
 from quire.graph_runner.cli import main
 from quire.graph_runner.engine import Engine
@@ -90,6 +90,26 @@ def test_measure_save_and_select(slow: Any, tmp_path: Path, capsys: pytest.Captu
     assert "slow_for_test passed over: measured slower: decode" in said
 
 
+def test_mla_is_measured_on_the_latent_cache(slow: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    """By the op that serves it, and "auto" goes by those times."""
+    def pausing(*args: Any, **options: Any) -> torch.Tensor:
+        time.sleep(PAUSE)
+        return mla_paged_attention(*args, **options)
+
+    only(monkeypatch, get_backend("torch_native"), dataclasses.replace(slow, mla_op=pausing))
+    out = tmp_path / "out.json"
+    assert main(["bench", "attention", "--heads", "2x16+8", *SMALL, "--save", "--out", str(out)]) == 0
+    assert 'attention="auto" for MLA 2 of 16+8 float32: torch_native (fastest measured: decode ' in capsys.readouterr().out
+    rows = {(r["attention"], r["point"]): r for r in json.loads(out.read_text())["rows"]}
+    assert not [r for r in rows.values() if r["error"]]
+    assert rows["slow_for_test", "2x33"]["us"] > PAUSE * 1e6 > rows["torch_native", "2x33"]["us"]
+    latent, weight, queries = 2 * 33 * 24, 2 * 256 * 16, 2 * 2 * (136 + 128)
+    assert rows["torch_native", "2x33"]["bytes_per_step"] == 4 * (latent + weight + queries)
+    (row,) = [r for r in tuning.load(tuning.STORE.user_file) if r.backend == "torch_native"]
+    assert row.shape.features == ("mla",) and (row.shape.group, row.shape.head_dim, row.shape.head_dim_v) == (2, 24, 16)
+
+
 def test_a_backend_that_fails_is_on_record_and_not_saved(slow: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken(*args: Any, **options: Any) -> None:
         raise RuntimeError("no kernel image\nfor this device")
@@ -149,7 +169,10 @@ def test_arguments_that_would_go_unheeded_are_refused(arguments: list[str], mess
 
 
 def test_heads() -> None:
-    assert heads_of("32/8x128") == (32, 8, 128)
+    site = site_of("32/8x128", torch.float16)
+    assert (site.num_heads, site.num_kv_heads, site.head_dim, site.head_dim_v, site.latent) == (32, 8, 128, 128, None)
+    site = site_of("16x512+64", torch.float16)
+    assert site.needs() == "MLA 16x192/128 of 512+64, float16"
 
 
 def test_points() -> None:

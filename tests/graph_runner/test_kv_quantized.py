@@ -144,4 +144,4 @@ def test_flashinfer_says_why_not(model) -> None:
     site = AttentionSite(layer=0, num_heads=4, num_kv_heads=2, head_dim=64, head_dim_v=64, dtype=torch.bfloat16, scale=0.125)
     (why,) = get_backend("flashinfer").capabilities.reasons_against(site, device=torch.device("cuda"), kv_dtype=torch.int8)
     assert why == ("KV cache dtype int8 (has the model's own dtype only: its kernels take one scale for a whole cache, and "
-                   "quire's have one for each token and head)")
+                   "quire's have one for each token and head, which no factor on queries or results can replace)")

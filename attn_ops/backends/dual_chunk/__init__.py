@@ -40,7 +40,7 @@ from quire.attn_ops.backends.dual_chunk.divide import Batch, Part, divide, gathe
 from quire.attn_ops.backends.dual_chunk.sparse import Sparse, read_sizes, sparse_attention
 from quire.attn_ops.composite import op_name
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.kv_quant import write_kv
+from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops.merge_state import merge_state
 from quire.attn_ops.ops.rope import RopeForm, norm_and_rotate, rope_kv_write
@@ -139,7 +139,7 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
             return plain_backend(q.device.type).op(
                 q, k, v, k_cache, v_cache, None, None, slot_mapping, block_table, query_start_loc, seq_lens, None, [],
                 scale=scale, window=None, softcap=softcap, chunk=None)
-        write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
+        store_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
         return attend(q, lambda b, tokens: q[tokens], k_cache, v_cache, block_table, scale, softcap)
 
     def attend(rotated: torch.Tensor, far_query: Callable[[int, Any], torch.Tensor], k_cache: torch.Tensor,

@@ -3,7 +3,8 @@
 FlashInfer divides a batch's work among the GPU's processors on the host ("planning"), for all layers of a Group. ``plan``
 does that once per step; the paged op stores the new keys and values and runs the plan. Rows (sequences) of one token at the
 head of a batch go to the decode kernel, all others to the prefill kernel: schedule decodes first. Sinks follow from the
-log-sum-exp, so they need no kernels of their own.
+log-sum-exp, so they need no kernels of their own. Quantized caches are served for long prompts only, whose keys are copied as
+they read back (``contiguous.py``): a decode reads each key once, and a copy would read and write it twice more.
 
 Only batches of one token per sequence are captured in CUDA graphs. A graph's kernels read persistent buffers, which ``plan``
 refills before each replay, allocating nothing. See NOTE [Padding]: rows without tokens give zeros, whatever their queries.
@@ -27,16 +28,15 @@ from quire.attn_ops.backend import (
     define_paged_op,
 )
 from quire.attn_ops.backends.flashinfer.modules import begin, ready
-from quire.attn_ops.backends.flashinfer.pages import append
 from quire.attn_ops.backends.flashinfer.state import FlashInferState, Group
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, write_kv
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
+from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, StepLimits, current_step
-from quire.attn_ops.vendor import missing, no_compiler, too_old
+from quire.attn_ops.vendor import ONE_SCALE, missing, no_compiler, too_old
 
 NAME = "flashinfer"
-NO_SCALES = "its kernels take one scale for a whole cache, and quire's have one for each token and head"
 
 
 def make_prompts_state(sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> FlashInferState:
@@ -74,7 +74,7 @@ def paged_attention(
     step = current_step()
     state = None if step is None else step.states.get(NAME)
     if k_scale is not None and not (state is not None and state.prompts_only):
-        raise UnsupportedAttention(f"the flashinfer backend has no quantized KV cache: {NO_SCALES}. Use attention='auto' or "
+        raise UnsupportedAttention(f"the flashinfer backend has no quantized KV cache: {ONE_SCALE}. Use attention='auto' or "
                                    "kv_cache_dtype='auto'; beside another backend (NAME@long of `quire backends`) its kernels "
                                    "serve long prompts of such a cache")
     if step is None or state is None or state.step is None or state.step() is not step:
@@ -85,10 +85,7 @@ def paged_attention(
         raise RuntimeError(f"flashinfer: the step was planned for {state.num_tokens} tokens, q has {num_tokens}")
     segments = state.segments(Group(heads, k_cache.shape[2], dim, q.dtype, scale, window, softcap))
     with torch.cuda.device_of(q):
-        if k_scale is not None:
-            write_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
-        elif k is not None and v is not None and num_tokens:
-            append(k, v, k_cache, v_cache, slot_mapping)
+        store_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
         pages = (k_cache, v_cache) if state.layout == "NHD" else (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
         if q.stride(2) != 1 or q.requires_grad:  # FlashInfer takes neither
             q = q.detach().contiguous()
@@ -118,7 +115,7 @@ BACKEND = AttentionBackend(
     capabilities=AttentionCapabilities(
         devices=frozenset({"cuda"}), dtypes=frozenset({torch.float16, torch.bfloat16}),
         head_dims=lambda d, dv: d == dv and d in (64, 128, 256), head_dims_note="64, 128 and 256, the same for values",
-        kv_dtypes_note=NO_SCALES, min_compute_capability=(8, 0), window=True, softcap=True, sinks=True,
+        kv_dtypes_note=ONE_SCALE, min_compute_capability=(8, 0), window=True, softcap=True, sinks=True,
         cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE,
     ),
     available=available,

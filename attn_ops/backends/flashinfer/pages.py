@@ -1,4 +1,4 @@
-"""The page tables of a batch as FlashInfer's kernels read them, and writing keys and values into the cache."""
+"""The page tables of a batch as FlashInfer's kernels read them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,6 @@ from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import StepLimits
 
 BLOCK = 1024  # page numbers that one program of gather_pages copies
-
-
-@triton.jit
-def append_kernel(k, v, k_cache, v_cache, slots, k_token, k_head, v_token, v_head, kc_page,  # type: ignore[no-untyped-def]
-            kc_token, kc_head, vc_page, vc_token, vc_head, HEADS: tl.constexpr, HEADS_P2: tl.constexpr,
-            DIM: tl.constexpr, PAGE: tl.constexpr):
-    """Store one token's keys and values, (Hkv, D) each, at its slot; nothing for slot -1. Offsets are 64-bit."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    if slot >= 0:
-        page = slot // PAGE
-        offset = slot % PAGE
-        head = tl.arange(0, HEADS_P2)[:, None]
-        column = tl.arange(0, DIM)[None, :]
-        live = head < HEADS
-        key = tl.load(k + token * k_token + head * k_head + column, mask=live)
-        tl.store(k_cache + page * kc_page + offset * kc_token + head * kc_head + column, key, mask=live)
-        value = tl.load(v + token * v_token + head * v_head + column, mask=live)
-        tl.store(v_cache + page * vc_page + offset * vc_token + head * vc_head + column, value, mask=live)
 
 
 @triton.jit
@@ -105,12 +86,4 @@ class PageTable:
                 block_table, self.device, self.indices, block_table.stride(0), self.device.stride(0), BLOCK=BLOCK)
 
 
-def append(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Store k and v (T, Hkv, D) at their slots; slot -1 stores nothing."""
-    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-    append_kernel[(k.shape[0],)](
-        k, v, k_cache, v_cache, slot_mapping, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
-        HEADS=k.shape[1], HEADS_P2=triton.next_power_of_2(k.shape[1]), DIM=k.shape[2], PAGE=k_cache.shape[1])
-
-
-__all__ = ["BLOCK", "PageTable", "append", "gather_pages", "leading_decodes", "page_table"]
+__all__ = ["BLOCK", "PageTable", "gather_pages", "leading_decodes", "page_table"]

@@ -1,13 +1,13 @@
 """Backend ``triton``: paged attention in Triton kernels, with every feature of the semantic op.
 
-Kernels: ``decode`` (split-KV, one query token per program), ``extend`` (tiles of several query tokens) and
-``write`` (the KV cache). MLA on the latent cache has its own (``mla.py``). Which of them a graph has, and on what grid, follows
-from tensor shapes alone; lengths are read on the device. So every launch can be captured in a CUDA graph, at any length, and
-replayed at any other.
+Kernels: ``decode`` (split-KV, one query token per program), ``extend`` (tiles of several query tokens) and ``kv_write`` (the KV
+cache). MLA on the latent cache has its own (``mla.py``). Which of them a graph has, and on what grid, follows from tensor
+shapes alone; lengths are read on the device. So every launch can be captured in a CUDA graph, at any length, and replayed at
+any other.
 
 =======  ==========================================================================================================
 T <= B   ``decode`` by token, which writes the cache too, and for few tokens rotates q and k before: one launch
-T > B    ``write``, then ``extend``, then ``decode`` by row for the sequences with one query token, unless there are none:
+T > B    ``kv_write``, then ``extend``, then ``decode`` by row for the sequences with one query token, unless there are none:
          B is 1, or the step is no graph's and has none. For long prompts in a step that is no graph's, the keys are copied
          to contiguous memory and ``extend_contiguous`` takes the place of ``extend``
 =======  ==========================================================================================================
@@ -78,7 +78,7 @@ def paged_attention(
         decode(q, k, v, *rest, by_row=False, rope=rope, form=form)
         return out
     if k is not None and v is not None:
-        kernel_module("backends.triton.write").write(k, v, caches, slot_mapping)
+        kernel_module("kernels.kv_write").write(k, v, caches, slot_mapping)
     if not _by_contiguous_keys(q, caches, batch, sinks, out, scale, window, softcap, chunk, skip_single=num_reqs > 1):
         kernel_module("backends.triton.extend").extend(q, *rest, skip_single=num_reqs > 1)
     found = metadata_of(q, query_start_loc)  # what the host knows: of the step in progress, unless that is a graph's
@@ -144,7 +144,7 @@ def attention_state(
     out, lse = q.new_empty(*q.shape[:2], v_cache.shape[3]), q.new_empty(q.shape[:2], dtype=torch.float32)
     if q.shape[0]:
         if k is not None and v is not None:
-            kernel_module("backends.triton.write").write(rows_contiguous(k), rows_contiguous(v), caches, slot_mapping)
+            kernel_module("kernels.kv_write").write(rows_contiguous(k), rows_contiguous(v), caches, slot_mapping)
         batch = Batch(slot_mapping, block_table, query_start_loc, seq_lens)
         q = rows_contiguous(q)
         if not causal or not _by_contiguous_keys(q, caches, batch, None, out, scale, None, softcap, None, skip_single=False,

@@ -7,7 +7,7 @@ A program serves one token and one key head, with all the query heads that read 
   keys are read from k and v, and program 0 of each token writes them to the cache, so that attention neither waits for the
   write nor races with it: no position >= seq_len - query_len is read from the cache.
 * by row (T > B): items are sequences; those without exactly one query token are left to ``extend``. The keys are in
-  the cache already (``write``), k and v are None.
+  the cache already (``kv_write``), k and v are None.
 
 NOTE [How far keys are split]: on an H200, with 32/8 heads x 128 in bfloat16, a program alone took about 4 us and 28 ns per key,
 and merging another 3.5 us (benchmarks/results/h200_triton_decode_sweep*.json). Three programs fit on a multiprocessor

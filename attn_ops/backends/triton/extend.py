@@ -5,7 +5,7 @@ read the key head, so that grouped heads fill a matrix tile. Tokens are cut at s
 from query_start_loc[r] // BLOCK_Q + r on, which never overlap; T // BLOCK_Q + B + 1 blocks hold any batch of T tokens in B
 sequences, padding tokens counted as one more. Programs without tokens return at once.
 
-The step's keys are in the cache already (``write`` runs first), so keys come from one place only, and a sequence may read pages
+The step's keys are in the cache already (``write`` ran first), so keys come from one place only, and a sequence may read pages
 that another one fills in this very step. The loop over keys has three stretches: keys that some rows do not see at the lower
 end (window, chunk), keys that all rows see (no masks), and the causal end. Where the batch has few query tokens, keys are split
 among programs too; see NOTE [Partial results] and NOTE [Last one merges].

@@ -1,6 +1,6 @@
 """MLA on the latent cache (``attn_ops/mla.py``) in absorbed terms: all query heads read one key [c, k_rope] with the value c.
 
-``write`` stores the step's latent vectors, ``attend`` serves prefill, decode and mixed batches: a program has a *tile* of
+``kv_write`` stores the step's latent vectors, ``attend`` serves prefill, decode and mixed batches: a program has a *tile* of
 BLOCK_M rows (BLOCK_Q consecutive tokens of one sequence x a block of the heads) and one of ``splits`` ranges of the tile's
 keys, and loads each latent vector once, for scores and values. Partial results (float32: first all outputs, then all lse; by
 token, head and split) are merged by a kernel of their own, with a program per token and head: a result is ``rank`` numbers
@@ -21,11 +21,11 @@ import triton.language as tl
 
 from quire.attn_ops.backends.triton.common import merge_partials
 from quire.attn_ops.backends.triton.plan import Batch, Plan, planner, tuned
-from quire.attn_ops.backends.triton.write import write
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.constants import next_power_of_2
 from quire.attn_ops.kernels.host import Caches, Strides
 from quire.attn_ops.kernels.kv_quant import code_format, widen
+from quire.attn_ops.kernels.kv_write import write
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.kernels.paged import find_block, find_row, load_rows
 from quire.attn_ops.kernels.softmax import LOG2E, softmax_step
@@ -67,21 +67,6 @@ class MlaTile(NamedTuple):
     page: int
     row: Strides
     scale: Strides
-
-
-@triton.jit
-def write_kernel(c, k_rope, cache, slot_mapping, c_stride, rope_stride, TILE: tl.constexpr):
-    """Store one token's [c, k_rope] at its slot; nothing for slot -1. TILE: MlaTile; strides are per token."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token).to(tl.int64)
-    if slot < 0:
-        return
-    place = cache + slot // TILE.page * TILE.row.page + slot % TILE.page * TILE.row.token
-    columns = tl.arange(0, next_power_of_2(TILE.rank))
-    tl.store(place + columns, tl.load(c + token * c_stride + columns, mask=columns < TILE.rank), mask=columns < TILE.rank)
-    columns = tl.arange(0, next_power_of_2(TILE.rope))
-    tl.store(place + TILE.rank + columns, tl.load(k_rope + token * rope_stride + columns, mask=columns < TILE.rope),
-             mask=columns < TILE.rope)
 
 
 @triton.jit
@@ -284,12 +269,7 @@ def mla(q: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k_rope: torch.Te
     out = q.new_empty(num_tokens, heads, rank)
     plan = _plan(num_tokens, num_reqs, heads, rank, q.dtype, cache.shape, cache.stride(),
                  (0, 0, 0) if c_scale is None else c_scale.stride(), batch.block_table.shape[1], device)
-    if c_scale is not None:
-        parts = Caches(cache[..., :rank], cache[..., rank:], c_scale, rope_scale)
-        write(c[:, None], k_rope[:, None], parts, batch.slot_mapping)
-    else:
-        launch(write_kernel, (num_tokens,), c, k_rope, cache, batch.slot_mapping, c.stride(0), k_rope.stride(0),
-               *plan.constants, num_warps=4)
+    write(c[:, None], k_rope[:, None], Caches(cache[..., :rank], cache[..., rank:], c_scale, rope_scale), batch.slot_mapping)
     partial: Any = torch.empty(plan.workspace, dtype=torch.float32, device=device) if plan.workspace else None
     sizes = (num_tokens, num_reqs, plan.splits, plan.chunk_min, plan.chunk_max, plan.wave)
     launch(attend_kernel, plan.grid, q, q_rope, cache, c_scale, rope_scale, batch, out, partial, *sizes, scale,

@@ -49,8 +49,7 @@ def on_cpu(monkeypatch):
     library = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Decode, BatchPrefillWithPagedKVCacheWrapper=Prefill,
                               fast_decode_plan=fast_decode_plan)
     monkeypatch.setitem(sys.modules, "flashinfer", library)
-    for kernel in ("append_kernel", "gather_pages"):
-        monkeypatch.setattr(page_kernels, kernel, InterpretedFunction(getattr(page_kernels, kernel).fn))
+    monkeypatch.setattr(page_kernels, "gather_pages", InterpretedFunction(page_kernels.gather_pages.fn))
     event = SimpleNamespace(synchronize=lambda: None, record=lambda stream: None)
     gpu = SimpleNamespace(multi_processor_count=8, major=9)
     for name, value in (("Event", lambda: event), ("get_device_properties", lambda device: gpu),

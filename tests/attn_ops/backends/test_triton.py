@@ -22,8 +22,9 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 if DEVICE.type == "cpu" and isinstance(triton.language.sum, triton.runtime.JITFunction):
     pytest.skip("triton was imported before TRITON_INTERPRET=1 could be set: set it outside, or run this file alone",
                 allow_module_level=True)
-from quire.attn_ops.backends.triton import common, decode, extend, write  # noqa: E402
+from quire.attn_ops.backends.triton import common, decode, extend  # noqa: E402
 from quire.attn_ops.backends.triton.plan import overridden  # noqa: E402
+from quire.attn_ops.kernels import kv_write  # noqa: E402
 
 DecodeConfig, ExtendConfig = decode.DecodeConfig, extend.ExtendConfig
 SMALL = dict(num_heads=4, num_kv_heads=2, head_dim=16, page_size=4, device=DEVICE)
@@ -177,7 +178,7 @@ class Launches:
 @pytest.mark.parametrize("query_lens", [[[1, 1, 1], [1, 0, 1]], [[4, 1, 1], [2, 2, 2], [6, 0, 0]]], ids=str)
 def test_grids_depend_on_shapes_only(query_lens, monkeypatch):
     launches = Launches()
-    for module, name in ((decode, "decode_kernel"), (extend, "extend_kernel"), (write, "write_kernel")):
+    for module, name in ((decode, "decode_kernel"), (extend, "extend_kernel"), (kv_write, "write_kernel")):
         monkeypatch.setattr(module, name, launches)
     seen = []
     for lens in query_lens:

@@ -301,9 +301,7 @@ def kit(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kit]:
             found = next((n, m, p) for n, m, _, p in flash_attention.VARIANTS if n == which)
             monkeypatch.setattr(flash_attention, "_installed", lambda: found)
         caps = dataclasses.replace(module.BACKEND.capabilities, devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32}))
-        prepare = getattr(module, "_prepare", None)
-        return Kit(dataclasses.replace(module.BACKEND, capabilities=caps, op=module.paged_attention, prepare=prepare), CPU,
-                   torch.float32)
+        return Kit(dataclasses.replace(module.BACKEND, capabilities=caps, op=module.paged_attention), CPU, torch.float32)
 
     return make
 

@@ -465,7 +465,9 @@ def test_a_run_that_ends_early_goes_on(tmp_path, capsys) -> None:
     run["left"] = [run["results"].pop()["check"]]
     run["results"][0]["status"] = "FAIL"
     kept = run["results"][1] = {**run["results"][1], "detail": "of the first run"}
-    assert "not run" in page([record])
+    made = page([record])
+    assert "not run" in made
+    assert "No quantized cache with `flashinfer`, `trtllm_mha`: its kernels take one scale for a whole cache" in made
     first.write_text(json.dumps(record))
     assert main([*arguments, "--resume", str(first), "--json", str(second)]) == 0
     (run,) = json.loads(second.read_text())["runs"]

@@ -1,11 +1,18 @@
-"""The router's top-k: the kernel against the definition, exactly, and the definition against torch.topk."""
+"""The router's kernels against their definitions, choices exactly, and the definitions against torch.topk and by hand."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from quire.attn_ops.ops.routing import topk_rows, topk_rows_cuda, topk_rows_eager
+from quire.attn_ops.ops.routing import (
+    route_rows,
+    route_rows_cuda,
+    route_rows_eager,
+    topk_rows,
+    topk_rows_cuda,
+    topk_rows_eager,
+)
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,3 +52,69 @@ def test_views_and_no_rows() -> None:
 
 def test_opcheck() -> None:
     torch.library.opcheck(topk_rows, (torch.randn(3, 9), 2))
+
+
+#: experts, k, sigmoid, normalize, groups, top_groups, group_best, bias: deepseek_v2-lite, deepseek_v2, qwen3_moe, deepseek_v3,
+#: glm4_moe, gpt_oss, and sizes that are no powers of two.
+ROUTERS = [(64, 6, False, False, 1, 1, 1, False), (160, 6, False, False, 8, 3, 1, False), (128, 8, False, True, 1, 1, 1, False),
+           (256, 8, True, True, 8, 4, 2, True), (160, 8, True, True, 1, 1, 1, True), (32, 4, False, True, 1, 1, 1, False),
+           (5, 1, True, False, 1, 1, 1, False), (12, 3, True, True, 3, 2, 2, True), (512, 16, False, True, 16, 1, 3, False)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("experts, k, sigmoid, normalize, groups, top, best, biased", ROUTERS)
+def test_router(experts, k, sigmoid, normalize, groups, top, best, biased, dtype) -> None:
+    """The same experts, ties included. Weights: an exponential within 2 units in the last place, a sum and a division each."""
+    x = (2 * torch.randn(3, experts + 2, device=DEVICE)).to(dtype)[:, :experts]
+    x[:, 1] = x[:, -1] = x[:, 0]
+    bias = torch.randn(experts, device=DEVICE) / 8 if biased else None
+    options = (bias, k, sigmoid, normalize, 1e-20, groups, top, best)
+    weights, ids = route_rows_cuda(x, *options)
+    expected, theirs = route_rows_eager(x, *options)
+    assert torch.equal(ids, theirs) and weights.dtype == torch.float32
+    torch.testing.assert_close(weights, expected, rtol=16 * torch.finfo(torch.float32).eps, atol=0)
+
+
+def test_the_routers_definition() -> None:
+    """By hand, and with one group as without: groups by their best experts only, whichever is best outside of them."""
+    x = torch.tensor([[5.0, -9.0, 4.0, 3.9, 0.0, 1.0]])
+    weights, ids = route_rows_eager(x, None, 2, False, True, 0.0, 3, 1, 2)
+    assert ids.tolist() == [[2, 3]]  # 4 + 3.9, not 5 - 9
+    torch.testing.assert_close(weights, torch.tensor([[4.0, 3.9]]).softmax(-1))
+    assert route_rows_eager(x, None, 2, False, True, 0.0, 3, 1, 1)[1].tolist() == [[0, 1]]
+    weights, ids = route_rows_eager(x, torch.tensor([-1.0, 0, 0, 0, 0.6, 0]), 2, True, False, 0.0, 1, 1, 1)
+    assert ids.tolist() == [[4, 2]] and torch.equal(weights, x.sigmoid()[:, [4, 2]])
+
+
+def test_router_of_special_numbers() -> None:
+    """Ids are in range whatever the logits are, and experts of other groups are not chosen."""
+    x = torch.tensor([[NAN, 1.0, 2.0, 3.0], [-INF, -INF, -INF, 0.5], [INF, 0.0, 1.0, -INF], [-INF] * 4], device=DEVICE)
+    for sigmoid in (False, True):
+        for groups in (1, 2):
+            options = (None, 2, sigmoid, True, 0.0, groups, 1, 1)
+            weights, ids = route_rows_cuda(x, *options)
+            expected, theirs = route_rows_eager(x, *options)
+            assert torch.equal(ids, theirs)
+            torch.testing.assert_close(weights, expected, equal_nan=True, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(k=9), "k=9 of 1 of 1 groups of 8 experts"), (dict(groups=3), "groups of 8 experts"),
+    (dict(k=5, groups=2), "k=5 of 1 of 2 groups"), (dict(bias=torch.zeros(8)), "a bias .8,. with sigmoid only"),
+    (dict(bias=torch.zeros(7), sigmoid=True), "a bias .8,. with sigmoid only")])
+def test_router_refuses(change, message) -> None:
+    options = dict(bias=None, k=2, sigmoid=False, normalize=True, eps=0.0, groups=1, top_groups=1, group_best=1) | change
+    for route in (route_rows_eager, route_rows_cuda):
+        with pytest.raises(ValueError, match=message):
+            route(torch.zeros(2, 8), *options.values())
+
+
+def test_router_of_no_rows_and_long_ones() -> None:
+    none = torch.zeros(0, 8, device=DEVICE)
+    assert [t.shape for t in route_rows_cuda(none, None, 2, False, True, 0.0, 1, 1, 1)] == [(0, 2), (0, 2)]
+    long = torch.randn(2, 600, device=DEVICE)
+    assert route_rows_cuda(long, None, 2, False, True, 0.0, 1, 1, 1)[1].tolist() == long.topk(2)[1].tolist()
+
+
+def test_router_opcheck() -> None:
+    torch.library.opcheck(route_rows, (torch.randn(3, 8), torch.randn(8), 2, True, True, 1e-20, 2, 1, 2))

@@ -6,13 +6,16 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops import registry
+from quire.attn_ops.attention import AttentionSite, Latent
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
+from quire.attn_ops.backends import hybrid, torch_native
 from quire.attn_ops.registry import backends, register_backend
 from quire.attn_ops.selection import select_backend
 from quire.attn_ops.tuning import attention as tuning
@@ -246,6 +249,87 @@ def test_the_shipped_file_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
         rows = tuning.load(shipped)
     assert not caplog.records and rows
     assert len({r.identity for r in rows}) == len(rows)
+
+
+# MLA on the latent cache.
+
+
+def mla(heads: int, **changes: Any) -> AttentionSite:
+    return AttentionSite(0, heads, heads, 192, 128, torch.bfloat16, 0.07, latent=Latent(512, 64), **changes)
+
+
+def latent_backends(monkeypatch: pytest.MonkeyPatch, support: CudagraphSupport = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
+                    ) -> tuple[AttentionBackend, AttentionBackend]:
+    """The first in order of priority, which captures any batch, and one that captures ``support``; pairs of both."""
+    found = []
+    for name, place, captures in (("whole", 0, CudagraphSupport.ALWAYS), ("decodes", 1, support)):
+        caps = AttentionCapabilities(devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.bfloat16}), mla=True,
+                                     cudagraph_support=captures)
+        found.append(AttentionBackend(name, caps, lambda device: None, op=None, mla_op=torch_native.BACKEND.mla_op,
+                                      priority={"cpu": place, "cuda": place}))
+    entries = [*(SimpleNamespace(name=b.name, load=lambda b=b: b) for b in found),
+               SimpleNamespace(name="hybrid", load=lambda: hybrid.FAMILY)]
+    monkeypatch.setattr(registry, "REGISTRY", registry.Registry(entries))
+    return found[0], found[1]
+
+
+def test_latent_layers_go_by_their_own_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by those of dense layers with as many heads, nor by those of other latent vectors."""
+    whole, decodes = latent_backends(monkeypatch)
+    tuning.save([row(whole, 20.0, mla(16)), row(decodes, 10.0, mla(16)), row(whole, 1.0), row(decodes, 9.0)])
+    chosen = select(mla(16))
+    assert chosen.backend is decodes
+    assert chosen.why == "fastest measured: decode 10.0 us (Some Device, MLA 16 of 512+64 bfloat16)"
+    for other in (dataclasses.replace(mla(16), latent=Latent(64, 16)), mla(128)):
+        assert select(other).backend is whole and "this shape is not measured here" in select(other).why
+    assert select(mla(32), page_size=64).why == (
+        "fastest measured: decode 10.0 us (Some Device, MLA 32 of 512+64 bfloat16, by the nearest shape measured, MLA 16 of "
+        "512+64 bfloat16)")
+    assert "this shape is not measured here" in select(mla(32), page_size=128).why, "three doublings of a page are one too many"
+
+
+def test_a_pair_decodes_by_the_faster_backend_and_keeps_all_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone it would have to be twice as fast, for the steps that it leaves out of CUDA graphs."""
+    whole, decodes = latent_backends(monkeypatch)
+    tuning.save([row(whole, 19.0, mla(128)), row(decodes, 10.0, mla(128))])
+    chosen = select(mla(128), device=GPU)
+    assert chosen.backend.name == "hybrid:whole+decodes"
+    assert chosen.backend.capabilities.cudagraph_support is CudagraphSupport.ALWAYS
+    assert chosen.why == "fastest measured: decode 10.0 us (Some Device, MLA 128 of 512+64 bfloat16)"
+    assert chosen.passed_over["whole"][0].startswith("measured slower: decode 19.0 us against 10.0 us")
+    assert select(mla(128), device=CPU).backend is decodes  # no graphs to keep
+    tuning.save([row(decodes, 18.0, mla(128))])
+    chosen = select(mla(128), device=GPU)
+    assert chosen.backend is whole and chosen.passed_over["decodes"] == [
+        "measured decode 18.0 us against 19.0 us (Some Device, MLA 128 of 512+64 bfloat16), but as hybrid:whole+decodes it "
+        "plans each step on the host, and it is not 1.2 times as fast"]
+
+
+def test_no_pair_where_decodes_are_not_captured_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, decodes = latent_backends(monkeypatch, CudagraphSupport.NEVER)
+    tuning.save([row(whole, 19.0, mla(128)), row(decodes, 10.0, mla(128))])
+    assert select(mla(128), device=GPU).backend is whole
+
+
+@pytest.mark.parametrize("heads, name", [(16, "triton"), (32, "triton"), (64, "hybrid:triton+flashinfer_mla"),
+                                         (128, "hybrid:triton+flashinfer_mla")])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_what_ships_decides_mla_on_an_h200(monkeypatch: pytest.MonkeyPatch, heads: int, name: str, page_size: int) -> None:
+    """Over the grid Triton is faster at 16 heads, FlashInfer at 128."""
+    from quire.attn_ops.backends import flashinfer_mla, triton
+
+    shipped = Path(tuning.__file__).parent / "attention.json"
+    monkeypatch.setattr(tuning, "STORE", dataclasses.replace(tuning.STORE, shipped=shipped))
+    monkeypatch.setattr(tuning, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(tuning, "versions", lambda backend: next(
+        (r.torch, r.packages) for r in tuning.load(shipped) if r.backend == backend.name))
+    usable = [dataclasses.replace(b, available=lambda device: None) for b in (triton.BACKEND, flashinfer_mla.BACKEND)]
+    entries = [*(SimpleNamespace(name=b.name, load=lambda b=b: b) for b in usable),
+               SimpleNamespace(name="hybrid", load=lambda: hybrid.FAMILY)]
+    monkeypatch.setattr(registry, "REGISTRY", registry.Registry(entries))
+    assert select(mla(heads), device=GPU, page_size=page_size).backend.name == name
+    assert select(mla(heads), device=GPU, page_size=page_size, kv_dtype=torch.int8).backend.name == "triton"
+    assert "flashinfer_mla" not in select(device=GPU, page_size=page_size).passed_over, "it is not meant for dense layers"
 
 
 # What is shown.

@@ -48,8 +48,9 @@ def test_a_fit_gives_the_times_that_it_was_made_of() -> None:
 
 def test_the_shipped_times_are_described_within_a_tenth() -> None:
     """A user of an H200 gets a choice made of these. Decodes beside a prompt are no prefill."""
-    assert SHIPPED
-    for row in SHIPPED:
+    rows = [row for row in SHIPPED if row.extend_us]
+    assert rows
+    for row in rows:
         points = of_measurement(row)
         found = fit(points)
         assert found is not None and len(points) < len(row.extend_us)

@@ -98,10 +98,11 @@ def test_what_is_noted_is_what_steps_launch(layout: Any, monkeypatch: pytest.Mon
     # Its compiler is Inductor, which would need no kernel of the backend here: what is compiled does not matter.
     monkeypatch.setattr("quire.passes.compile.inductor.inductor", lambda gm, inputs: gm.forward)
     paged = PagedModel(model, QuireOptions(attention="triton", page_size=16, layout=layout), ahead=ahead)
-    from quire.attn_ops.backends.triton import decode, extend, write
+    from quire.attn_ops.backends.triton import decode, extend
+    from quire.attn_ops.kernels import kv_write
 
     launched: set[Launch] = set()
-    for module in (decode, extend, write):
+    for module in (decode, extend, kv_write):
         def record(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
             with recording() as found:
                 launch(kernel, grid, *args, **options)

@@ -1,4 +1,4 @@
-"""Writing a step's keys and values into the paged cache."""
+"""The kernel of ``attn_ops/kv_store.py``: a step's keys and values into the paged cache."""
 
 from __future__ import annotations
 
