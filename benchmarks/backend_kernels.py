@@ -210,10 +210,10 @@ def latent(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, Any
     site = AttentionSite(layer=0, num_heads=heads, num_kv_heads=heads, head_dim=dim, head_dim_v=DIM_V, dtype=args.dtype,
                          scale=dim**-0.5, latent=LATENT)
     against(backend, site, args)
-    point = Point("decode" if shape.decode else "extend", shape.name, shape.query_lens, shape.seq_lens, graph=shape.decode)
-    timing = measure_latent(backend, site, point, page_size=args.page_size, device=device)
-    size, flops = work(site, point)
-    return {"us": timing.us, "how": timing.how, "bytes": size, "flops": 0 if shape.decode else flops}
+    decodes = shape.kind == "decode"
+    timing = measure_latent(backend, site, replace(shape, graph=decodes), page_size=args.page_size, device=device)
+    size, flops = work(site, shape)
+    return {"us": timing.us, "how": timing.how, "bytes": size, "flops": 0 if decodes else flops}
 
 
 @dataclass(frozen=True)
