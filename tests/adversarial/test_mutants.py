@@ -1,6 +1,6 @@
 """The list of mutants keeps up with the code; ``make mutations`` runs them."""
 
-from tests.adversarial.mutants import MUTANTS
+from tests.adversarial.mutants_of_models import MUTANTS
 from tests.adversarial.mutations import ROOT, Seen, problem, text_of
 from tests.adversarial.proof_table import collected
 
