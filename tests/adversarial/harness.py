@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,9 +78,9 @@ class Decorated(Model):
         return Model.forward(self, input_ids, position_ids)
 
 
-def sequences(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
+def sequences(seed: int = 0, lengths: Sequence[int] = LENGTHS, vocab: int = VOCAB) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(VOCAB, (n,), generator=generator) for n in lengths]
+    return [torch.randint(vocab, (n,), generator=generator) for n in lengths]
 
 
 def alone(model: nn.Module, ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -93,7 +94,7 @@ def logits_of(out: Any) -> torch.Tensor:
 
 
 def cache(layers: int = 1, kv_heads: int | Sequence[int] = HEADS, head_dim: int | Sequence[int] = DIM) -> PagedKVCache:
-    return PagedKVCache(num_layers=layers, num_pages=24, page_size=PAGE, num_kv_heads=kv_heads, head_dim=head_dim,
+    return PagedKVCache(num_layers=layers, num_pages=40, page_size=PAGE, num_kv_heads=kv_heads, head_dim=head_dim,
                         dtype=torch.float32, device="cpu")
 
 
@@ -106,9 +107,25 @@ def by_hand(compiled: nn.Module, kv: PagedKVCache) -> Callable[[torch.Tensor, An
     return call
 
 
-def outcome(make: Callable[[type[Model]], Model], route: str, *, lengths: Sequence[int] = LENGTHS,
-            steps: Sequence[Sequence[int]] = STEPS, layers: int = 1, kv_heads: int | Sequence[int] = HEADS,
-            head_dim: int | Sequence[int] = DIM) -> str:
+@contextlib.contextmanager
+def opened(model: nn.Module, route: str, kv: PagedKVCache) -> Iterator[Callable[[torch.Tensor, Any], torch.Tensor]]:
+    """The call of one step on a route, for ``serve``: what an engine runs, without its scheduler, or by hand, with ``kv``."""
+    torch._dynamo.reset()
+    if route == "engine":
+        paged = PagedModel(model, QuireOptions(compiler="eager", page_size=PAGE))
+        own = PagedKVCache.for_sites(paged.sites, num_pages=40, page_size=PAGE, device="cpu")
+        try:
+            yield lambda part, meta: paged(Step(own, meta), part, meta.positions, torch.arange(len(part)))
+        finally:
+            paged.close()
+    else:
+        compiled = model if route == "decorator" else torch.compile(model, backend="quire", options={"compiler": "eager"})
+        yield by_hand(compiled, kv)
+
+
+def outcome(make: Callable[[type[Model]], nn.Module], route: str, *, lengths: Sequence[int] = LENGTHS,
+            steps: Sequence[Sequence[int]] = STEPS, vocab: int = VOCAB, layers: int = 1,
+            kv_heads: int | Sequence[int] = HEADS, head_dim: int | Sequence[int] = DIM) -> str:
     """What becomes of a model on a route: "exact", or "refused: " and why. ``make`` builds it of the class it is given.
 
     Args:
@@ -118,30 +135,15 @@ def outcome(make: Callable[[type[Model]], Model], route: str, *, lengths: Sequen
     Raises:
         AssertionError: it was served, and logits are wrong.
     """
-    torch._dynamo.reset()
-    ids = sequences(lengths=lengths)
-    model = make(Decorated if route == "decorator" else Model)
-    paged = None
+    ids = sequences(lengths=lengths, vocab=vocab)
     try:
-        if route == "engine":
-            paged = PagedModel(model, QuireOptions(compiler="eager", page_size=PAGE))
-            kv = PagedKVCache.for_sites(paged.sites, num_pages=24, page_size=PAGE, device="cpu")
-            run = paged
-
-            def call(part: torch.Tensor, meta: Any) -> torch.Tensor:
-                return run(Step(kv, meta), part, meta.positions, torch.arange(len(part)))
-        else:
-            compiled = model if route == "decorator" else torch.compile(model, backend="quire", options={"compiler": "eager"})
-            call = by_hand(compiled, cache(layers, kv_heads, head_dim))
-        got = serve(call, ids, steps, PAGE)
+        with opened(make(Decorated if route == "decorator" else Model), route, cache(layers, kv_heads, head_dim)) as call:
+            got = serve(call, ids, steps, PAGE)
     except Exception as error:
         why = refusal(error)
         if why is None:
             raise
         return f"refused: {why}"
-    finally:
-        if paged is not None:
-            paged.close()
     check_exact(got, alone(make(Model), ids))
     return "exact"
 

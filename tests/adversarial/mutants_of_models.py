@@ -96,7 +96,7 @@ MUTANTS = [
     *of("passes/rewrite/raise_sdpa.py", "{}",
         ("repeated keys that are changed in place",
          "tests/passes/rewrite/test_raise_sdpa.py::test_repeated_keys_are_peeled_and_others_are_not |"
-         " tests/adversarial/test_masks.py::test_a_repeat_that_is_changed_in_place_stays",
+         " tests/adversarial/test_practice.py::test_attention_is_served[repeated, values scaled in place-decorator]",
          "[-or is_changed(at) or is_changed(data)-]")),
     *of("passes/pipeline.py", "tests/passes/test_backend.py::{}",
         ("the interface and F.sdpa in one model", "test_a_mixture_of_routes_is_refused",

@@ -239,7 +239,6 @@ MIXES = {
     "mean of blocks": lambda m, x, p: x - F.pad(x, (0, 0, 0, -x.shape[1] % 4)).view(1, -1, 4, 16).mean(2).repeat_interleave(
         4, 1)[:, : x.shape[1]],
     "long convolution": long_convolution,
-    "decay": lambda m, x, p: (torch.where((d := p[0][:, None] - p[0]) >= 0, 0.5 ** d.clamp(min=0).float(), 0.0) @ x) * 0.1,
     "documents": lambda m, x, p: x + m.table[(p == 0).cumsum(1)],
     "from the end": lambda m, x, p: x + (x.shape[1] - 1 - p)[..., None] * 0.01,
     "the last token": lambda m, x, p: torch.where((p == p.max())[..., None], x * 2, x),

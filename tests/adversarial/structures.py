@@ -198,6 +198,8 @@ SERVED = {
     "one key head": (one(lambda m, x, p, q, k, v: (q, *few(m, x, 1))), (1, 1, 4)),
     "repeated and scaled": (one(lambda m, x, p, q, k, v: (q, *(
         t.repeat_interleave(2, 1) * m.scale[:4].view(1, 4, 1, 1) for t in few(m, x)))), (1, 4, 4)),
+    "repeated, values scaled in place": (one(lambda m, x, p, q, k, v: (q, (kv := [
+        t.repeat_interleave(2, 1) for t in few(m, x)])[0], kv[1].mul_(m.scale[:4].view(1, 4, 1, 1)))), (1, 4, 4)),
     "scale": (one(scale=0.3), (1, 4, 4)),
     "scale learned, in the queries": (one(lambda m, x, p, q, k, v: (q * m.scale[0], k, v)), (1, 4, 4)),
     "queries by position": (one(lambda m, x, p, q, k, v: (q * (p + 2).float().log()[:, None, :, None], k, v)), (1, 4, 4)),
