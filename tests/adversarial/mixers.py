@@ -160,31 +160,30 @@ def balanced(m: Model, x: Tensor, p: Tensor) -> Tensor:
     return x * (gates / gates.sum(1, keepdim=True)).sum(-1, keepdim=True)
 
 
-def grouped(m: Model, x: Tensor, p: Tensor, counted: Any = None, descending: bool = False, back: bool = True) -> Tensor:
-    """Experts as in transformers: rows sorted by expert, one product per group, put back."""
-    weights, ids = (x[0] @ m.w[:, :4]).softmax(-1).topk(2)
-    by_expert, order = ids.reshape(-1).sort(descending=descending)
-    counts = torch.histc((by_expert if counted is None else counted(by_expert)).float(), bins=4, min=0, max=3)
-    y = torch.ops.transformers.grouped_mm_fallback(x[0][order // 2], m.experts, counts.cumsum(0, dtype=torch.int32))
-    y = y * weights.reshape(-1)[order][:, None]
+def inverse_of(order: Tensor) -> Tensor:
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0])
-    return (y[inverse] if back else y).view(-1, 2, 16).sum(1)[None]
+    return inverse
 
 
-def counted(m: Model, x: Tensor, of_all: Any = None, sorted_of: Any = None, ids_of: Any = None) -> Tensor:
-    """Experts as in ``grouped``, with counts of the ids by one-hot vectors: ``of_all(ids)``, of the ids ``ids_of(gates)``, of
-    which ``sorted_of(ids)`` are sorted."""
-    gates = (x[0] @ m.w[:, :4]).softmax(-1)
-    ids = gates.topk(2)[1] if ids_of is None else ids_of(gates)
-    pairs = ids if sorted_of is None else sorted_of(ids)
-    k = pairs.shape[1]
-    order = pairs.reshape(-1).argsort()
-    counts = one_hot(ids).sum(0) if of_all is None else of_all(ids)
-    y = torch.ops.transformers.grouped_mm_fallback(x[0][order // k], m.experts, counts.cumsum(0, dtype=torch.int32))
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.shape[0])
-    return y[inverse].view(-1, k, 16).sum(1)[None]
+def by_expert(x: Tensor, scores: Tensor, experts: Tensor, *, ids: Tensor | None = None, counts: Any = None, offsets: Any = None,
+              rows: Any = None, descending: bool = False, weights: Tensor | None = None) -> Tensor:
+    """Experts (4, W, W) of rows x (T, W) as in transformers: rows sorted by expert, one product per group, put back; of the two
+    best scores (T, 4), or of ``ids``. ``counts(sorted ids, ids)``, ``offsets(counts)``, ``rows(x, order)`` in another way."""
+    ids = scores.topk(2)[1] if ids is None else ids
+    k = ids.shape[1]
+    found, order = ids.reshape(-1).sort(descending=descending)
+    each = torch.histc(found.float(), bins=4, min=0, max=3) if counts is None else counts(found, ids)
+    ends = each.cumsum(0, dtype=torch.int32) if offsets is None else offsets(each)
+    y = torch.ops.transformers.grouped_mm_fallback(x[order // k] if rows is None else rows(x, order), experts, ends)
+    y = y if weights is None else y * weights.reshape(-1)[order][:, None]
+    return y[inverse_of(order)].view(-1, k, x.shape[1]).sum(1)
+
+
+def grouped(m: Model, x: Tensor, p: Tensor, counts: Any = None) -> Tensor:
+    scores = (x[0] @ m.w[:, :4]).softmax(-1)
+    weights, ids = scores.topk(2)
+    return by_expert(x[0], scores, m.experts, ids=ids, weights=weights, counts=counts)[None]
 
 
 def one_hot(ids: Tensor, filled: float = 0.0) -> Tensor:
@@ -347,14 +346,8 @@ MIXES = {
     "written to a buffer": stored,
     "capacity": capacity,
     "balanced router": balanced,
-    "experts in another order": lambda m, x, p: grouped(m, x, p, descending=True),
-    "experts by other counts": lambda m, x, p: grouped(m, x, p, lambda ids: (ids + 1).clamp(max=3)),
-    "experts that are not put back": lambda m, x, p: grouped(m, x, p, back=False),
-    "counts of more than is sorted": lambda m, x, p: counted(m, x, sorted_of=lambda ids: ids[:, :1]),
-    "counts of less than is sorted": lambda m, x, p: counted(m, x, sorted_of=lambda ids: ids.repeat(1, 2)),
-    "counts of groups that share ids": lambda m, x, p: counted(
-        m, x, ids_of=lambda gates: gates.view(-1, 2, 2).topk(1)[1].view(-1, 2)),
-    "counts as truths": lambda m, x, p: counted(m, x, lambda ids: one_hot(ids).sum(0).bool().int()),
+    "experts by other counts": lambda m, x, p: grouped(m, x, p, lambda found, ids: torch.histc(
+        (found + 1).clamp(max=3).float(), bins=4, min=0, max=3)),
     "take": lambda m, x, p: x + x.take(p)[..., None],
     "norm of all": lambda m, x, p: x / x.norm(),
     "global scale": lambda m, x, p: (x / x.abs().amax() * 127).round() * x.abs().amax() / 127,
@@ -387,7 +380,7 @@ SERVED = {
     "matmul per token": lambda m, x, p: (x.unflatten(-1, (4, 4)) @ x.unflatten(-1, (4, 4)).mT).flatten(2) * 0.1,
     "router": router,
     "experts by group": grouped,
-    "experts by counted ids": lambda m, x, p: counted(m, x),
+    "experts by counted ids": lambda m, x, p: grouped(m, x, p, lambda found, ids: one_hot(ids).sum(0)),
     "scattered router": scattered_router,
     "expert per token": expert_per_token,
     "sorted by expert and back": sorted_by_expert,
