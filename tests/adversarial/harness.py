@@ -33,29 +33,26 @@ ROUTES = ("engine", "decorator", "compile")
 
 
 class Attention(nn.Module):
-    """Causal attention by F.scaled_dot_product_attention; ``mask(module, position_ids)`` makes attn_mask."""
+    """Causal attention by F.scaled_dot_product_attention; with ``mask``, that one."""
 
-    def __init__(self, mask: Callable[..., torch.Tensor] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out, self.mask = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), mask
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = (t.view(*t.shape[:2], HEADS, DIM).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        if self.mask is None:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(self, position_ids))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.out(out.transpose(1, 2).flatten(2))
 
 
 class Model(nn.Module):
     """A causal LM of one attention layer with ``mix(model, x, positions)`` behind it, x (1, T, WIDTH)."""
 
-    def __init__(self, mix: Mix | None = None, mask: Callable[..., torch.Tensor] | None = None) -> None:
+    def __init__(self, mix: Mix | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.mix = mix
-        self.embed, self.place, self.attention = nn.Embedding(VOCAB, WIDTH), nn.Embedding(64, WIDTH), Attention(mask)
+        self.embed, self.place, self.attention = nn.Embedding(VOCAB, WIDTH), nn.Embedding(64, WIDTH), Attention()
         self.w, self.head = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), nn.Linear(WIDTH, VOCAB)
         self.bias, self.scale = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.rand(WIDTH) + 0.5)
         self.point, self.conv = nn.Conv1d(WIDTH, WIDTH, 1), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
@@ -68,7 +65,7 @@ class Model(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids) + self.place(position_ids)
-        x = x + self.attention(x, position_ids)
+        x = x + self.attention(x)
         return self.head(x if self.mix is None else self.mix(self, x, position_ids))
 
 

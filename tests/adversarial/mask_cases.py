@@ -21,8 +21,9 @@ from torch import nn
 
 import quire
 from tests.adversarial import harness
+from tests.adversarial.harness import HEADS, WIDTH
 
-VOCAB, HIDDEN, HEADS, REACH = 64, 16, 4, 128
+VOCAB, REACH = 64, 128
 LENGTHS, STEPS = (61, 9, 30), ((30, 4, 1), (31, 5, 29))  # chunks of a prefill, of three sequences at once
 Mask = Callable[["Model", torch.Tensor, torch.Tensor], Any]  # (model, input_ids, position_ids) -> attn_mask
 
@@ -34,16 +35,14 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.mask = mask
-        self.embed, self.place = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(REACH, HIDDEN)
-        self.qkv, self.head = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.embed, self.place = nn.Embedding(VOCAB, WIDTH), nn.Embedding(REACH, WIDTH)
+        self.attention, self.head = harness.Attention(), nn.Linear(WIDTH, VOCAB, bias=False)
         for name, tensor in buffers.items():
             self.register_buffer(name, tensor)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids) + self.place(position_ids)
-        q, k, v = (t.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(self, input_ids, position_ids))
-        return self.head(x + out.transpose(1, 2).flatten(2))
+        return self.head(x + self.attention(x, self.mask(self, input_ids, position_ids)))
 
 
 class Decorated(Model):

@@ -205,8 +205,8 @@ MIXES = {
     "pooled by segment": lambda m, x, p: x + torch.zeros(1, 16, 16).scatter_add(1, (p // 4)[..., None].expand_as(x), x).gather(
         1, (p // 4)[..., None].expand_as(x)),
     "NTK by the last": rotated_by_the_last,
-    "branch on the length": lambda m, x, p: x * 2 if x.shape[1] > 6 else x,
     "branch on twice the length": lambda m, x, p: x * 2 if 2 * x.shape[1] + 1 == 15 else x,
+    "branch on the length": lambda m, x, p: x * 2 if x.shape[1] > 6 else x,
     "layer by the length": lambda m, x, p: x @ m.experts[x.shape[1] % 4],
     "local attention": local_attention,
     "mean of blocks": lambda m, x, p: x - F.pad(x, (0, 0, 0, -x.shape[1] % 4)).view(1, -1, 4, 16).mean(2).repeat_interleave(

@@ -124,43 +124,32 @@ def test_refused(model, message) -> None:
 RECORDED: list[object] = []
 
 
-def to_closure(model, seen):
-    model.layers[0].register_forward_hook(lambda module, args, out: seen.append(out))
+def on_layer(hook):
+    return lambda model, seen: model.layers[0].register_forward_hook(lambda module, args, out: hook(seen, out))
 
 
-def to_global(model, seen):
-    model.layers[0].register_forward_hook(lambda module, args, out: RECORDED.append(out.shape))
+def on_rotary(hook):
+    return lambda model, seen: model.model.rotary_emb.register_forward_hook(
+        lambda module, args, out: hook(seen, module, out[0]))
 
 
-def to_module(model, seen):
-    model.layers[0].register_forward_pre_hook(lambda module, args: setattr(module, "seen", args[0]))
-
-
-def to_rotary_closure(model, seen):
-    model.model.rotary_emb.register_forward_hook(lambda module, args, out: seen.append(out[0]))
-
-
-def to_rotary(model, seen):
-    model.model.rotary_emb.register_forward_hook(lambda module, args, out: setattr(module, "seen", out[0]))
-
-
-def to_config(model, seen):
-    model.model.layers[0].register_forward_hook(lambda module, args, out: setattr(model.config, "seen", 1))
-
-
-def to_rope_parameters(model, seen):
-    model.model.layers[0].register_forward_hook(lambda module, args, out: model.config.rope_parameters.update(seen=1))
+def on_config(hook):
+    return lambda model, seen: model.model.layers[0].register_forward_hook(lambda module, args, out: hook(model.config))
 
 
 @pytest.mark.skipif(not hasattr(torch._dynamo.output_graph.OutputGraph, "get_replayed_side_effect_source_refs"),
                     reason="this torch cannot tell")
 @pytest.mark.parametrize("record, what", [
-    (to_closure, "what a hook of model.layers.0 holds[.] It runs"),
-    (to_global, "tests.passes.capture.test_paged_model.RECORDED[.] It runs"),
-    (to_module, "model.layers.0[.] It runs"),
+    (on_layer(lambda seen, out: seen.append(out)), "what a hook of model.layers.0 holds[.] It runs"),
+    (on_layer(lambda seen, out: RECORDED.append(out.shape)), "tests.passes.capture.test_paged_model.RECORDED[.] It runs"),
+    (lambda model, seen: model.layers[0].register_forward_pre_hook(lambda module, args: setattr(module, "seen", args[0])),
+     "model.layers.0[.] It runs"),
     # Where transformers changes things itself.
-    (to_rotary_closure, ""), (to_rotary, ""), (to_config, ""), (to_rope_parameters, ""),
-], ids=lambda x: getattr(x, "__name__", ""))
+    (on_rotary(lambda seen, module, out: seen.append(out)), ""),
+    (on_rotary(lambda seen, module, out: setattr(module, "seen", out)), ""),
+    (on_config(lambda config: setattr(config, "seen", 1)), ""),
+    (on_config(lambda config: config.rope_parameters.update(seen=1)), ""),
+], ids=["closure", "global", "module", "rotary_closure", "rotary", "config", "rope_parameters"])
 def test_hooks_that_record_are_refused(record, what) -> None:
     model, seen = tiny(is_causal=True) if what else build(SERVED["llama"]), []
     record(model, seen)
