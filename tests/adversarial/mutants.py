@@ -47,15 +47,14 @@ def of(file: str, tests: str, *rows: tuple[str, ...]) -> list[Mutant]:
     ``tests`` is the argument of pytest, with the case at {}; a case with :: is another test, without ``tests/`` and ``.py``."""
     def test(case: str) -> str:
         where, _, name = case.partition("::")
-        return f"tests/{where}.py::{name}".removesuffix("::") if "::" in case else tests.format(case)
+        return f"tests/{where}.py::{name}" if name else tests.format(case)
 
     return [Mutant(file, rule, *old_and_new(edit), "\n".join(map(test, cases.split(" | "))), *second)
             for rule, cases, edit, *second in rows]
 
 
-_VERIFY = "tests/passes/verify/"
-TOKENS, PICKS = (f"{_VERIFY}test_tokens.py::{name}[{{}}]" for name in ("test_refused_for_what_it_does", "test_rows_asked_for"))
-MASKS, KINDS = (f"{_VERIFY}test_masks.py::{name}[{{}}]" for name in ("test_refused", "test_kind"))
+TOKENS = "tests/passes/verify/test_tokens.py::test_refused_for_what_it_does[{}]"
+MASKS = "tests/passes/verify/test_masks.py::test_refused[{}]"
 
 MUTANTS_OF_PROOFS = [
     *of("passes/verify/row_rules.py", TOKENS,
