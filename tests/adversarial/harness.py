@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,29 +33,26 @@ ROUTES = ("engine", "decorator", "compile")
 
 
 class Attention(nn.Module):
-    """Causal attention by F.scaled_dot_product_attention; ``mask(module, position_ids)`` makes attn_mask."""
+    """Causal attention by F.scaled_dot_product_attention; with ``mask``, that one."""
 
-    def __init__(self, mask: Callable[..., torch.Tensor] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out, self.mask = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), mask
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = (t.view(*t.shape[:2], HEADS, DIM).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        if self.mask is None:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(self, position_ids))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.out(out.transpose(1, 2).flatten(2))
 
 
 class Model(nn.Module):
     """A causal LM of one attention layer with ``mix(model, x, positions)`` behind it, x (1, T, WIDTH)."""
 
-    def __init__(self, mix: Mix | None = None, mask: Callable[..., torch.Tensor] | None = None) -> None:
+    def __init__(self, mix: Mix | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.mix = mix
-        self.embed, self.place, self.attention = nn.Embedding(VOCAB, WIDTH), nn.Embedding(64, WIDTH), Attention(mask)
+        self.embed, self.place, self.attention = nn.Embedding(VOCAB, WIDTH), nn.Embedding(64, WIDTH), Attention()
         self.w, self.head = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), nn.Linear(WIDTH, VOCAB)
         self.bias, self.scale = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.rand(WIDTH) + 0.5)
         self.point, self.conv = nn.Conv1d(WIDTH, WIDTH, 1), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
@@ -67,7 +65,7 @@ class Model(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids) + self.place(position_ids)
-        x = x + self.attention(x, position_ids)
+        x = x + self.attention(x)
         return self.head(x if self.mix is None else self.mix(self, x, position_ids))
 
 
@@ -77,9 +75,9 @@ class Decorated(Model):
         return Model.forward(self, input_ids, position_ids)
 
 
-def sequences(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
+def sequences(seed: int = 0, lengths: Sequence[int] = LENGTHS, vocab: int = VOCAB) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(VOCAB, (n,), generator=generator) for n in lengths]
+    return [torch.randint(vocab, (n,), generator=generator) for n in lengths]
 
 
 def alone(model: nn.Module, ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -93,7 +91,7 @@ def logits_of(out: Any) -> torch.Tensor:
 
 
 def cache(layers: int = 1, kv_heads: int | Sequence[int] = HEADS, head_dim: int | Sequence[int] = DIM) -> PagedKVCache:
-    return PagedKVCache(num_layers=layers, num_pages=24, page_size=PAGE, num_kv_heads=kv_heads, head_dim=head_dim,
+    return PagedKVCache(num_layers=layers, num_pages=40, page_size=PAGE, num_kv_heads=kv_heads, head_dim=head_dim,
                         dtype=torch.float32, device="cpu")
 
 
@@ -106,9 +104,25 @@ def by_hand(compiled: nn.Module, kv: PagedKVCache) -> Callable[[torch.Tensor, An
     return call
 
 
-def outcome(make: Callable[[type[Model]], Model], route: str, *, lengths: Sequence[int] = LENGTHS,
-            steps: Sequence[Sequence[int]] = STEPS, layers: int = 1, kv_heads: int | Sequence[int] = HEADS,
-            head_dim: int | Sequence[int] = DIM) -> str:
+@contextlib.contextmanager
+def opened(model: nn.Module, route: str, kv: PagedKVCache) -> Iterator[Callable[[torch.Tensor, Any], torch.Tensor]]:
+    """The call of one step on a route, for ``serve``: what an engine runs, without its scheduler, or by hand, with ``kv``."""
+    torch._dynamo.reset()
+    if route == "engine":
+        paged = PagedModel(model, QuireOptions(compiler="eager", page_size=PAGE))
+        own = PagedKVCache.for_sites(paged.sites, num_pages=40, page_size=PAGE, device="cpu")
+        try:
+            yield lambda part, meta: paged(Step(own, meta), part, meta.positions, torch.arange(len(part)))
+        finally:
+            paged.close()
+    else:
+        compiled = model if route == "decorator" else torch.compile(model, backend="quire", options={"compiler": "eager"})
+        yield by_hand(compiled, kv)
+
+
+def outcome(make: Callable[[type[Model]], nn.Module], route: str, *, lengths: Sequence[int] = LENGTHS,
+            steps: Sequence[Sequence[int]] = STEPS, vocab: int = VOCAB, layers: int = 1,
+            kv_heads: int | Sequence[int] = HEADS, head_dim: int | Sequence[int] = DIM) -> str:
     """What becomes of a model on a route: "exact", or "refused: " and why. ``make`` builds it of the class it is given.
 
     Args:
@@ -118,30 +132,15 @@ def outcome(make: Callable[[type[Model]], Model], route: str, *, lengths: Sequen
     Raises:
         AssertionError: it was served, and logits are wrong.
     """
-    torch._dynamo.reset()
-    ids = sequences(lengths=lengths)
-    model = make(Decorated if route == "decorator" else Model)
-    paged = None
+    ids = sequences(lengths=lengths, vocab=vocab)
     try:
-        if route == "engine":
-            paged = PagedModel(model, QuireOptions(compiler="eager", page_size=PAGE))
-            kv = PagedKVCache.for_sites(paged.sites, num_pages=24, page_size=PAGE, device="cpu")
-            run = paged
-
-            def call(part: torch.Tensor, meta: Any) -> torch.Tensor:
-                return run(Step(kv, meta), part, meta.positions, torch.arange(len(part)))
-        else:
-            compiled = model if route == "decorator" else torch.compile(model, backend="quire", options={"compiler": "eager"})
-            call = by_hand(compiled, cache(layers, kv_heads, head_dim))
-        got = serve(call, ids, steps, PAGE)
+        with opened(make(Decorated if route == "decorator" else Model), route, cache(layers, kv_heads, head_dim)) as call:
+            got = serve(call, ids, steps, PAGE)
     except Exception as error:
         why = refusal(error)
         if why is None:
             raise
         return f"refused: {why}"
-    finally:
-        if paged is not None:
-            paged.close()
     check_exact(got, alone(make(Model), ids))
     return "exact"
 

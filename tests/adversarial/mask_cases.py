@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import math
 import os
@@ -18,40 +20,29 @@ from hypothesis import strategies as st
 from torch import nn
 
 import quire
-from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.step import Step, running
-from quire.passes.backend import QuireBackend
-from quire.passes.capture.paged_model import PagedModel
-from quire.passes.options import QuireOptions
-from tests.steps import serve
+from tests.adversarial import harness
+from tests.adversarial.harness import HEADS, WIDTH
 
-VOCAB, HIDDEN, HEADS, REACH = 64, 16, 4, 128
+VOCAB, REACH = 64, 128
 LENGTHS, STEPS = (61, 9, 30), ((30, 4, 1), (31, 5, 29))  # chunks of a prefill, of three sequences at once
-#: Logits are of order 1; both sides compute in float32 and differ in the order of sums over 61 terms at most.
-TOLERANCE = 1e-5
 Mask = Callable[["Model", torch.Tensor, torch.Tensor], Any]  # (model, input_ids, position_ids) -> attn_mask
 
 
 class Model(nn.Module):
-    """A causal LM of one layer. Its buffers are there for masks to use. ``before(model, x, position_ids)`` changes x."""
+    """A causal LM of one layer. Its buffers are there for masks to use."""
 
-    def __init__(self, mask: Mask, is_causal: bool = False, before: Mask | None = None, **buffers: torch.Tensor) -> None:
+    def __init__(self, mask: Mask, **buffers: torch.Tensor) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.mask, self.is_causal, self.before = mask, is_causal, before
-        self.embed, self.place = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(REACH, HIDDEN)
-        self.qkv, self.head = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.mask = mask
+        self.embed, self.place = nn.Embedding(VOCAB, WIDTH), nn.Embedding(REACH, WIDTH)
+        self.attention, self.head = harness.Attention(), nn.Linear(WIDTH, VOCAB, bias=False)
         for name, tensor in buffers.items():
             self.register_buffer(name, tensor)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids) + self.place(position_ids)
-        if self.before is not None:
-            x = self.before(self, x, position_ids)
-        q, k, v = (t.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        mask = self.mask(self, input_ids, position_ids)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.is_causal)
-        return self.head(x + out.transpose(1, 2).flatten(2))
+        return self.head(x + self.attention(x, self.mask(self, input_ids, position_ids)))
 
 
 class Decorated(Model):
@@ -59,83 +50,18 @@ class Decorated(Model):
 
 
 def sequences() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(VOCAB, (n,), generator=generator) for n in LENGTHS]
-
-
-def plain(model: Model) -> list[torch.Tensor]:
-    """Logits of each sequence alone."""
-    with torch.no_grad():
-        return [Model.forward(model, s[None], torch.arange(len(s))[None])[0] for s in sequences()]
-
-
-def paged(run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-    """Logits of the sequences in two ragged steps; ``run(step, ids, positions)`` gives those of one."""
-    cache = PagedKVCache(num_layers=1, num_pages=64, page_size=4, num_kv_heads=HEADS, head_dim=HIDDEN // HEADS,
-                         dtype=torch.float32, device="cpu")
-    with torch.no_grad():
-        return serve(lambda ids, meta: run(cache, meta, ids, meta.positions), sequences(), STEPS, 4)
-
-
-def by_compile(model: Model) -> list[torch.Tensor]:
-    compiled = torch.compile(model, backend=QuireBackend(QuireOptions(compiler="eager")), fullgraph=True)
-
-    def run(cache: Any, meta: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        with quire.step(cache, meta):
-            return compiled(input_ids=ids[None], position_ids=positions[None])[0]
-
-    return paged(run)
-
-
-def by_decorator(model: Model) -> list[torch.Tensor]:
-    model.__class__ = Decorated
-
-    def run(cache: Any, meta: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        with quire.step(cache, meta):
-            return model(input_ids=ids[None], position_ids=positions[None])[0]
-
-    try:
-        return paged(run)
-    finally:
-        model.__class__ = Model
-
-
-def by_engine(model: Model) -> list[torch.Tensor]:
-    """What an engine runs, without its scheduler."""
-    served = PagedModel(model, QuireOptions(compiler="eager", page_size=4))
-
-    def run(cache: Any, meta: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        with running(step := Step(cache, meta)):
-            return served(step, ids, positions, torch.arange(len(ids)))
-
-    try:
-        return paged(run)
-    finally:
-        served.close()
-
-
-ROUTES = {"compile": by_compile, "decorator": by_decorator, "engine": by_engine}
+    return harness.sequences(3, LENGTHS, VOCAB)
 
 
 def outcome(model: Model, route: str) -> str:
-    """"exact", or "refused: why".
+    """As ``harness.outcome``, of copies of a model that has run before."""
+    harness.alone(model, sequences()[1:2])
+    def make(kind: type) -> nn.Module:
+        made = copy.deepcopy(model)
+        made.__class__ = Decorated if kind is harness.Decorated else Model
+        return made
 
-    Raises:
-        AssertionError: the model was served, and gave other logits than alone.
-    """
-    expected = plain(model)
-    torch._dynamo.reset()
-    try:
-        got = ROUTES[route](model)
-    except quire.UnsupportedAttention as why:
-        return f"refused: {why}"
-    except torch._dynamo.exc.BackendCompilerFailed as error:
-        if isinstance(error.inner_exception, quire.UnsupportedAttention):
-            return f"refused: {error.inner_exception}"
-        raise
-    worst = max((g - w).abs().max().item() for g, w in zip(got, expected, strict=True))
-    assert worst <= TOLERANCE, f"served by {route}, and wrong by {worst:.2g}"
-    return "exact"
+    return harness.outcome(make, route, lengths=LENGTHS, steps=STEPS, vocab=VOCAB)
 
 
 # Random masks: a tree of operators, drawn by hypothesis and run in the model's forward.
@@ -186,6 +112,8 @@ CAUSAL = {
     "triu": lambda i, j: torch.ones_like(i - j).triu(1) == 0, "maximum": lambda i, j: torch.maximum(i, j) == i,
     "sign": lambda i, j: torch.sign(i - j) >= 0, "relu": lambda i, j: F.relu(j - i) == 0,
     "packed": lambda i, j: (j <= i) & ((i == 0).cumsum(-2) == (j == 0).cumsum(-1)),
+    "grid": lambda i, j: torch.ge(*torch.meshgrid(i[:, 0], j[0], indexing="ij")),
+    "grid_xy": lambda i, j: torch.le(*torch.meshgrid(j[0], i[:, 0], indexing="xy")),
 }
 WINDOW = {
     "gt": lambda i, j, w: j > i - w, "difference": lambda i, j, w: i - j < w, "le": lambda i, j, w: i - j <= w - 1,
@@ -198,9 +126,9 @@ CHUNK = {
     "floordiv": lambda i, j, c: i // c == j // c, "floor": lambda i, j, c: j >= (i // c) * c,
     "mod": lambda i, j, c: i - i % c == j - j % c, "div": lambda i, j, c: (
         torch.div(i, c, rounding_mode="floor") - torch.div(j, c, rounding_mode="floor")) == 0,
-    "shifted": lambda i, j, c: (i + 1) // c == (j + 1) // c, "trunc": lambda i, j, c: (
-        torch.div(i, c, rounding_mode="trunc") == torch.div(j, c, rounding_mode="trunc")),
+    "trunc": lambda i, j, c: torch.div(i, c, rounding_mode="trunc") == torch.div(j, c, rounding_mode="trunc"),
     "and": lambda i, j, c: (i.long() & -8) == (j.long() & -8), "or": lambda i, j, c: (i.long() | 7) == (j.long() | 7),
+    "bits": lambda i, j, c: i.long() - (i.long() & 7) == j.long() - (j.long() & 7),
     "shift": lambda i, j, c: (i.long() >> 2) << 2 <= j, "eighth": lambda i, j, c: (i / 8).floor() == (j / 8).floor(),
     "ceil": lambda i, j, c: ((i + 1) / 4).ceil() == ((j + 1) / 4).ceil(),
 }
@@ -222,16 +150,17 @@ def spoilers(name: str, tree: Tree, m: Model, ids: torch.Tensor, i: torch.Tensor
         "buckets": lambda: torch.bucketize((i - j).clamp(min=0), m.blocks[::8]) < 3,
         "sparse": lambda: (i // 8 == j // 8) | (j % 8 == 7), "bits": lambda: ((i - j).long() & 3) == 0,
         "growing": lambda: i - j < n + i // 4, "seen": lambda: (row == 5).cumsum(-1)[None] < 2,
-        "stacked": lambda: torch.stack([j <= i, i - j < n], -1).any(-1), "some_heads": lambda: torch.stack(
-            [i - j < n, i - j < n, i - j < n + 1, i - j < n]),
-        "later_rows": lambda: (i >= 40).cumsum(-2) < 3,
+        "shifted_chunk": lambda: (i + 1) // 8 == (j + 1) // 8, "two_chunks": lambda: i // 8 - j // 8 <= 1,
+        "some_heads": lambda: torch.stack([i - j < n, i - j < n, i - j < n + 1, i - j < n]),
+        "later_rows": lambda: (i >= 40).cumsum(-2) < 3, "decay": lambda: torch.exp((j - i).float()) > 1e-3,
     }[name]()
 
 
 SPOILERS = ("prefix", "ids", "isin", "kinds", "document", "hash", "length", "dilated", "table", "late", "per_head", "holes",
-            "sink", "first", "hidden", "buckets", "sparse", "bits", "growing", "seen", "stacked", "some_heads", "later_rows")
-HARMLESS = ("true", "past", "nonnegative", "stored_triangle", "stored_band", "same_heads", "size", "size2d", "blocks",
-            "stacked", "summed", "every_head", "repeated")
+            "sink", "first", "hidden", "buckets", "sparse", "bits", "growing", "seen", "shifted_chunk", "two_chunks",
+            "some_heads", "later_rows", "decay")
+HARMLESS = ("true", "past", "nonnegative", "stored_triangle", "stored_band", "same_heads", "size", "size2d", "blocks", "all",
+            "any", "product", "least", "subtracted", "summed", "every_head", "joined_heads", "repeated", "narrowed")
 
 
 def harmless(name: str, tree: Tree, m: Model, ids: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
@@ -242,10 +171,16 @@ def harmless(name: str, tree: Tree, m: Model, ids: torch.Tensor, i: torch.Tensor
         "stored_triangle": lambda: m.triangle[:, :, :s, :s], "stored_band": lambda: m.band[:, :, :s, :s],
         "same_heads": lambda: i - j < m.same_heads, "size": lambda: i - j < m.size, "size2d": lambda: i - j < m.size2d,
         "blocks": lambda: m.blocks[:s][:, None] == m.blocks[:s][None],
-        "stacked": lambda: torch.stack([j <= i, i - j < m.size]).all(0),
+        "all": lambda: torch.stack([j <= i, i - j < m.size]).all(0),
+        "any": lambda: torch.stack([j <= i, i - j < m.size], -1).any(-1),
+        "product": lambda: torch.stack([j <= i, i - j < m.size]).int().prod(0).bool(),
+        "least": lambda: torch.stack([j <= i, i - j < m.size], -1).float().amin(-1) > 0,
+        "subtracted": lambda: (torch.ones(s, s).tril() - torch.ones(s, s).tril(-8)).bool(),
         "summed": lambda: (j <= i).int() + (i - j < m.size).int() == 2,
-        "every_head": lambda: torch.stack([i - j < m.size] * HEADS), "repeated": lambda: (j <= i).expand(
-            1, 1, s, s).repeat_interleave(HEADS, 1),
+        "every_head": lambda: torch.stack([i - j < m.size] * HEADS),
+        "joined_heads": lambda: torch.cat([(j <= i)[None]] * HEADS)[None],
+        "repeated": lambda: (j <= i).expand(1, 1, s, s).repeat_interleave(HEADS, 1),
+        "narrowed": lambda: m.triangle[0, 0].narrow(0, 0, s).narrow(1, 0, s),
     }[name]()
 
 
@@ -311,6 +246,18 @@ def trees(draw: st.DrawFn) -> tuple[Tree, str, int]:
 
 def random_model(tree: Tree, how: str, number: int) -> Model:
     return Model(lambda m, ids, positions: finish(how, build(tree, m, ids, positions)), **buffers(number))
+
+
+@functools.cache
+def conditions() -> dict[str, Model]:
+    """Each condition, number and way to hand over a mask once, on a causal mask."""
+    tables = {"causal": CAUSAL, "window": WINDOW, "chunk": CHUNK, "fine": HARMLESS, "spoil": SPOILERS}
+    plain = Tree("causal:ids:le")
+    trees = {f"{kind}: {name}": Tree("and:", 0, (plain, Tree(f"{kind}:ids:{name}", 8)))
+             for kind, table in tables.items() for name in table}
+    trees |= {f"numbers: {name}": Tree(f"causal:{name}:le") for name in SPELLINGS}
+    return {name: random_model(tree, "bool", 8) for name, tree in trees.items()} | {
+        f"finish: {how}": random_model(plain, how, 8) for how in FINISHES}
 
 
 def is_a_known_kind(model: Model) -> bool:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -159,31 +160,30 @@ def balanced(m: Model, x: Tensor, p: Tensor) -> Tensor:
     return x * (gates / gates.sum(1, keepdim=True)).sum(-1, keepdim=True)
 
 
-def grouped(m: Model, x: Tensor, p: Tensor, counted: Any = None, descending: bool = False, back: bool = True) -> Tensor:
-    """Experts as in transformers: rows sorted by expert, one product per group, put back."""
-    weights, ids = (x[0] @ m.w[:, :4]).softmax(-1).topk(2)
-    by_expert, order = ids.reshape(-1).sort(descending=descending)
-    counts = torch.histc((by_expert if counted is None else counted(by_expert)).float(), bins=4, min=0, max=3)
-    y = torch.ops.transformers.grouped_mm_fallback(x[0][order // 2], m.experts, counts.cumsum(0, dtype=torch.int32))
-    y = y * weights.reshape(-1)[order][:, None]
+def inverse_of(order: Tensor) -> Tensor:
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0])
-    return (y[inverse] if back else y).view(-1, 2, 16).sum(1)[None]
+    return inverse
 
 
-def counted(m: Model, x: Tensor, of_all: Any = None, sorted_of: Any = None, ids_of: Any = None) -> Tensor:
-    """Experts as in ``grouped``, with counts of the ids by one-hot vectors: ``of_all(ids)``, of the ids ``ids_of(gates)``, of
-    which ``sorted_of(ids)`` are sorted."""
-    gates = (x[0] @ m.w[:, :4]).softmax(-1)
-    ids = gates.topk(2)[1] if ids_of is None else ids_of(gates)
-    pairs = ids if sorted_of is None else sorted_of(ids)
-    k = pairs.shape[1]
-    order = pairs.reshape(-1).argsort()
-    counts = one_hot(ids).sum(0) if of_all is None else of_all(ids)
-    y = torch.ops.transformers.grouped_mm_fallback(x[0][order // k], m.experts, counts.cumsum(0, dtype=torch.int32))
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.shape[0])
-    return y[inverse].view(-1, k, 16).sum(1)[None]
+def by_expert(x: Tensor, scores: Tensor, experts: Tensor, *, ids: Tensor | None = None, counts: Any = None, offsets: Any = None,
+              rows: Any = None, descending: bool = False, weights: Tensor | None = None) -> Tensor:
+    """Experts (4, W, W) of rows x (T, W) as in transformers: rows sorted by expert, one product per group, put back; of the two
+    best scores (T, 4), or of ``ids``. ``counts(sorted ids, ids)``, ``offsets(counts)``, ``rows(x, order)`` in another way."""
+    ids = scores.topk(2)[1] if ids is None else ids
+    k = ids.shape[1]
+    found, order = ids.reshape(-1).sort(descending=descending)
+    each = torch.histc(found.float(), bins=4, min=0, max=3) if counts is None else counts(found, ids)
+    ends = each.cumsum(0, dtype=torch.int32) if offsets is None else offsets(each)
+    y = torch.ops.transformers.grouped_mm_fallback(x[order // k] if rows is None else rows(x, order), experts, ends)
+    y = y if weights is None else y * weights.reshape(-1)[order][:, None]
+    return y[inverse_of(order)].view(-1, k, x.shape[1]).sum(1)
+
+
+def grouped(m: Model, x: Tensor, p: Tensor, counts: Any = None) -> Tensor:
+    scores = (x[0] @ m.w[:, :4]).softmax(-1)
+    weights, ids = scores.topk(2)
+    return by_expert(x[0], scores, m.experts, ids=ids, weights=weights, counts=counts)[None]
 
 
 def one_hot(ids: Tensor, filled: float = 0.0) -> Tensor:
@@ -218,7 +218,54 @@ def recurrence(m: Model, x: Tensor, p: Tensor) -> Tensor:
 
 
 # fmt: off
+#: Functions of x that mix along one dimension: of tokens they are refused, of features served.
+ALONG: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "mean": lambda x, d: x - x.mean(d, keepdim=True),
+    "softmax": lambda x, d: x * x.softmax(d),
+    "cumsum": lambda x, d: x + 0.1 * x.cumsum(d),
+    "std": lambda x, d: x / (1 + x.std(d, keepdim=True)),
+    "amax": lambda x, d: x - x.amax(d, keepdim=True),
+    "roll": lambda x, d: x + x.roll(2, d),
+    "flip": lambda x, d: x + x.flip(d),
+    "sort": lambda x, d: x + x.sort(d)[0],
+    "argsort": lambda x, d: x + x.argsort(d) * 0.1,
+    "normalize": lambda x, d: F.normalize(x, dim=d) * 2,
+    "logsumexp": lambda x, d: x - x.logsumexp(d, keepdim=True),
+    "topk": lambda x, d: x + x.topk(2, d)[0].sum(d, keepdim=True),
+    "median": lambda x, d: x + x.median(d, keepdim=True)[0],
+    "any": lambda x, d: x * (1.0 + (x > 1).any(d, keepdim=True)),
+    "select": lambda x, d: x + x.select(d, 1).unsqueeze(d),
+    "narrow": lambda x, d: x + x.narrow(d, 0, 1),
+    "index_select": lambda x, d: x + x.index_select(d, torch.tensor([1])),
+    "argmax": lambda x, d: x + x.argmax(d, keepdim=True) * 0.1,
+    "fft": lambda x, d: x + torch.fft.fft(x, dim=d).real * 0.1,
+    "sum": lambda x, d: x * x.abs().sum(d, keepdim=True).rsqrt(),
+    "quantile": lambda x, d: x - x.quantile(0.3, dim=d, keepdim=True),
+    "diff": lambda x, d: x + F.pad(x.diff(dim=d), (0, 0, 1, 0) if d == 1 else (1, 0)),
+    "cummax": lambda x, d: x + x.cummax(d)[0] * 0.5,
+    "unfold": lambda x, d: x + x.movedim(d, 0).unfold(0, 2, 1).sum((0, -1)).unsqueeze(d) * 0.1,
+    "logcumsumexp": lambda x, d: x + x.logcumsumexp(d) * 0.1,
+    "cumprod": lambda x, d: x * x.sigmoid().cumprod(d),
+    "kthvalue": lambda x, d: x - x.kthvalue(1, d, keepdim=True)[0],
+    "vector_norm": lambda x, d: x / (1 + torch.linalg.vector_norm(x, 2, d, keepdim=True)),
+    "log_softmax": lambda x, d: x + x.log_softmax(d) * 0.1,
+    "prod": lambda x, d: x + x.tanh().prod(d, keepdim=True),
+    "aminmax": lambda x, d: x - x.aminmax(dim=d, keepdim=True)[0],
+    "count_nonzero": lambda x, d: x * (1 + torch.count_nonzero(x > 0, dim=d).unsqueeze(d) * 0.1),
+    "gather": lambda x, d: x + x.gather(d, x.argsort(d)),
+    "scatter": lambda x, d: x + torch.zeros_like(x).scatter(d, x.topk(1, d)[1], 1.0),
+    "swapaxes": lambda x, d: x + x.swapaxes(d, -1).cumsum(-1).swapaxes(d, -1) * 0.1,
+    "trapezoid": lambda x, d: x - torch.trapezoid(x, dim=d).unsqueeze(d) * 0.1,
+    "cat": lambda x, d: x + torch.cat([x.narrow(d, 0, 1), x.narrow(d, 0, 1)], d).mean(d, keepdim=True),
+}
+
+
+def along(function: Callable[[Tensor, int], Tensor], dim: int) -> Callable[[Model, Tensor, Tensor], Tensor]:
+    return lambda m, x, p: function(x, dim)
+
+
 MIXES = {
+    **{f"{name} over T": along(function, 1) for name, function in ALONG.items()},
     # Named in the report that started these tests.
     "linear attention": linear_attention,
     "causal linear attention": causal_linear_attention,
@@ -228,19 +275,9 @@ MIXES = {
     "baddbmm": lambda m, x, p: x + torch.baddbmm(m.w[None], x.mT, x).mean(1, keepdim=True),
     "group norm": lambda m, x, p: m.group(x.mT).mT,
     "instance norm": lambda m, x, p: F.instance_norm(x.mT).mT,
-    "normalize over T": lambda m, x, p: F.normalize(x, dim=1),
     "average pool": lambda m, x, p: F.avg_pool1d(x.mT, 3, 1, 1).mT,
     "max pool": lambda m, x, p: F.max_pool1d(x.mT, 3, 1, 1).mT,
     "first row": lambda m, x, p: x + x[..., 0, :][:, None],
-    "select": lambda m, x, p: x + x.select(1, 0)[:, None],
-    "index_select": lambda m, x, p: x + x.index_select(1, torch.tensor([0])),
-    "narrow": lambda m, x, p: x + x.narrow(1, 0, 1),
-    "vector_norm": lambda m, x, p: x / torch.linalg.vector_norm(x, dim=1, keepdim=True),
-    "topk over T": lambda m, x, p: x + x.topk(1, dim=1)[0],
-    "kthvalue": lambda m, x, p: x + x.kthvalue(1, dim=1, keepdim=True)[0],
-    "quantile": lambda m, x, p: x - x.quantile(0.5, dim=1, keepdim=True),
-    "any": lambda m, x, p: x * (1.0 + (x > 2).any(1, keepdim=True)),
-    "count_nonzero": lambda m, x, p: x * torch.count_nonzero(x > 0, dim=1)[:, None],
     "integer sum": lambda m, x, p: x * p.sum(),
     "integer argsort": lambda m, x, p: x + p.argsort(1)[..., None],
     "integer amin": lambda m, x, p: x + p.amin(1)[..., None, None],
@@ -249,22 +286,11 @@ MIXES = {
     "longest position": lambda m, x, p: x / (p.max() + 1),
     "bincount": lambda m, x, p: x + torch.bincount((x[0, :, 0] > 0).long(), minlength=2).float()[0],
     # Others of the same kinds.
-    "logsumexp": lambda m, x, p: x - x.logsumexp(1, keepdim=True),
-    "softmax of columns": lambda m, x, p: x.mT.softmax(-1).mT,
-    "cummax": lambda m, x, p: x + x.cummax(1)[0],
-    "cumsum": lambda m, x, p: x + x.cumsum(1),
     "cumsum of ones": lambda m, x, p: x + m.table[torch.ones_like(p).cumsum(1)],
-    "cumprod": lambda m, x, p: x * x.sigmoid().cumprod(dim=-2),
-    "logcumsumexp": lambda m, x, p: x + torch.logcumsumexp(x, 1),
-    "roll": lambda m, x, p: x + x.roll(1, 1),
     "roll all": lambda m, x, p: x + x.roll(16),
-    "flip": lambda m, x, p: x + x.flip(1),
     "flip of all": lambda m, x, p: x + torch.flip(x, (0, 1, 2)),
-    "unfold": lambda m, x, p: F.pad(x, (0, 0, 1, 0)).unfold(1, 2, 1).mean(-1),
-    "shift by cat": lambda m, x, p: torch.cat([x[:, :1], x[:, :-1]], 1),
     "token shift": lambda m, x, p: torch.cat([x[..., :8], F.pad(x, (0, 0, 1, -1))[..., 8:]], -1),
     "depthwise conv": lambda m, x, p: F.conv1d(F.pad(x.mT, (2, 0)), m.w[:, None, :3], groups=16).mT,
-    "fft": lambda m, x, p: torch.fft.fft(x, dim=1).real,
     "fft of both": lambda m, x, p: torch.fft.fft2(x).real,
     "cdist": lambda m, x, p: x + torch.cdist(x, x).mean(-1, keepdim=True),
     "tensordot": lambda m, x, p: x + torch.tensordot(x[0], x[0], dims=([0], [0])).mean(0),
@@ -272,13 +298,8 @@ MIXES = {
     "outer over tokens": lambda m, x, p: x + torch.outer(x[0, :, 0], x[0, :, 1]).mean(),
     "unique": lambda m, x, p: x + torch.unique(p).numel(),
     "nonzero": lambda m, x, p: x + (x > 0).nonzero().shape[0],
-    "median": lambda m, x, p: x - x.median(1, keepdim=True)[0],
-    "median of all": lambda m, x, p: x - x.median(),
     "mode": lambda m, x, p: x - (x > 0).float().mode(1, keepdim=True)[0],
-    "variance": lambda m, x, p: x / x.var(1, keepdim=True).add(1).sqrt(),
-    "std of all": lambda m, x, p: x / (1 + x.std()),
     "dropout": lambda m, x, p: F.dropout(x, 0.5, True),
-    "noise": lambda m, x, p: x + torch.rand_like(x),
     "masked_select": lambda m, x, p: x + x.masked_select(x > 0).mean(),
     "boolean index": lambda m, x, p: x + x[x > 0].mean(),
     "masked_scatter": lambda m, x, p: x.masked_scatter(x > 0, x.flip(-1)),
@@ -286,7 +307,6 @@ MIXES = {
     "rare any": lambda m, x, p: x + (p == 63).any(),
     "last of rows": lambda m, x, p: x + x[0][-1],
     "flattened to the end": lambda m, x, p: x + x.flatten(0, 2).softmax(0).view_as(x),
-    "view of the transposed": lambda m, x, p: x + x.mT.reshape(x.shape),
     "repeated row": lambda m, x, p: x.repeat(1, 2, 1)[:, 1::2],
     "interleaved row": lambda m, x, p: x.repeat_interleave(2, 1)[:, : x.shape[1]],
     "row numbers in a byte": lambda m, x, p: x + x[:, torch.arange(x.shape[1]).to(torch.int8).long()],
@@ -302,7 +322,6 @@ MIXES = {
     "overlapping as_strided": lambda m, x, p: x + x.contiguous().as_strided(x.shape, (0, 0, 1)),
     "dtype view": lambda m, x, p: x + x.mT.contiguous().view(torch.int8)[..., : x.shape[1]].mT.float() * 1e-3,
     "complex view over T": lambda m, x, p: x + torch.view_as_complex(torch.stack([x, x.flip(1)], -1)).imag,
-    "root of the length": lambda m, x, p: x * x.shape[1] ** -0.5,
     "bucket of the length": lambda m, x, p: x + torch.bucketize(x.shape[1], torch.tensor([3, 6, 9, 12])),
     "is the length in": lambda m, x, p: x + torch.isin(torch.arange(16), x.shape[1]).float(),
     "histogram up to the length": lambda m, x, p: x + torch.histc(m.w, 16, 0, x.shape[1]),
@@ -319,23 +338,13 @@ MIXES = {
     "written first row": first_written,
     "written sum": expanded_written,
     "written to a buffer": stored,
-    "sorted tokens": lambda m, x, p: x + x.sort(1)[0],
     "capacity": capacity,
     "balanced router": balanced,
-    "experts in another order": lambda m, x, p: grouped(m, x, p, descending=True),
-    "experts by other counts": lambda m, x, p: grouped(m, x, p, lambda ids: (ids + 1).clamp(max=3)),
-    "experts that are not put back": lambda m, x, p: grouped(m, x, p, back=False),
-    "counts of more than is sorted": lambda m, x, p: counted(m, x, sorted_of=lambda ids: ids[:, :1]),
-    "counts of less than is sorted": lambda m, x, p: counted(m, x, sorted_of=lambda ids: ids.repeat(1, 2)),
-    "counts of groups that share ids": lambda m, x, p: counted(
-        m, x, ids_of=lambda gates: gates.view(-1, 2, 2).topk(1)[1].view(-1, 2)),
-    "counts as truths": lambda m, x, p: counted(m, x, lambda ids: one_hot(ids).sum(0).bool().int()),
-    "diff": lambda m, x, p: x + F.pad(x.diff(dim=1), (0, 0, 1, 0)),
-    "trapezoid": lambda m, x, p: x + torch.trapezoid(x, dim=1)[:, None],
+    "experts by other counts": lambda m, x, p: grouped(m, x, p, lambda found, ids: torch.histc(
+        (found + 1).clamp(max=3).float(), bins=4, min=0, max=3)),
     "take": lambda m, x, p: x + x.take(p)[..., None],
     "norm of all": lambda m, x, p: x / x.norm(),
     "global scale": lambda m, x, p: (x / x.abs().amax() * 127).round() * x.abs().amax() / 127,
-    "prod": lambda m, x, p: x * x.tanh().prod(1, keepdim=True),
     "renorm": lambda m, x, p: x.mT.renorm(2, 1, 1.0).mT,
     "cosine similarity": lambda m, x, p: x + F.cosine_similarity(x[:, :1], x, dim=1)[:, None],
     "bilinear of tokens": lambda m, x, p: x + torch.einsum("bsd,de,bte->bst", x, m.w, x).mean(-1, keepdim=True),
@@ -349,37 +358,29 @@ MIXES = {
 }
 
 SERVED = {
+    **{f"{name} over features": along(function, -1) for name, function in ALONG.items()},
     "nothing": lambda m, x, p: x,
     "softmax over heads": lambda m, x, p: x.unflatten(-1, (4, 4)).softmax(2).flatten(2),
-    "softmax over features": lambda m, x, p: x * x.softmax(-1),
     "layer norm": lambda m, x, p: F.layer_norm(x, (16,), m.scale, m.bias),
     "rms norm": lambda m, x, p: F.rms_norm(x, (16,), m.scale),
     "rms norm by hand": lambda m, x, p: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * m.scale,
     "norm per head": lambda m, x, p: F.layer_norm(x.view(*x.shape[:2], 4, 4), (4,)).flatten(2),
     "group norm per token": lambda m, x, p: m.group(x[0])[None],
     "batch norm in evaluation": lambda m, x, p: m.batch(x.mT).mT,
-    "cumsum over features": lambda m, x, p: x.cumsum(-1) * 0.2,
-    "sort over features": lambda m, x, p: x.sort(-1)[0] + x.argsort(-1) * 0.1,
     "sort over features, transposed": lambda m, x, p: x.mT.sort(dim=1)[0].mT,
-    "topk over features": lambda m, x, p: x + x.topk(3, -1)[0].sum(-1, keepdim=True),
     "einsum without T": lambda m, x, p: torch.einsum("btd,de->bte", x, m.w),
     "einsum per head": lambda m, x, p: torch.einsum("bthd,hde->bthe", x.unflatten(-1, (4, 4)), m.experts[:, :4, :4]).flatten(2),
     "outer products per token": lambda m, x, p: torch.einsum("btd,bte->btde", x, x).mean(-1),
     "matmul per token": lambda m, x, p: (x.unflatten(-1, (4, 4)) @ x.unflatten(-1, (4, 4)).mT).flatten(2) * 0.1,
     "router": router,
     "experts by group": grouped,
-    "experts by counted ids": lambda m, x, p: counted(m, x),
+    "experts by counted ids": lambda m, x, p: grouped(m, x, p, lambda found, ids: one_hot(ids).sum(0)),
     "scattered router": scattered_router,
     "expert per token": expert_per_token,
     "sorted by expert and back": sorted_by_expert,
-    "normalize over features": lambda m, x, p: F.normalize(x, dim=-1) * 4,
-    "gather per row": lambda m, x, p: x.gather(-1, x.argsort(-1)),
     "pointwise conv": lambda m, x, p: m.point(x.mT).mT,
     "pool over features": lambda m, x, p: x + F.avg_pool1d(x[0][:, None], 3, 1, 1)[:, 0][None],
-    "fft over features": lambda m, x, p: torch.fft.rfft(x, dim=-1).abs().sum(-1, keepdim=True) + x,
-    "roll over features": lambda m, x, p: x.roll(3, -1) + x.flip(-1),
     "shift over features": lambda m, x, p: F.pad(x, (1, -1)),
-    "unfold over features": lambda m, x, p: x + x.unfold(-1, 2, 2).sum((-1, -2))[..., None],
     "gate per token": lambda m, x, p: x * (x @ m.w[:, :1]).sigmoid(),
     "swiglu": lambda m, x, p: F.silu(x @ m.w) * x,
     "glu": lambda m, x, p: torch.cat([F.glu(x), F.glu(x)], -1),
@@ -389,15 +390,15 @@ SERVED = {
     "rotation by bmm": lambda m, x, p: x * (m.bias[None, :, None] @ p[:, None].float()).mT.cos(),
     "complex rotation": lambda m, x, p: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (8, 2))) * torch.polar(
         torch.ones(8), torch.outer(p[0].float(), m.bias[:8]))).flatten(2),
+    "larger of two positions": lambda m, x, p: x * (1 + torch.maximum(p, p // 2)[..., None] * 0.01),
+    "maximum not used": lambda m, x, p: x if p.max() + 1 is None else x,
+    "sum not used": lambda m, x, p: x if (torch.arange(x.shape[1]).cumsum(0) + p).float().mean() is not None else -x,
     "temperature by position": lambda m, x, p: x * (1 + (p + 1).float().log())[..., None],
     "where": lambda m, x, p: torch.where(x > 0, x, 0.1 * x),
     "masked_fill": lambda m, x, p: x.masked_fill(x > 1, 1.0).masked_fill((p == 2)[..., None], 0.5),
     "mask of a position": lambda m, x, p: x * (p != 0)[..., None],
     "clamp": lambda m, x, p: x.clamp(-1, 1).clip(min=-0.5),
     "maximum": lambda m, x, p: torch.maximum(x, x.mean(-1, keepdim=True)),
-    "statistics per token": lambda m, x, p: (x - x.median(-1, keepdim=True)[0]) / (x.std(-1, keepdim=True) + 1),
-    "quantile per token": lambda m, x, p: x - x.quantile(0.5, dim=-1, keepdim=True),
-    "any per token": lambda m, x, p: x * (1.0 + (x > 2).any(-1, keepdim=True)),
     "argmax per token": lambda m, x, p: x + m.table[x.argmax(-1)],
     "one hot": lambda m, x, p: x + F.one_hot(x.argmax(-1), 16),
     "bucketize": lambda m, x, p: x + torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0])),
@@ -431,7 +432,6 @@ SERVED = {
     "no_grad": lambda m, x, p: torch.no_grad()(lambda: x * 2)(),
     "diagonal per token": lambda m, x, p: x + x.unflatten(-1, (4, 4)).diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True),
     "triangle per token": lambda m, x, p: x.unflatten(-1, (4, 4)).tril().flatten(2),
-    "logsumexp per token": lambda m, x, p: x - x.logsumexp(-1, keepdim=True),
     "soft capped": lambda m, x, p: 5 * (x / 5).tanh(),
 }
 # fmt: on

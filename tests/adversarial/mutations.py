@@ -1,8 +1,8 @@
 """Mutation check of the proofs: break each rule, and name the test that goes red. ``make mutations`` writes ``mutations.md``.
 
-Each mutant (``mutants.py``) is applied to a temporary copy of the checkout, and only its own tests run there, in a process that
-is forked after torch and transformers were imported. A mutant whose old text is no longer in its file exactly once is an error,
-as is one without a red test, unless it says which other rule refuses the same.
+Each mutant (``mutants*.py``) is applied to a temporary copy of the checkout, and only its own tests run there, in a process
+that is forked after torch and transformers were imported. A mutant whose old text is no longer in its file exactly once is an
+error, as is one without a red test, unless it says which other rule refuses the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.adversarial.mutants import MUTANTS, Mutant
+from tests.adversarial.mutants import Mutant
+from tests.adversarial.mutants_of_models import MUTANTS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 REPORT = Path(__file__).with_suffix(".md")
@@ -179,7 +180,7 @@ def table(outcomes: list[tuple[Mutant, Seen]]) -> str:
     lines = [
         "# Mutation check of the proofs", "",
         "Written by `make mutations`. Each line is one rule, broken by the smallest edit that lets something through",
-        "(`mutants.py` has the edits), and the first test that fails then, with what that test saw.", "",
+        "(`mutants*.py` have the edits), and the first test that fails then, with what that test saw.", "",
         f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}. "
         f"{len(outcomes)} mutants: {len(red)} with a red test, {len(outcomes) - len(red)} that another rule covers"
         + (f"; {len(MUTANTS) - len(outcomes)} more were not run." if len(outcomes) < len(MUTANTS) else "."), ""]

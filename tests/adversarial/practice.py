@@ -54,11 +54,6 @@ def moving_average(m: Model, x: Tensor, p: Tensor) -> Tensor:
     return x - m.counter
 
 
-def moving_row(m: Model, x: Tensor, p: Tensor) -> Tensor:
-    m.table[0].lerp_(x.mean((0, 1)), 0.1)
-    return x - m.table[0]
-
-
 def added_by_method(m: Model, x: Tensor, p: Tensor) -> Tensor:
     y = x * 1
     y.__iadd__(x.mean(1, keepdim=True))
@@ -98,12 +93,9 @@ def before_by_position(m: Model, x: Tensor, p: Tensor) -> Tensor:
     return x + kept[(p - 1).clamp(min=0)]
 
 
-def ntk(base: Any) -> Any:
-    def rotate(m: Model, x: Tensor, p: Tensor) -> Tensor:
-        angles = p[..., None] * base(x, p) ** (-torch.arange(8) / 8)
-        return torch.cat([x[..., :8] * angles.cos(), x[..., 8:] * angles.sin()], -1)
-
-    return rotate
+def rotated_by_the_last(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    angles = p[..., None] * (100.0 + p[:, -1:, None].float()) ** (-torch.arange(8) / 8)
+    return torch.cat([x[..., :8] * angles.cos(), x[..., 8:] * angles.sin()], -1)
 
 
 def local_attention(m: Model, x: Tensor, p: Tensor) -> Tensor:
@@ -185,16 +177,6 @@ def counted_in_numpy() -> Any:
     return count
 
 
-def kept_in_a_dict() -> Any:
-    seen: dict[str, Tensor] = {}
-
-    def keep(m: Model, x: Tensor, p: Tensor) -> Tensor:
-        seen["x"] = x
-        return x
-
-    return keep
-
-
 def held_in_a_list() -> Any:
     """Under torch.compile in a step its sizes are symbols."""
     held = [torch.outer(torch.arange(64.0), torch.arange(16.0)).cos()]
@@ -206,14 +188,12 @@ MIXES = {
     "counted by a function of the graph": lambda m, x, p: counted_in_graph(x),
     "counted by a function that is traced apart": lambda m, x, p: counted_when_traced(x),
     "counted in NumPy": counted_in_numpy(),
-    "kept in a dict": kept_in_a_dict(),
     "checkpoint that mixes": lambda m, x, p: checkpoint(lambda y: y - y.mean(1, keepdim=True), x, use_reentrant=False),
     "global counter": global_counter,
     "counter in a closure": in_a_closure(),
     "toggled": toggled,
     "weight written through its data": written_by_data,
     "moving average": moving_average,
-    "moving row of a buffer": moving_row,
     "added by a method": added_by_method,
     "added to a list": added_to_a_list,
     "shift written": shift_written,
@@ -224,22 +204,14 @@ MIXES = {
     "ordered by position": lambda m, x, p: x[:, p[0].argsort()],
     "pooled by segment": lambda m, x, p: x + torch.zeros(1, 16, 16).scatter_add(1, (p // 4)[..., None].expand_as(x), x).gather(
         1, (p // 4)[..., None].expand_as(x)),
-    "NTK by the longest": ntk(lambda x, p: 100.0 + p.max() * 10.0),
-    "NTK by the last": ntk(lambda x, p: 100.0 + p[:, -1:, None].float()),
-    "NTK by the length": ntk(lambda x, p: 100.0 * max(1.0, x.shape[1] / 4)),
-    "branch on the length": lambda m, x, p: x * 2 if x.shape[1] > 6 else x,
-    "branch on the number of elements": lambda m, x, p: x * 2 if x.numel() == 112 else x,
+    "NTK by the last": rotated_by_the_last,
     "branch on twice the length": lambda m, x, p: x * 2 if 2 * x.shape[1] + 1 == 15 else x,
-    "branch on the square of the length": lambda m, x, p: x * 2 if x.shape[1] ** 2 == 49 else x,
-    "branch on an interval of lengths": lambda m, x, p: x * 2 if abs(2 * x.shape[1] - 14) < 2 else x,
-    "parity of the length": lambda m, x, p: x * (x.shape[1] % 2 + 1),
-    "whether the length is in": lambda m, x, p: x * (2 if x.shape[1] in (5, 7) else 1),
+    "branch on the length": lambda m, x, p: x * 2 if x.shape[1] > 6 else x,
     "layer by the length": lambda m, x, p: x @ m.experts[x.shape[1] % 4],
     "local attention": local_attention,
     "mean of blocks": lambda m, x, p: x - F.pad(x, (0, 0, 0, -x.shape[1] % 4)).view(1, -1, 4, 16).mean(2).repeat_interleave(
         4, 1)[:, : x.shape[1]],
     "long convolution": long_convolution,
-    "decay": lambda m, x, p: (torch.where((d := p[0][:, None] - p[0]) >= 0, 0.5 ** d.clamp(min=0).float(), 0.0) @ x) * 0.1,
     "documents": lambda m, x, p: x + m.table[(p == 0).cumsum(1)],
     "from the end": lambda m, x, p: x + (x.shape[1] - 1 - p)[..., None] * 0.01,
     "the last token": lambda m, x, p: torch.where((p == p.max())[..., None], x * 2, x),

@@ -63,11 +63,11 @@ SECTIONS = {
         Row("linear attention, `einsum`, `bmm`, `baddbmm` over tokens", "refused", (*_mixers(
             "linear attention", "einsum over T", "bmm over T", "baddbmm"), _UNCOMPILED)),
         Row("group and instance norm, `normalize(dim=1)`, pooling, `vector_norm`", "refused", (*_mixers(
-            "group norm", "instance norm", "normalize over T", "average pool", "vector_norm"), _UNCOMPILED)),
+            "group norm", "instance norm", "normalize over T", "average pool", "vector_norm over T"), _UNCOMPILED)),
         Row("`x[..., 0, :]`, `select`, `index_select`, `narrow`", "refused", (*_mixers(
-            "first row", "select", "index_select", "narrow"), _UNCOMPILED)),
+            "first row", "select over T", "index_select over T", "narrow over T"), _UNCOMPILED)),
         Row("`topk`, `kthvalue`, `quantile`, `any`, `count_nonzero`", "refused", (*_mixers(
-            "topk over T", "kthvalue", "quantile", "any", "count_nonzero"), _UNCOMPILED)),
+            "topk over T", "kthvalue over T", "quantile over T", "any over T", "count_nonzero over T"), _UNCOMPILED)),
         Row("integer `sum`, `argsort`, `amin`; `bincount`", "refused", (*_mixers(
             "integer sum", "integer argsort", "integer amin", "bincount"), _UNCOMPILED)),
         Row("rare events", "refused", (

@@ -150,6 +150,13 @@ def keys_changed(m: Model, ids: Tensor, p: Tensor) -> Tensor:
     return m.head(x + merge(first + sdpa(q, k, v, is_causal=True)))
 
 
+def scaled_in_place(m: Model, x: Tensor, p: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """What is written into the repeated values is in the result: they are not taken back to those before it."""
+    k, v = (t.repeat_interleave(2, 1) for t in few(m, x))
+    v.mul_(m.scale[:4].view(1, 4, 1, 1))
+    return q, k, v
+
+
 # fmt: off
 MIXES = {
     "another path for one token": before(lambda m, ids, x: x * 3 if x.shape[1] == 1 else x),
@@ -198,6 +205,7 @@ SERVED = {
     "one key head": (one(lambda m, x, p, q, k, v: (q, *few(m, x, 1))), (1, 1, 4)),
     "repeated and scaled": (one(lambda m, x, p, q, k, v: (q, *(
         t.repeat_interleave(2, 1) * m.scale[:4].view(1, 4, 1, 1) for t in few(m, x)))), (1, 4, 4)),
+    "repeated, values scaled in place": (one(scaled_in_place), (1, 4, 4)),
     "scale": (one(scale=0.3), (1, 4, 4)),
     "scale learned, in the queries": (one(lambda m, x, p, q, k, v: (q * m.scale[0], k, v)), (1, 4, 4)),
     "queries by position": (one(lambda m, x, p, q, k, v: (q * (p + 2).float().log()[:, None, :, None], k, v)), (1, 4, 4)),

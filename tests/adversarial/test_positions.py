@@ -14,7 +14,6 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.backend import QuireBackend
 from quire.passes.capture.paged_model import PagedModel, prove_uncompiled
 from quire.passes.options import QuireOptions
-from tests.adversarial.mask_cases import Model, outcome
 from tests.zoo.configs import REFUSED, SERVED, build
 from tests.zoo.harness import TOLERANCE, error, reference, serve
 
@@ -41,38 +40,6 @@ class Wrapped(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         return self.inner(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-
-
-FINE = {
-    "own position": lambda m, x, p: x * (1 + p[..., None] * 0.01),
-    "larger of two": lambda m, x, p: x * (1 + torch.maximum(p, p // 2)[..., None] * 0.01),
-    "maximum not used": lambda m, x, p: x if p.max() + 1 is None else x,
-    "sum not used": lambda m, x, p: x if (torch.arange(x.shape[1]).cumsum(0) + p).float().mean() is not None else -x,
-    "over hidden": lambda m, x, p: x - x.amax(-1, keepdim=True),
-}
-
-
-def before(function) -> Model:
-    return Model(lambda m, ids, p: None, is_causal=True, before=function)
-
-
-@pytest.mark.parametrize("name", FINE)
-def test_what_keeps_to_each_token_is_exact(name: str) -> None:
-    assert outcome(before(FINE[name]), "compile") == "exact"
-
-
-class Unplaced(Model):
-    """No operation puts its positions beside its tokens: a trace need not know that there are as many."""
-
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.view(*input_ids.shape, 4, -1).transpose(1, 2) for t in self.qkv(self.embed(input_ids)).chunk(3, dim=-1))
-        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        return self.head(out * (1 + position_ids.max()))
-
-
-def test_positions_that_meet_no_token() -> None:
-    with pytest.raises(UnsupportedAttention, match="not known to be that of the row of tokens"):
-        PagedModel(Unplaced(lambda m, ids, p: None).eval(), QuireOptions(compiler="eager", page_size=4))
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, Wrapped, lambda m: Wrapped(Wrapped(m))], ids=["plain", "wrapped", "twice"])

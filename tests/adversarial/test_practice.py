@@ -16,8 +16,9 @@ from tests.adversarial.structures import Structure
 LENGTHS, STEPS = (5, 9, 1, 1), ((4, 3, 1, 0), (1, 6, 0, 0), (0, 0, 0, 1))
 #: Those that hold a rule of their own, and run in each test run: the others in slow ones, each on one route in turn.
 QUICK = {"counter in a closure", "sorted and copied back", "(S, D)", "attention to a memory", "vector quantized",
-         "positions changed in place", "branch on twice the length", "weight written through its data",
-         "counted by a function of the graph", "counted in NumPy", "checkpoint in a checkpoint", "vmap over heads"}
+         "positions changed in place", "branch on twice the length", "weight written through its data", "counted in NumPy",
+         "counted by a function of the graph", "checkpoint in a checkpoint", "vmap over heads",
+         "repeated, values scaled in place"}
 
 
 class Decorated(Structure):

@@ -15,6 +15,8 @@ from quire.attn_ops.attention import Latent
 from quire.attn_ops.backend import CudagraphSupport, UnsupportedAttention, define_paged_op
 from quire.attn_ops.backends import hybrid, per_kind, torch_native
 from quire.attn_ops.composite import attention_name
+from quire.attn_ops.conformance.batches import lay_out, prepared
+from quire.attn_ops.conformance.batches import planned as in_step
 from quire.attn_ops.conformance.report import check_backend
 from quire.attn_ops.kernels.launch import recording
 from quire.attn_ops.ops.rope import rotate
@@ -111,9 +113,6 @@ def test_latent_layers_go_to_the_part_that_is_meant_for_them(monkeypatch: pytest
 
 def test_a_step_with_a_graph_goes_to_the_part_that_decodes() -> None:
     """Else a mixed batch would be captured with kernels whose plan cannot be replayed. The other part does not even plan."""
-    from quire.attn_ops.conformance.batches import lay_out, prepared
-    from quire.attn_ops.conformance.batches import planned as in_step
-
     backend = get_backend("hybrid:plain_part+fast_part")
     batch = lay_out(SITE, [3, 1], [5, 4], page_size=4)
     for key, part in (("a graph", "fast_part"), (None, "plain_part")):
@@ -142,8 +141,6 @@ def test_graphs_that_the_decoding_part_lacks_are_those_of_the_other() -> None:
 
 
 def test_kernels_of_all_parts_are_compiled_ahead() -> None:
-    from quire.attn_ops.conformance.batches import lay_out, prepared
-
     backend = get_backend("hybrid:plain_part+fast_part")
     batch = lay_out(SITE, [1, 1], [5, 4], page_size=4)
     with recording():

@@ -11,10 +11,10 @@ import torch
 import transformers
 from expecttest import assert_expected_inline
 from torch import nn
-from torch.nn import functional as F
 
 import quire
 from quire.passes.explain import Explanation, attention_sites
+from tests.passes.models import tiny
 from tests.tiny import snapshot, unchanged
 
 SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -40,24 +40,6 @@ def gemma2():
 @pytest.fixture(scope="module")
 def mamba2():
     return build(transformers.Mamba2Config(**SIZES, num_heads=8, head_dim=8, state_size=8, n_groups=1))
-
-
-class Falcon(nn.Module):
-    """Calls F.scaled_dot_product_attention, on a mask of its own and repeated keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.place = nn.Embedding(64, 32), nn.Embedding(64, 32)
-        self.attention = nn.ModuleDict({"q": nn.Linear(32, 32), "kv": nn.Linear(32, 16)})
-        self.head = nn.Linear(32, 64)
-
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(input_ids) + self.place(position_ids)
-        q = self.attention["q"](x).unflatten(-1, (4, 8)).transpose(1, 2)
-        k, v = (t.unsqueeze(1).repeat_interleave(4, 1) for t in self.attention["kv"](x).chunk(2, -1))
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.head(y.transpose(1, 2).flatten(2))
 
 
 def test_explain_served(llama) -> None:
@@ -95,10 +77,10 @@ def test_explain_equal_sites_that_do_not_follow_each_other(llama) -> None:
 
 def test_explain_a_module_of_ones_own() -> None:
     with torch.no_grad():
-        assert_expected_inline(str(quire.explain(Falcon().eval())), """\
-Falcon: 1 attention sites
-layer  module  route   needs               scale     lowered to
-0      -       raised  MQA 4:1x8, float32  0.353553  torch_native_paged_attention
+        assert_expected_inline(str(quire.explain(tiny(4, 1))), """\
+Tiny: 2 attention sites
+layer  module    route   needs               scale  lowered to
+0-1    layers.*  raised  MQA 4:1x4, float32  0.5    torch_native_paged_attention
 attention backend: torch_native""")
 
 
@@ -131,7 +113,6 @@ def test_explain_a_model_in_training_mode(llama) -> None:
         assert snapshot(llama)["training"] == before["training"]
     finally:
         llama.eval()
-
 
 
 def test_assert_attention_sites(llama, gemma2) -> None:

@@ -7,18 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from quire.passes.backend import QuireBackend
 from quire.passes.fx import erase_dead, is_pure, placeholders, shape_conditions, value
-from quire.passes.options import QuireOptions
+from tests.passes.models import capture
 
 
 def traced(function, *args) -> fx.GraphModule:
     """The graph that Dynamo makes of a function; dimension 0 of each argument is dynamic."""
-    backend = QuireBackend(QuireOptions(compiler="eager"))
     for arg in args:
         torch._dynamo.mark_dynamic(arg, 0)
-    torch.compile(function, backend=backend, fullgraph=True)(*args)
-    return backend.graphs[0].gm
+    return capture(function, *args)[0]
 
 
 def named(graph: fx.Graph, name: str) -> fx.Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -28,13 +29,12 @@ from quire.attn_ops.kernels import kv_write  # noqa: E402
 
 DecodeConfig, ExtendConfig = decode.DecodeConfig, extend.ExtendConfig
 SMALL = dict(num_heads=4, num_kv_heads=2, head_dim=16, page_size=4, device=DEVICE)
-
-
 FP32, FP16, INT8 = torch.float32, torch.float16, torch.int8
 CHECKS = [(name, FP32, None) for name, _ in conformance.Kit(BACKEND, DEVICE, FP32).checks()]
 CHECKS += [(name, FP16, None) for name in ("decode batch", "mixed batch", "features together")]
 CHECKS += [(name, FP32, INT8) for name in ("shared cache (no k, v)", "strided q, k, v", "garbage in unused slots", "padding",
                                            "a batch in parts", "decode steps made ahead")]
+CHECKS += [(f"KV cache {name}", FP16, None) for name in ("int8", "float8_e4m3fn")]
 #: rotary: see test_rope; opcheck: see test_rope_opcheck.
 SLOW = re.compile(r"head dims|page size (32|64|128|256)|rotary|states|opcheck|shape .*(large|encoder)")
 
@@ -164,30 +164,19 @@ def test_one_forward_shares_its_counters():
             assert not prepared[0].any()
 
 
-class Launches:
-    """Replaces a kernel and records its grids."""
-
-    def __init__(self):
-        self.grids = []
-
-    def __getitem__(self, grid):
-        self.grids.append(grid)
-        return lambda *args, **kwargs: None
-
-
 @pytest.mark.parametrize("query_lens", [[[1, 1, 1], [1, 0, 1]], [[4, 1, 1], [2, 2, 2], [6, 0, 0]]], ids=str)
 def test_grids_depend_on_shapes_only(query_lens, monkeypatch):
-    launches = Launches()
+    launches = MagicMock()
     for module, name in ((decode, "decode_kernel"), (extend, "extend_kernel"), (kv_write, "write_kernel")):
         monkeypatch.setattr(module, name, launches)
     seen = []
     for lens in query_lens:
         for context in (1, 300):
-            launches.grids = []
+            launches.reset_mock()
             case = make_case(lens, [n + context for n in lens], **SMALL, num_pages=400, table_width=100,
                              pad_tokens=6 - sum(lens), pad_reqs=4 if sum(query_lens[0]) == 3 else 0, expect=False)
             run_case(BACKEND, case, graph_key="graph")
-            seen.append(launches.grids)
+            seen.append([call.args for call in launches.__getitem__.call_args_list])
     assert seen[0] and all(grids == seen[0] for grids in seen)
 
 
@@ -270,19 +259,13 @@ def test_rope_opcheck():
 # Quantized caches. Codes and scales must be bit for bit those of the oracle.
 
 KINDS = sorted(QUANTIZED_KV_DTYPES, key=str)
-QUANT = pytest.mark.parametrize("kv_dtype", [
-    pytest.param(kind, marks=[pytest.mark.slow] * (kind == torch.float8_e5m2)) for kind in KINDS], ids=str)
-INT8_FIRST = pytest.mark.parametrize("kv_dtype", [  # where the kinds differ in conversions only, which others test
-    pytest.param(kind, marks=[pytest.mark.slow] * (kind != torch.int8)) for kind in KINDS], ids=str)
+def kinds(quick):
+    return pytest.mark.parametrize("kv_dtype", [
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind not in quick)) for kind in KINDS], ids=str)
 
 
-@QUANT
-def test_quantized(kv_dtype):
-    """In float16; the kit does float32."""
-    for query_lens, seq_lens in (([1] * 4, [1, 15, 17, 40]), ([5, 16, 33], [5, 16, 40]), ([1, 7, 0, 1], [20, 9, 5, 40]),
-                                 ([9, *[0] * 9], [40, *[0] * 9])):  # the last: T <= B, and no decode batch
-        check_case(BACKEND, make_case(query_lens, seq_lens, **{**SMALL, "dtype": FP16}, layout="HND", kv_dtype=kv_dtype,
-                                      pad_tokens=2, pad_reqs=2))
+QUANT = kinds((INT8, torch.float8_e4m3fn))
+INT8_FIRST = kinds((INT8,))  # where the kinds differ in conversions only, which others test
 
 
 @QUANT

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from quire.attn_ops import registry
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.conformance import checks
 from quire.attn_ops.conformance.batches import reference
 from quire.attn_ops.conformance.checks import MIXED, Kit
-from quire.attn_ops.conformance.command import main
-from quire.attn_ops.conformance.lanes import work_off
-from quire.attn_ops.conformance.page import page
 from quire.attn_ops.conformance.report import check_backend
 from quire.attn_ops.kv_quant import dequantize, quantize
 from quire.attn_ops.ops.rope import rotate
-from quire.attn_ops.registry import get_backend, register_backend
+from quire.attn_ops.registry import get_backend
 from quire.attn_ops.step import current_step
 from tests.attn_ops.oracle import oracle_attention
 
@@ -181,32 +171,57 @@ def pages_in_physical_order(given):
     given["block_table"] = given["block_table"].sort(dim=1, descending=True).values
 
 
-@pytest.mark.parametrize("change, caught_by", [
-    (spoil(window=lambda g: g["window"] and g["window"] + 1), {"feature window", "features together"}),
-    (spoil(softcap=lambda g: None), {"feature softcap", "features together"}),
-    (spoil(chunk=lambda g: None), {"feature chunk", "features together"}),
-    (spoil(sinks=lambda g: None), {"feature sinks", "features together"}),
-    (spoil(scale=lambda g: 1.0), {"decode batch", "mixed batch"}),
-    (clone_caches, {"decode batch", "mixed batch", "prefill batch"}),
-    (write_padding_to_slot_0, {"padding"}),
-    (write_one_slot_too_many, {"decode batch", "mixed batch"}),
-    (read_the_next_page_too, {"decode batch", "mixed batch"}),
-    (no_zeros_for_padding, {"padding", "stale metadata in padding"}),
-    (leak_garbage, {"garbage in unused slots"}),
-    (leak_from_others, {"garbage in unused slots"}),
-    (spoil(window=lambda g: g["window"] if g["window"] != 1 else 2), {"feature window"}),
-    (spoil(chunk=lambda g: g["chunk"] if g["chunk"] != 29 else None), {"feature chunk"}),
-    (pages_in_physical_order, {"decode batch", "mixed batch"}),
-    (spoil(k=lambda g: g["k"] if g["k"] is not None else torch.zeros_like(g["q"][:, : g["k_cache"].shape[2]]),
-           v=lambda g: g["v"] if g["v"] is not None else torch.zeros_like(g["q"][:, : g["k_cache"].shape[2]])),
-     {"shared cache (no k, v)"}),
-    (lambda g: torch_native.paged_attention(**g).double(), {"decode batch"}),
-    (lambda g: torch_native.paged_attention(**g)[:-1], {"decode batch", "padding"}),
-], ids=["window_off_by_one", "no_softcap", "no_chunk", "no_sinks", "scale", "functional", "slot_minus_one",
-        "one_slot_more", "one_key_more", "padding_not_zero", "nan", "nan_of_others", "window_of_one", "long_chunk",
-        "page_order", "writes_when_shared", "dtype", "shape"])
-def test_a_broken_backend_fails(change, caught_by) -> None:
-    assert caught_by <= set().union(*(failures(broken(change), name) for name in caught_by))
+def other_heads(given):
+    """Query head h reads key head h % Hkv."""
+    kv_heads = given["k_cache"].shape[2]
+    if kv_heads > 1:
+        given["q"] = given["q"][:, torch.arange(given["q"].shape[1]).view(kv_heads, -1).T.flatten()]
+
+
+def edge_in_extend_only(feature):
+    """Wrong only where a window or chunk is a page and one, and only for several tokens at once."""
+    def change(given):
+        if given[feature] == given["k_cache"].shape[1] + 1 and len(given["q"]) > len(given["seq_lens"]):
+            given[feature] += 1
+
+    return change
+
+
+def write_though_shared(given):
+    for name in ("k", "v"):
+        if given[name] is None:
+            given[name] = torch.zeros_like(given["q"][:, : given["k_cache"].shape[2]])
+
+
+WRONG = {
+    "window_off_by_one": (spoil(window=lambda g: g["window"] and g["window"] + 1), {"feature window", "features together"}),
+    "no_softcap": (spoil(softcap=lambda g: None), {"feature softcap", "features together"}),
+    "no_chunk": (spoil(chunk=lambda g: None), {"feature chunk", "features together"}),
+    "no_sinks": (spoil(sinks=lambda g: None), {"feature sinks", "features together"}),
+    "scale": (spoil(scale=lambda g: 1.0), {"decode batch", "mixed batch"}),
+    "functional": (clone_caches, {"decode batch", "mixed batch", "prefill batch"}),
+    "slot_minus_one": (write_padding_to_slot_0, {"padding"}),
+    "one_slot_more": (write_one_slot_too_many, {"decode batch", "mixed batch"}),
+    "one_key_more": (read_the_next_page_too, {"decode batch", "mixed batch"}),
+    "padding_not_zero": (no_zeros_for_padding, {"padding", "stale metadata in padding"}),
+    "nan": (leak_garbage, {"garbage in unused slots"}),
+    "nan_of_others": (leak_from_others, {"garbage in unused slots"}),
+    "window_of_one": (spoil(window=lambda g: g["window"] if g["window"] != 1 else 2), {"feature window"}),
+    "long_chunk": (spoil(chunk=lambda g: g["chunk"] if g["chunk"] != 29 else None), {"feature chunk"}),
+    "window_edge": (edge_in_extend_only("window"), {"windows at page boundaries"}),
+    "chunk_edge": (edge_in_extend_only("chunk"), {"chunks at page boundaries"}),
+    "page_order": (pages_in_physical_order, {"decode batch", "mixed batch"}),
+    "writes_when_shared": (write_though_shared, {"shared cache (no k, v)"}),
+    "grouped_heads": (other_heads, {"decode batch", "query heads per key head"}),
+    "dtype": (lambda g: torch_native.paged_attention(**g).double(), {"decode batch"}),
+    "shape": (lambda g: torch_native.paged_attention(**g)[:-1], {"decode batch", "padding"}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_broken_backend_fails(name) -> None:
+    change, caught_by = WRONG[name]
+    assert caught_by <= set().union(*(failures(broken(change), check) for check in caught_by))
 
 
 def scale_of_one(given):
@@ -262,18 +277,6 @@ def test_only_the_spoilt_feature_fails() -> None:
         "feature window", "windows at page boundaries",
         "features together", "garbage in unused slots", "the last tokens of a step",  # all features
         "KV cache int8", "KV cache float8_e4m3fn", "KV cache float8_e5m2"}
-
-
-def test_wrong_with_grouped_heads_only() -> None:
-    """Query head h reads key head h % Hkv."""
-
-    def change(given):
-        kv_heads = given["k_cache"].shape[2]
-        order = torch.arange(given["q"].shape[1]).view(kv_heads, -1).T.flatten()
-        if kv_heads > 1:
-            given["q"] = given["q"][:, order]
-
-    assert {"decode batch", "query heads per key head"} <= failures(broken(change))
 
 
 def test_wrong_with_one_layout_only() -> None:
@@ -426,72 +429,3 @@ def test_batches_are_reproducible() -> None:
     kit = Kit(NATIVE, torch.device("cpu"), torch.float32)
     first, second = (kit.batch(MIXED, pad=(2, 1)) for _ in range(2))
     assert torch.equal(first.cache.k[0], second.cache.k[0]) and torch.equal(first.expected, second.expected)
-
-
-# The command line.
-
-
-def test_main(capsys) -> None:
-    assert main(["--backend", "torch_native", "--device", "cpu", "--only", "batch"]) == 0
-    out = capsys.readouterr().out
-    assert "attention backend torch_native on cpu" in out and "mixed batch" in out
-    assert "4 passed, 0 failed, 4 skipped" in out  # CUDA graphs, those of MLA too
-    assert main(["--backend", "torch_native", "--device", "cpu", "--dtype", "float16", "--only", "decode batch"]) == 0
-    assert re.search(r"decode batch .* ok .* \d\.\d", capsys.readouterr().out)
-    both = "full=torch_native,window=flex_attention"
-    assert main(["--backend", f"torch_native,{both}", "--device", "cpu", "--only", "decode batch"]) == 0
-    assert f"attention backend {both} on cpu" in capsys.readouterr().out
-
-
-def test_main_fails(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(registry, "REGISTRY", registry.Registry())
-    register_backend(broken(spoil(window=lambda g: None)))
-    assert main(["--backend", "broken", "--only", "feature window"]) == 1
-    assert "1 failed" in capsys.readouterr().out
-    assert main(["--backend", "nobody"]) == 1
-    assert "unknown attention backend 'nobody'" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["--backend", "broken", "--dtype", "int4"])
-    assert main(["--backend", "broken", "--only", "layout", "--kv-dtype", "float8_e5m2"]) == 0
-
-
-def test_a_run_that_ends_early_goes_on(tmp_path, capsys) -> None:
-    """A run out of time says what is left; the next makes those checks, and a failure again, and no other."""
-    first, second, arguments = tmp_path / "1.json", tmp_path / "2.json", ["--backend", "torch_native", "--only", "layout"]
-    assert main([*arguments, "--deadline", "0", "--json", str(first)]) == 1  # nothing was checked
-    assert main([*arguments, "--json", str(first)]) == 0
-    record = json.loads(first.read_text())
-    (run,) = record["runs"]
-    run["left"] = [run["results"].pop()["check"]]
-    run["results"][0]["status"] = "FAIL"
-    kept = run["results"][1] = {**run["results"][1], "detail": "of the first run"}
-    made = page([record])
-    assert "not run" in made
-    assert "No quantized cache with `flashinfer`, `trtllm_mha`: its kernels take one scale for a whole cache" in made
-    first.write_text(json.dumps(record))
-    assert main([*arguments, "--resume", str(first), "--json", str(second)]) == 0
-    (run,) = json.loads(second.read_text())["runs"]
-    assert not run["left"] and len(run["results"]) == 3 and run["results"][1] == kept
-    assert "3 passed, 0 failed" in capsys.readouterr().out
-
-
-def test_a_process_that_ends_fails_its_own_check_only() -> None:
-    """Two processes, one of which ends at the second task: the rest is answered."""
-    found: dict[str, Any] = {}
-    work_off(["1", "x", "3"], int, found.__setitem__, lambda task, why: why, jobs=2, until=None, each=60,
-             group=str, poisoned=lambda answer: False)
-    assert found == {"1": 1, "3": 3, "x": "the process ended with exit code 1"}
-    work_off([60.0, 60.0], time.sleep, found.__setitem__, lambda task, why: why, jobs=2, until=time.time() + 0.3, each=60,
-             group=str, poisoned=lambda answer: False)
-    assert 60.0 not in found
-    hangs = [50.0, 51.0, 52.0, 53.0, 54.0]
-    work_off([*hangs, 0.0], time.sleep, found.__setitem__, lambda task, why: why, jobs=2, until=None, each=0.4, group=bool,
-             poisoned=lambda answer: False)
-    assert found[50.0] == "took more than 0 s" and found[0.0] is None, "a hang fails alone"
-    assert found[54.0] == "left out: 3 others of True took more than 0 s"
-
-
-def test_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "quire.attn_ops.conformance", "--backend", "torch_native", "--only",
-                           "decode b"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "1 passed, 0 failed" in done.stdout, done.stderr

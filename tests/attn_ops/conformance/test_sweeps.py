@@ -1,23 +1,30 @@
-"""The kit's families of batches, its kit for ops, and the page: right ones pass, and each way to be wrong is seen."""
+"""The kit's families of batches, its kit for ops, the page and the command: what is right passes, what is wrong is seen."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from quire.attn_ops import registry
 from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.conformance import ops, page
 from quire.attn_ops.conformance.command import main
+from quire.attn_ops.conformance.lanes import work_off
 from quire.attn_ops.conformance.report import check_backend, run_checks
 from quire.attn_ops.conformance.sweeps import SHAPES
-from quire.attn_ops.registry import get_backend
+from quire.attn_ops.registry import get_backend, register_backend
 from quire.attn_ops.step import current_step
-from tests.attn_ops.conformance.test_kit import NAMES, broken, failures
+from tests.attn_ops.conformance.test_kit import NAMES, broken, failures, spoil
 
 NATIVE = get_backend("torch_native")
 
@@ -27,16 +34,6 @@ def test_the_shapes_are_all_there() -> None:
     assert len(SHAPES) == 13 and {r.status for r in results.values()} == {"ok"}
     assert set(SHAPES) - {name.removeprefix("shape ") for name in results} == {"large_prefill", "medium_encoder_prefill"}
     assert all(0 < r.error < 1e-5 and r.of_bound < 1 for r in results.values())
-
-
-@pytest.mark.parametrize("feature", ["window", "chunk"])
-def test_an_edge_of_a_page_in_extend_only(feature: str) -> None:
-    """Wrong only where a window or chunk is a page and one, and only for several tokens at once."""
-    def change(given):
-        if given[feature] == given["k_cache"].shape[1] + 1 and len(given["q"]) > len(given["seq_lens"]):
-            given[feature] += 1
-
-    assert failures(broken(change), "at page boundaries") == {f"{feature}s at page boundaries"}
 
 
 def test_an_op_that_ignores_what_it_does_not_declare() -> None:
@@ -180,3 +177,72 @@ def test_json_and_page(tmp_path, capsys) -> None:
     text = page.page([record, quick], page.page([record, elsewhere]))  # one table for the CPU; the GPU's stays
     assert text.count("### ") == 2 and text.count("`another` float32, quick |") == 2 and "### cuda: a GPU" in text
     assert len(record["runs"]) == len(runs)
+
+
+# The command line.
+
+
+def test_main(capsys) -> None:
+    assert main(["--backend", "torch_native", "--device", "cpu", "--only", "batch"]) == 0
+    out = capsys.readouterr().out
+    assert "attention backend torch_native on cpu" in out and "mixed batch" in out
+    assert "4 passed, 0 failed, 4 skipped" in out  # CUDA graphs, those of MLA too
+    assert main(["--backend", "torch_native", "--device", "cpu", "--dtype", "float16", "--only", "decode batch"]) == 0
+    assert re.search(r"decode batch .* ok .* \d\.\d", capsys.readouterr().out)
+    both = "full=torch_native,window=flex_attention"
+    assert main(["--backend", f"torch_native,{both}", "--device", "cpu", "--only", "decode batch"]) == 0
+    assert f"attention backend {both} on cpu" in capsys.readouterr().out
+
+
+def test_main_fails(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(registry, "REGISTRY", registry.Registry())
+    register_backend(broken(spoil(window=lambda g: None)))
+    assert main(["--backend", "broken", "--only", "feature window"]) == 1
+    assert "1 failed" in capsys.readouterr().out
+    assert main(["--backend", "nobody"]) == 1
+    assert "unknown attention backend 'nobody'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--backend", "broken", "--dtype", "int4"])
+    assert main(["--backend", "broken", "--only", "layout", "--kv-dtype", "float8_e5m2"]) == 0
+
+
+def test_a_run_that_ends_early_goes_on(tmp_path, capsys) -> None:
+    """A run out of time says what is left; the next makes those checks, and a failure again, and no other."""
+    first, second, arguments = tmp_path / "1.json", tmp_path / "2.json", ["--backend", "torch_native", "--only", "layout"]
+    assert main([*arguments, "--deadline", "0", "--json", str(first)]) == 1  # nothing was checked
+    assert main([*arguments, "--json", str(first)]) == 0
+    record = json.loads(first.read_text())
+    (run,) = record["runs"]
+    run["left"] = [run["results"].pop()["check"]]
+    run["results"][0]["status"] = "FAIL"
+    kept = run["results"][1] = {**run["results"][1], "detail": "of the first run"}
+    made = page.page([record])
+    assert "not run" in made
+    assert "No quantized cache with `flashinfer`, `trtllm_mha`: its kernels take one scale for a whole cache" in made
+    first.write_text(json.dumps(record))
+    assert main([*arguments, "--resume", str(first), "--json", str(second)]) == 0
+    (run,) = json.loads(second.read_text())["runs"]
+    assert not run["left"] and len(run["results"]) == 3 and run["results"][1] == kept
+    assert "3 passed, 0 failed" in capsys.readouterr().out
+
+
+def test_a_process_that_ends_fails_its_own_check_only() -> None:
+    """Two processes, one of which ends at the second task: the rest is answered."""
+    found: dict[str, Any] = {}
+    work_off(["1", "x", "3"], int, found.__setitem__, lambda task, why: why, jobs=2, until=None, each=60,
+             group=str, poisoned=lambda answer: False)
+    assert found == {"1": 1, "3": 3, "x": "the process ended with exit code 1"}
+    work_off([60.0, 60.0], time.sleep, found.__setitem__, lambda task, why: why, jobs=2, until=time.time() + 0.3, each=60,
+             group=str, poisoned=lambda answer: False)
+    assert 60.0 not in found
+    hangs = [50.0, 51.0, 52.0, 53.0, 54.0]
+    work_off([*hangs, 0.0], time.sleep, found.__setitem__, lambda task, why: why, jobs=2, until=None, each=0.4, group=bool,
+             poisoned=lambda answer: False)
+    assert found[50.0] == "took more than 0 s" and found[0.0] is None, "a hang fails alone"
+    assert found[54.0] == "left out: 3 others of True took more than 0 s"
+
+
+def test_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "quire.attn_ops.conformance", "--backend", "torch_native", "--only",
+                           "decode b"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "1 passed, 0 failed" in done.stdout, done.stderr

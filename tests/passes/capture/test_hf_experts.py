@@ -146,41 +146,20 @@ def test_every_config_of_a_composite_model() -> None:
     assert [m.config._experts_implementation for m in experts_of(parts)] == ["grouped_mm"] * 3
 
 
-def chosen(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module.config._experts_implementation_internal = "sonicmoe"
-
-
-def subclass(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wrapped(nn.Parameter):
-        pass
-
-    module.down_proj = Wrapped(module.down_proj.data)
-
-
-def narrow(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module.down_proj = nn.Parameter(module.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
-
-
-def mixed(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module.down_proj = nn.Parameter(module.down_proj.half())
-
-
-def several(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module.gate_up_proj = nn.Parameter(module.gate_up_proj.flatten(0, 1))
-
-
-def silent(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    del module.is_transposed
-
-
-def newer(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_experts, "_options", lambda: hf_experts._KNOWN_OPTIONS | {"has_scale"})
+class Wrapped(nn.Parameter):
+    pass
 
 
 @pytest.mark.parametrize("change, why", [
-    (chosen, "was chosen: sonicmoe"), (subclass, "not plain tensors"), (narrow, "not plain tensors"), (mixed, "of one dtype"),
-    (several, "not one tensor"), (silent, "does not say is_transposed"), (newer, "'has_scale'"),
-])
+    (lambda m, patch: setattr(m.config, "_experts_implementation_internal", "sonicmoe"), "was chosen: sonicmoe"),
+    (lambda m, patch: setattr(m, "down_proj", Wrapped(m.down_proj.data)), "not plain tensors"),
+    (lambda m, patch: setattr(m, "down_proj", nn.Parameter(m.down_proj.to(torch.float8_e4m3fn), requires_grad=False)),
+     "not plain tensors"),
+    (lambda m, patch: setattr(m, "down_proj", nn.Parameter(m.down_proj.half())), "of one dtype"),
+    (lambda m, patch: setattr(m, "gate_up_proj", nn.Parameter(m.gate_up_proj.flatten(0, 1))), "not one tensor"),
+    (lambda m, patch: delattr(m, "is_transposed"), "does not say is_transposed"),
+    (lambda m, patch: patch.setattr(hf_experts, "_options", lambda: hf_experts._KNOWN_OPTIONS | {"has_scale"}), "'has_scale'"),
+], ids=["chosen", "subclass", "narrow", "mixed", "several", "silent", "newer"])
 def test_left_alone(change: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One module that is not known: the config that it shares stays, with one line of the log; others are switched."""
     parts, config, other = nn.Module(), _Config(), _Config()
@@ -191,7 +170,7 @@ def test_left_alone(change: Any, why: str, monkeypatch: pytest.MonkeyPatch, capl
         for _ in range(3):
             with experts_active(parts):
                 assert config._experts_implementation == before
-                assert other._experts_implementation == ("grouped_mm" if change is newer else NAME)
+                assert other._experts_implementation == ("grouped_mm" if why == "'has_scale'" else NAME)
     assert len(caplog.messages) == 1 and why in caplog.messages[0]
 
 

@@ -19,6 +19,7 @@ from quire.attn_ops.step import Step
 from quire.passes.capture.paged_model import PagedModel, find_sites
 from quire.passes.options import QuireOptions
 from quire.passes.verify.sites import check_config, format_sites
+from tests.adversarial import harness
 from tests.passes.models import Attention, Tiny, tiny
 from tests.zoo.configs import SERVED, Served, build
 from tests.zoo.harness import TOLERANCE, error, reference, serve
@@ -43,13 +44,6 @@ def test_numbers_that_differ_between_models_stay_numbers() -> None:
         for site in find_sites(build(Served("MistralConfig", options))):
             assert (site.scale, site.window, site.head_dim) == (head_dim**-0.5, window, head_dim)
             assert isinstance(site.scale, float) and isinstance(site.window, int)
-
-
-def test_one_trace_serves_all_shapes_even_one_token() -> None:
-    model = PagedModel(build(SERVED["qwen2"]), EAGER)
-    batch = reference(model.model)
-    for page_size in (1, 7):  # a second trace would be refused
-        assert error(serve(model, batch, page_size=page_size), batch) <= TOLERANCE
 
 
 def test_no_cache_of_transformers_in_the_trace() -> None:
@@ -130,43 +124,32 @@ def test_refused(model, message) -> None:
 RECORDED: list[object] = []
 
 
-def to_closure(model, seen):
-    model.layers[0].register_forward_hook(lambda module, args, out: seen.append(out))
+def on_layer(hook):
+    return lambda model, seen: model.layers[0].register_forward_hook(lambda module, args, out: hook(seen, out))
 
 
-def to_global(model, seen):
-    model.layers[0].register_forward_hook(lambda module, args, out: RECORDED.append(out.shape))
+def on_rotary(hook):
+    return lambda model, seen: model.model.rotary_emb.register_forward_hook(
+        lambda module, args, out: hook(seen, module, out[0]))
 
 
-def to_module(model, seen):
-    model.layers[0].register_forward_pre_hook(lambda module, args: setattr(module, "seen", args[0]))
-
-
-def to_rotary_closure(model, seen):
-    model.model.rotary_emb.register_forward_hook(lambda module, args, out: seen.append(out[0]))
-
-
-def to_rotary(model, seen):
-    model.model.rotary_emb.register_forward_hook(lambda module, args, out: setattr(module, "seen", out[0]))
-
-
-def to_config(model, seen):
-    model.model.layers[0].register_forward_hook(lambda module, args, out: setattr(model.config, "seen", 1))
-
-
-def to_rope_parameters(model, seen):
-    model.model.layers[0].register_forward_hook(lambda module, args, out: model.config.rope_parameters.update(seen=1))
+def on_config(hook):
+    return lambda model, seen: model.model.layers[0].register_forward_hook(lambda module, args, out: hook(model.config))
 
 
 @pytest.mark.skipif(not hasattr(torch._dynamo.output_graph.OutputGraph, "get_replayed_side_effect_source_refs"),
                     reason="this torch cannot tell")
 @pytest.mark.parametrize("record, what", [
-    (to_closure, "what a hook of model.layers.0 holds[.] It runs"),
-    (to_global, "tests.passes.capture.test_paged_model.RECORDED[.] It runs"),
-    (to_module, "model.layers.0[.] It runs"),
+    (on_layer(lambda seen, out: seen.append(out)), "what a hook of model.layers.0 holds[.] It runs"),
+    (on_layer(lambda seen, out: RECORDED.append(out.shape)), "tests.passes.capture.test_paged_model.RECORDED[.] It runs"),
+    (lambda model, seen: model.layers[0].register_forward_pre_hook(lambda module, args: setattr(module, "seen", args[0])),
+     "model.layers.0[.] It runs"),
     # Where transformers changes things itself.
-    (to_rotary_closure, ""), (to_rotary, ""), (to_config, ""), (to_rope_parameters, ""),
-], ids=lambda x: getattr(x, "__name__", ""))
+    (on_rotary(lambda seen, module, out: seen.append(out)), ""),
+    (on_rotary(lambda seen, module, out: setattr(module, "seen", out)), ""),
+    (on_config(lambda config: setattr(config, "seen", 1)), ""),
+    (on_config(lambda config: config.rope_parameters.update(seen=1)), ""),
+], ids=["closure", "global", "module", "rotary_closure", "rotary", "config", "rope_parameters"])
 def test_hooks_that_record_are_refused(record, what) -> None:
     model, seen = tiny(is_causal=True) if what else build(SERVED["llama"]), []
     record(model, seen)
@@ -336,24 +319,9 @@ def test_a_property_that_is_computed_once_may_be_read_for_the_first_time() -> No
     PagedModel(Scaled(), EAGER).close()
 
 
-class Mixing(torch.nn.Module):
-    """One attention layer, and before it something that lets tokens meet, or something they need each other for."""
-
-    def __init__(self, before) -> None:
-        super().__init__()
-        self.embed, self.place = torch.nn.Embedding(32, 16), torch.nn.Embedding(64, 16)
-        self.qkv, self.head, self.before = torch.nn.Linear(16, 48), torch.nn.Linear(16, 32), before
-
-    def forward(self, input_ids, position_ids):
-        x = self.before(self, self.embed(input_ids) + self.place(position_ids), position_ids)
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
-        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.head(x + y.transpose(1, 2).flatten(2))
-
-
 def test_a_path_for_long_rows_is_served_up_to_its_length() -> None:
     """A batch may have more tokens than that, as its sequences have not. A path for one length is refused in any case."""
-    model = Mixing(lambda m, x, p: x * 2 if x.shape[1] > 40 else x).eval()
+    model = harness.Model(lambda m, x, p: x * 2 if x.shape[1] > 40 else x)
     with pytest.raises(UnsupportedAttention, match=r"path of its own for some numbers of tokens .*<= 40\).*max_model_len"):
         PagedModel(model, EAGER)
     with pytest.raises(UnsupportedAttention, match="path of its own"):
@@ -367,5 +335,5 @@ def test_a_path_for_long_rows_is_served_up_to_its_length() -> None:
         want = torch.cat([model(i[None], torch.arange(len(i))[None])[0] for i in ids])
     assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
     with pytest.raises(UnsupportedAttention, match="path of its own"):
-        PagedModel(Mixing(lambda m, x, p: x * 2 if x.shape[1] == 37 else x).eval(), QuireOptions(
+        PagedModel(harness.Model(lambda m, x, p: x * 2 if x.shape[1] == 37 else x), QuireOptions(
             compiler="eager", max_model_len=40))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -55,8 +55,45 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     return seen
 
 
+class Around(nn.Module):
+    """Attention whose result ``combine(input, result, number)`` makes the layer's, with a number of its own."""
+
+    def __init__(self, combine: Callable[..., torch.Tensor], number: float = 1.0, **options: Any) -> None:
+        super().__init__()
+        self.inner, self.combine, self.number = Attention(4, 2, is_causal=True, **options), combine, number
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, extra: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.combine(x, self.inner(x, position_ids, extra), self.number)
+
+
 def model(layers: int, **options: Any) -> Tiny:
     return Tiny(*(Attention(4, 2, is_causal=True, **options) for _ in range(layers))).eval()
+
+
+def around(combine: Callable[..., torch.Tensor], *numbers: float) -> Tiny:
+    return Tiny(*(Around(combine, number) for number in numbers)).eval()
+
+
+def scaled(x: torch.Tensor, y: torch.Tensor, number: float) -> torch.Tensor:
+    return y / number
+
+
+def counted(x: torch.Tensor, y: torch.Tensor, number: float) -> torch.Tensor:
+    """Computes with the number of tokens, as mixtures of experts do; Dynamo computes the product once for all layers."""
+    tokens = x.shape[1]
+    return y + x.new_ones(6 * tokens).view(1, tokens, 6)[..., :1]
+
+
+def written_across(x: torch.Tensor, y: torch.Tensor, number: float) -> torch.Tensor:
+    """Adds attention's result to its input in place: the memory belongs to the layer before."""
+    x += y
+    return x * 0.5
+
+
+def written_within(x: torch.Tensor, y: torch.Tensor, number: float) -> torch.Tensor:
+    y = y * 2
+    y += x
+    return y.mul_(0.25)
 
 
 @pytest.mark.parametrize("layers, attention", [(6, "torch_native"), (3, "triton")])
@@ -92,20 +129,8 @@ def test_layers_that_differ_are_compiled_apart(compiled: list[fx.GraphModule]) -
     assert len(compiled) == 5
 
 
-class Counts(nn.Module):
-    """Computes with the number of tokens, as mixtures of experts do; Dynamo computes the product once for all layers."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, extra: dict[str, torch.Tensor]) -> torch.Tensor:
-        tokens = x.shape[1]
-        return self.inner(x, position_ids, extra) + x.new_ones(6 * tokens).view(1, tokens, 6)[..., :1]
-
-
 def test_sizes_are_computed_by_each_piece(compiled: list[fx.GraphModule]) -> None:
-    net = Tiny(*(Counts(Attention(4, 2, is_causal=True)) for _ in range(4))).eval()
+    net = around(counted, 1, 1, 1, 1)
     graph = trace(net, compiler="inductor")
     products = [n for n in graph.gm.graph.nodes if n.target is operator.mul]
     assert len(products) == 1 and len(products[0].users) == 4
@@ -113,40 +138,20 @@ def test_sizes_are_computed_by_each_piece(compiled: list[fx.GraphModule]) -> Non
     assert len(compiled) == 3
 
 
-class Scale(nn.Module):
-    """Multiplies by a number of its own."""
-
-    def __init__(self, inner: nn.Module, by: float) -> None:
-        super().__init__()
-        self.inner, self.by = inner, by
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, extra: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.inner(x, position_ids, extra) / self.by
-
-
-def test_constants_between_sites_are_compared(compiled: list[fx.GraphModule]) -> None:
-    net = Tiny(*(Scale(Attention(4, 2, is_causal=True), by) for by in (2, 2, 2, 4, 2))).eval()
-    assert served(trace(net, compiler="inductor"), net) <= TOLERANCE
-    assert len(compiled) == 4
-
-
-def test_floats_that_are_inputs(compiled: list[fx.GraphModule]) -> None:
-    """Floats that Dynamo made inputs (dynamic=True) differ between layers that share code."""
-    net = Tiny(*(Scale(Attention(4, 2, is_causal=True), by) for by in (0.5, 0.25, 0.75, 0.125, 0.5))).eval()
-    assert served(trace(net, compiler="inductor"), net) <= TOLERANCE
-    assert len(compiled) == 3
-
-
-class InPlace(nn.Module):
-    """Adds attention's result to its input in place: the memory belongs to the layer before."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, extra: dict[str, torch.Tensor]) -> torch.Tensor:
-        x += self.inner(x, position_ids, extra)
-        return x * 0.5
+@pytest.mark.parametrize("net, compiler, pieces, why", [
+    (around(scaled, 2, 2, 2, 4, 2), "inductor", 4, ""),  # constants between sites are compared
+    (around(scaled, 0.5, 0.25, 0.75, 0.125, 0.5), "inductor", 3, ""),  # Dynamo makes floats inputs (dynamic=True)
+    (around(written_across, 1, 1, 1, 1), "inductor", 1, "changes in place what it did not make"),
+    (around(written_within, 1, 1, 1, 1), "inductor", 3, ""),
+    (model(2), "inductor", 1, "all differ"),  # three pieces: nothing is to be had by cutting
+    (model(4), "inductor-whole", 1, ""),
+], ids=["constants", "floats", "written across pieces", "written within pieces", "few layers", "by choice"])
+def test_what_is_cut(net: Tiny, compiler: str, pieces: int, why: str, compiled: list[fx.GraphModule],
+                     caplog: pytest.LogCaptureFixture) -> None:
+    """Each piece is compiled once, and what cannot be cut is compiled whole, with the reason in the log."""
+    with caplog.at_level(logging.INFO, "quire.passes.compile.regions"):
+        assert served(trace(net, compiler=compiler), net) <= TOLERANCE
+    assert len(compiled) == pieces and why in caplog.text
 
 
 def test_values_are_copied_only_where_that_is_right() -> None:
@@ -166,48 +171,10 @@ def test_values_are_copied_only_where_that_is_right() -> None:
         assert copies([fixed.requires_grad_()], [(one, one)]) is None
 
 
-def test_writes_across_pieces_are_compiled_whole(compiled: list[fx.GraphModule], caplog: pytest.LogCaptureFixture) -> None:
-    net = Tiny(*(InPlace(Attention(4, 2, is_causal=True)) for _ in range(4))).eval()
-    with caplog.at_level(logging.INFO, "quire.passes.compile.regions"):
-        assert served(trace(net, compiler="inductor"), net) <= TOLERANCE
-    assert len(compiled) == 1
-    assert "changes in place what it did not make" in caplog.text
-
-
-class OwnInPlace(InPlace):
-    """Writes only to memory of its own."""
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, extra: dict[str, torch.Tensor]) -> torch.Tensor:
-        result = self.inner(x, position_ids, extra) * 2
-        result += x
-        result.mul_(0.25)
-        return result
-
-
-def test_writes_within_a_piece_are_fine(compiled: list[fx.GraphModule]) -> None:
-    net = Tiny(*(OwnInPlace(Attention(4, 2, is_causal=True)) for _ in range(4))).eval()
-    assert served(trace(net, compiler="inductor"), net) <= TOLERANCE
-    assert len(compiled) == 3
-
-
-def test_few_layers_are_compiled_whole(compiled: list[fx.GraphModule], caplog: pytest.LogCaptureFixture) -> None:
-    """Two layers make three pieces that all differ: nothing is to be had by cutting."""
-    net = model(2)
-    with caplog.at_level(logging.INFO, "quire.passes.compile.regions"):
-        assert served(trace(net, compiler="inductor"), net) <= TOLERANCE
-    assert len(compiled) == 1 and "all differ" in caplog.text
-
-
-def test_inductor_whole(compiled: list[fx.GraphModule]) -> None:
-    net = model(4)
-    assert served(trace(net, compiler="inductor-whole"), net) <= TOLERANCE
-    assert len(compiled) == 1
-
-
 @pytest.mark.slow
 def test_inductor() -> None:
     """With the real compiler: views, lists and sizes cross the cuts, and the caches are written in place."""
-    net = Tiny(*(Scale(Attention(4, 2, is_causal=True), by) for by in (0.5, 0.25, 0.75, 0.125, 0.5))).eval()
+    net = around(scaled, 0.5, 0.25, 0.75, 0.125, 0.5)
     assert served(trace(net, compiler="inductor"), net, attention="torch_native") <= TOLERANCE
 
 

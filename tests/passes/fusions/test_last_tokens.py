@@ -62,7 +62,7 @@ def block(m: Decoder, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
 
 class Decoder(nn.Module):
     """Layers of a decoder; ``behind(model, x, attended)`` is what follows the attention of each. ``keeps``: it takes
-    ``logits_to_keep``, as transformers' models do."""
+    ``logits_to_keep``, as transformers' models do; ``head(model, x, logits_to_keep)`` reads them in another way."""
 
     def __init__(self, behind: Callable[..., torch.Tensor] = block, *, layers: int = 1, keeps: bool = True,
                  head: Callable[..., torch.Tensor] | None = None, **members: nn.Module) -> None:
@@ -90,6 +90,8 @@ class Decoder(nn.Module):
 
     def forward_some(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: Any = 0) -> torch.Tensor:
         x = self.norm3(self.hidden(input_ids, position_ids))
+        if self.choose_head is not None:
+            return self.choose_head(self, x, logits_to_keep)
         x = x[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep, :]
         return self.head(x)
 
@@ -202,44 +204,15 @@ def test_with_the_other_passes(fusions, products) -> None:
     paged.close()
 
 
-def test_all_logits_indexed_afterwards() -> None:
-    """A model without logits_to_keep: the head goes along."""
-    model = Decoder(keeps=False)
-    matches, graph = rewritten(model)
-    assert matches == 1 and sizes_of_products(graph) == ["T", "B", "B", "B", "B", "B"]
-    same(model)
+def two_gathers(m: Decoder, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """By one index, of one value."""
+    return m.head(x[:, keep, :]) + m.second(x[:, keep])
 
 
-class TwoHeads(Decoder):
-    """Two gathers by one index, of one value."""
-
-    def forward_some(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: Any = 0) -> torch.Tensor:
-        x = self.norm3(self.hidden(input_ids, position_ids))
-        return self.head(x[:, logits_to_keep, :]) + self.second(x[:, logits_to_keep])
-
-
-def test_two_gathers() -> None:
-    model = TwoHeads(second=nn.Linear(HIDDEN, VOCAB))
-    matches, graph = rewritten(model)
-    assert matches == 2 and sizes_of_products(graph) == ["T", "B", "B", "B", "B", "B", "B"]
-    same(model)
-
-
-class ChangesOne(Decoder):
-    """Of two copies of the same rows one is changed."""
-
-    def forward_some(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: Any = 0) -> torch.Tensor:
-        x = self.norm3(self.hidden(input_ids, position_ids))
-        one, other = x[:, logits_to_keep, :], x[:, logits_to_keep, :]
-        one.add_(1)
-        return self.head(one) + self.head(other)
-
-
-def test_copies_stay_copies() -> None:
-    model = ChangesOne()
-    matches, graph = rewritten(model)
-    assert matches == 0 and sizes_of_products(graph) == ["T", "T", "T", "T", "T", "B", "B"]
-    same(model)
+def one_copy_changed(m: Decoder, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    one, other = x[:, keep, :], x[:, keep, :]
+    one.add_(1)
+    return m.head(one) + m.head(other)
 
 
 @pytest.mark.parametrize("doubt", ["another value", "a guard"])
@@ -290,16 +263,6 @@ def parameters() -> dict[str, Any]:
     return {n: nn.Parameter(torch.randn(s, generator=generator) / 4) for n, s in made.items()}
 
 
-@pytest.mark.parametrize("behind, products", [
-    (reads_by_view, "TBBB"), (halves, "TBBBB"), (in_parallel, "TBBB"), (with_softmax, "TBBBBB"),
-], ids=lambda x: getattr(x, "__name__", str(x)))
-def test_what_moves(behind, products) -> None:
-    model = Decoder(behind, **parameters())
-    matches, graph = rewritten(model)
-    assert (matches, "".join(sizes_of_products(graph))) == (1, products)
-    same(model)
-
-
 # -- what must not move
 
 
@@ -337,25 +300,34 @@ def unknown(m: Decoder, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor
     return torch.lerp(x, m.mlp(x), 0.5)  # row-wise, but not in the table
 
 
-@pytest.mark.parametrize("behind, products", [
-    (changed_in_place, "TTBBBB"), (changed_through_a_view, "TTTTTB"), (changed_by_relu, "TTTTTB"), (experts, "TTTTB"),
-    (unknown, "TTTTTB"),
-], ids=lambda x: getattr(x, "__name__", str(x)))
-def test_what_stays(behind, products) -> None:
-    """Rows are taken behind it. (The first product is that of q, k and v, and the last one the head.)"""
-    model = Decoder(behind, **parameters())
-    matches, graph = rewritten(model)
-    assert (matches, "".join(sizes_of_products(graph))) == (1, products)
-    same(model)
-
-
-def test_quantized_weights_stay() -> None:
-    """A quantized layer may depend on the number of rows: rows are taken behind it."""
+def quantized() -> Decoder:
+    """A quantized layer may depend on the number of rows."""
     model = Decoder()
     for layer in (model.attention[0].out, model.mlp.down):
         layer.weight = nn.Parameter(Int8.of(layer.weight), requires_grad=False)
-    matches, graph = rewritten(model)
-    assert (matches, "".join(sizes_of_products(graph))) == (1, "TTTTTB")
+    return model
+
+
+def behind(function: Callable[..., torch.Tensor]) -> Callable[[], Decoder]:
+    return lambda: Decoder(function, **parameters())
+
+
+@pytest.mark.parametrize("make, matches, products", [
+    (behind(reads_by_view), 1, "TBBB"), (behind(halves), 1, "TBBBB"), (behind(in_parallel), 1, "TBBB"),
+    (behind(with_softmax), 1, "TBBBBB"),
+    (lambda: Decoder(keeps=False), 1, "TBBBBB"),  # all logits, indexed afterwards: the head goes along
+    (lambda: Decoder(head=two_gathers, second=nn.Linear(HIDDEN, VOCAB)), 2, "TBBBBBB"),
+    # Rows are taken behind what must stay.
+    (behind(changed_in_place), 1, "TTBBBB"), (behind(changed_through_a_view), 1, "TTTTTB"),
+    (behind(changed_by_relu), 1, "TTTTTB"), (behind(experts), 1, "TTTTB"), (behind(unknown), 1, "TTTTTB"),
+    (quantized, 1, "TTTTTB"), (lambda: Decoder(head=one_copy_changed), 0, "TTTTTBB"),
+], ids=["views", "halves", "in parallel", "softmax", "all logits", "two gathers", "changed in place", "changed through a view",
+        "changed by relu", "experts", "unknown", "quantized", "one copy changed"])
+def test_what_moves_and_what_stays(make: Callable[[], Decoder], matches: int, products: str) -> None:
+    """The first product is that of q, k and v, and the last one the head."""
+    model = make()
+    found, graph = rewritten(model)
+    assert (found, "".join(sizes_of_products(graph))) == (matches, products)
     same(model)
 
 

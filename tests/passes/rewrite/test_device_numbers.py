@@ -6,19 +6,7 @@ import torch
 from torch import fx
 
 from quire.passes.rewrite.device_numbers import numbers_on_device
-from tests.passes.models import listing
-
-
-def traced(function) -> fx.GraphModule:
-    """The graph as Dynamo gives it to a backend."""
-    found: list[fx.GraphModule] = []
-
-    def keep(gm: fx.GraphModule, inputs):
-        found.append(gm)
-        return gm.forward
-
-    torch.compile(function, backend=keep, fullgraph=True)(torch.ones(3))
-    return found[0]
+from tests.passes.models import capture, listing
 
 
 def test_a_number_is_made_where_it_is_used() -> None:
@@ -49,7 +37,7 @@ def test_other_tensors_stay() -> None:
         same += 1
         return x + torch.tensor([1.0, 2.0, 3.0]).to(x.device) + torch.tensor(2.5).to(x.device, torch.float64) + number
 
-    gm = traced(forward)
+    gm, _ = capture(forward, torch.ones(3))
     before = listing(gm.graph)
     numbers_on_device(gm)
     assert listing(gm.graph) == before

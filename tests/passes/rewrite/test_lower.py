@@ -111,13 +111,6 @@ def test_sizes_of_the_inputs(layout, stride) -> None:
     assert [t.dtype for t in examples[:4]] == [torch.int64, torch.int32, torch.int32, torch.int32]
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_runs(page_size, layout) -> None:
-    model = tiny()
-    assert served(trace(model), model, page_size=page_size, layout=layout) <= TOLERANCE
-
-
 def test_values_narrower_than_keys() -> None:
     class Narrow(Attention):
         def forward(self, x, position_ids, extra):

@@ -65,6 +65,16 @@ def from_one(x: torch.Tensor) -> torch.Tensor:
     return x * torch.arange(1, x.shape[1] + 1)[None, :, None]
 
 
+def offsets(x: torch.Tensor) -> torch.Tensor:
+    """Rows of a flattened tensor, by a number computed from the row's."""
+    flat = x.repeat_interleave(2, dim=1).flatten(0, 1)
+    return x + flat[torch.arange(x.shape[1]) * 2 + 1]
+
+
+def table(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.linspace(1, 2, 64)[torch.arange(x.shape[1]).clamp(max=63)][None, :, None]
+
+
 def traced(model: nn.Module) -> tuple[fx.GraphModule, Any, list[Any]]:
     gm, inputs = capture(model, torch.arange(9)[None] % 31, torch.arange(9)[None], dynamic=True)
     tokens = next(value(n).shape[1] for n in placeholders(gm.graph) if "input_ids" in n.name)
@@ -75,7 +85,7 @@ def aranges(gm: fx.GraphModule) -> int:
     return sum(n.target is torch.arange for n in gm.graph.nodes)
 
 
-@pytest.mark.parametrize("compute", [scaled, as_floats, as_half])
+@pytest.mark.parametrize("compute", [scaled, as_floats, as_half, table])
 def test_numbers_become_positions(compute: Any) -> None:
     model = Model(compute).eval()
     gm, tokens, inputs = traced(model)
@@ -93,43 +103,19 @@ def test_numbers_become_positions(compute: Any) -> None:
     assert torch.equal(got, torch.cat([want[0], want[1][3:]]))
 
 
-@pytest.mark.parametrize("compute", [picks, sorts])
-def test_what_picks_rows_stays(compute: Any) -> None:
-    gm, tokens, _ = traced(Model(compute).eval())
+@pytest.mark.parametrize("compute, reads", [(picks, True), (sorts, True), (scaled, False)])
+def test_what_picks_rows_stays(compute: Any, reads: bool) -> None:
+    """And so does everything where the model reads no positions that could take its place."""
+    gm, tokens, _ = traced(Model(compute, reads).eval())
     assert use_given_positions(gm, tokens) == 0 and aranges(gm) == 1
 
 
-def test_without_positions_there_is_nothing_to_take() -> None:
-    gm, tokens, _ = traced(Model(scaled, reads=False).eval())
-    assert use_given_positions(gm, tokens) == 0 and aranges(gm) == 1
-
-
-@pytest.mark.parametrize(("compute", "why"), [(both, "both to compute and to pick rows"), (from_one, "other than 0, 1, 2")])
+@pytest.mark.parametrize(("compute", "why"), [(both, "both to compute and to pick rows"), (from_one, "other than 0, 1, 2"),
+                                              (offsets, "both to compute and to pick rows")])
 def test_refused(compute: Any, why: str) -> None:
     gm, tokens, _ = traced(Model(compute).eval())
     with pytest.raises(UnsupportedAttention, match=why):
         use_given_positions(gm, tokens)
-
-
-def offsets(x: torch.Tensor) -> torch.Tensor:
-    """Rows of a flattened tensor, by a number computed from the row's."""
-    flat = x.repeat_interleave(2, dim=1).flatten(0, 1)
-    return x + flat[torch.arange(x.shape[1]) * 2 + 1]
-
-
-def table(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.linspace(1, 2, 64)[torch.arange(x.shape[1]).clamp(max=63)][None, :, None]
-
-
-def test_numbers_that_pick_rows_after_arithmetic_are_refused() -> None:
-    gm, tokens, _ = traced(Model(offsets).eval())
-    with pytest.raises(UnsupportedAttention, match="both to compute and to pick rows"):
-        use_given_positions(gm, tokens)
-
-
-def test_numbers_that_look_up_a_table_become_positions() -> None:
-    gm, tokens, _ = traced(Model(table).eval())
-    assert use_given_positions(gm, tokens) == 1 and not aranges(gm)
 
 
 def test_uncompiled() -> None:

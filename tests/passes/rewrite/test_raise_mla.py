@@ -97,49 +97,20 @@ def test_matches() -> None:
     assert latents(Model(plain, by_slices, plain)) == [Latent(RANK, ROPE)] * 3
 
 
-def scaled(layer: Layer, c: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    k_nope, v = by_head(layer, c)
-    return joined(k_nope * layer.scale, k_rope), v
+def of(change: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Keys:
+    """Keys and values by ``change(layer, k_nope, v, k_rope)``."""
+    return lambda layer, c, k_rope: change(layer, *by_head(layer, c), k_rope)
 
 
-def scaled_value(layer: Layer, c: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    k_nope, v = by_head(layer, c)
-    return joined(k_nope, k_rope), v * layer.scale
-
-
-def rotated(layer: Layer, c: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A rotation of the part that comes from latent vectors, too."""
-    k_nope, v = by_head(layer, c)
-    first, second = k_nope.chunk(2, dim=-1)
-    return joined(torch.cat([-second, first], dim=-1), k_rope), v
+def by_columns(layer: Layer, c: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All keys before all values, instead of head by head."""
+    k_nope, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in layer.kv_b(c).split([HEADS * NOPE, HEADS * DIM_V], -1))
+    return joined(k_nope, k_rope), v
 
 
 def values_first(layer: Layer, c: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     v, k_nope = layer.kv_b(c).unflatten(-1, (HEADS, -1)).transpose(1, 2).split([DIM_V, NOPE], dim=-1)
     return joined(k_nope, k_rope), v
-
-
-def rope_first(layer: Layer, c: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    k_nope, v = by_head(layer, c)
-    return torch.cat([k_rope.expand(*k_nope.shape[:-1], -1), k_nope], dim=-1), v
-
-
-def keys_by_themselves(layer: Layer, c: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """All keys before all values, instead of head by head."""
-    k_nope, v = layer.kv_b(c).split([HEADS * NOPE, HEADS * DIM_V], dim=-1)
-    return joined(k_nope.unflatten(-1, (HEADS, -1)).transpose(1, 2), k_rope), v.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-
-
-def shifted_heads(layer: Layer, c: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each head has the value of another."""
-    k_nope, v = by_head(layer, c)
-    return joined(k_nope, k_rope), torch.cat([v[:, 1:], v[:, :1]], dim=1)
-
-
-def rope_by_head(layer: Layer, c: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every head has a rotary part of its own."""
-    k_nope, v = by_head(layer, c)
-    return torch.cat([k_nope, k_rope * torch.arange(1.0, HEADS + 1)[:, None, None]], dim=-1), v
 
 
 def half_written(layer: Layer, c: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,7 +127,7 @@ def adapted(layer: Layer, c: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.
     return joined(k_nope, k_rope), v
 
 
-def changed_latent(layer: Layer, c: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def changed(layer: Layer, c: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The latent vectors are changed in place after their product was taken."""
     k, v = plain(layer, c, k_rope)
     c.add_(1.0)
@@ -172,8 +143,14 @@ def changed_memory(layer: Layer, c: torch.Tensor, k_rope: torch.Tensor) -> tuple
     return k, v
 
 
-MISSES = (scaled, scaled_value, rotated, values_first, rope_first, keys_by_themselves, shifted_heads, rope_by_head,
-          half_written, adapted, changed_latent, changed_memory)
+MISSES = (
+    of(lambda layer, k, v, rope: (joined(k * layer.scale, rope), v)),
+    of(lambda layer, k, v, rope: (joined(k, rope), v * layer.scale)),
+    of(lambda layer, k, v, rope: (joined(torch.cat([-k.chunk(2, -1)[1], k.chunk(2, -1)[0]], -1), rope), v)),  # rotated
+    of(lambda layer, k, v, rope: (torch.cat([rope.expand(*k.shape[:-1], -1), k], -1), v)),  # the rotary part first
+    of(lambda layer, k, v, rope: (joined(k, rope), torch.cat([v[:, 1:], v[:, :1]], 1))),  # each head has another's value
+    of(lambda layer, k, v, rope: (torch.cat([k, rope * torch.arange(1.0, HEADS + 1)[:, None, None]], -1), v)),  # by head
+    by_columns, values_first, half_written, adapted, changed, changed_memory)
 
 
 def test_near_misses_stay_dense() -> None:

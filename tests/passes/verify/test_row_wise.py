@@ -12,23 +12,17 @@ from torch import fx
 
 from quire.passes.fx import placeholders, value
 from quire.passes.verify.row_wise import RowWise, expression
+from tests.passes.models import capture
 
 TOKENS, WIDTH = 23, 8
 
 
 def last_operation(function: Any, *args: torch.Tensor) -> tuple[fx.Node, Any]:
     """The operation that makes the result of ``function`` in its graph, and T, of its first input."""
-    found: list[fx.GraphModule] = []
-
-    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        found.append(gm)
-        return gm.forward
-
+    torch._dynamo.reset()
     for x in args:
-        torch._dynamo.mark_dynamic(x, x.shape.index(TOKENS))
-    with torch.no_grad():
-        torch.compile(function, backend=backend, fullgraph=True)(*args)
-    (gm,) = found
+        torch._dynamo.mark_dynamic(x, 1)
+    gm, _ = capture(function, *args)
     sizes = [s for n in placeholders(gm.graph) if isinstance(value(n), torch.Tensor) for s in value(n).shape]
     tokens = next(e for s in sizes if (e := expression(s)) is not None)
     return gm.graph.output_node().args[0][0], tokens  # type: ignore[index,return-value]
@@ -63,11 +57,7 @@ def test_several_sequences() -> None:
 
 def test_another_length_is_no_token_dimension() -> None:
     """Two inputs of two lengths: each has its own symbol, and only one of them is T."""
-    found: list[fx.GraphModule] = []
-    x, y = rows(1, TOKENS, WIDTH), rows(1, 19, WIDTH)
-    torch._dynamo.mark_dynamic(x, 1)
-    torch._dynamo.mark_dynamic(y, 1)
-    torch.compile(lambda x, y: (x * 2, y * 2), backend=lambda gm, inputs: found.append(gm) or gm.forward)(x, y)
-    first, second = found[0].graph.output_node().args[0]
-    row_wise = RowWise(expression(value(first).shape[1]))
+    first, tokens = last_operation(lambda x, y: (x * 2, y * 2), rows(1, TOKENS, WIDTH), rows(1, 19, WIDTH))
+    second = first.graph.output_node().args[0][1]
+    row_wise = RowWise(tokens)
     assert row_wise.proves(first) and not row_wise.proves(second)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers.integrations.moe  # noqa: F401  (registers the grouped product)
 
 from quire.attn_ops.attention import attention
 from quire.attn_ops.backend import UnsupportedAttention
@@ -21,6 +20,8 @@ from quire.attn_ops.ops.sampling import sample_tokens
 from quire.attn_ops.step import Step, running
 from quire.passes.fx import placeholders, value
 from quire.passes.verify.tokens import check_tokens
+from tests.adversarial import mixers
+from tests.adversarial.mixers import inverse_of, one_hot
 from tests.passes.models import capture
 
 Tensor = torch.Tensor
@@ -85,12 +86,6 @@ def expert_ids(x: Tensor, k: int = 2) -> Tensor:
     return (x[0] @ WEIGHT[:, :4]).topk(k)[1]
 
 
-def inverse_of(order: Tensor) -> Tensor:
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.shape[0])
-    return inverse
-
-
 def in_a_loop(x: Tensor, ids: Tensor | None = None, counts: Any = None, sizes: Any = None, product: Any = None,
               join: Any = torch.cat, back: bool = False) -> Tensor:
     """Experts one after the other: ``counts(ids)``, ``sizes(counts)``, ``product(rows, expert)``, ``join(results)`` in another
@@ -103,19 +98,8 @@ def in_a_loop(x: Tensor, ids: Tensor | None = None, counts: Any = None, sizes: A
     return torch.zeros_like(x[0]).index_add(0, order // 2, y) if back else y
 
 
-def by_expert(x: Tensor, ids: Tensor | None = None, counts: Any = None, offsets: Any = None, rows: Any = None) -> Tensor:
-    """Experts by a grouped product: ``counts(sorted ids, ids)``, ``offsets(counts)``, ``rows(x, order)`` in another way."""
-    ids = expert_ids(x) if ids is None else ids
-    k = ids.shape[1]
-    found, order = ids.reshape(-1).sort()
-    each = torch.histc(found.float(), bins=4, min=0, max=3) if counts is None else counts(found, ids)
-    ends = each.cumsum(0, dtype=torch.int32) if offsets is None else offsets(each)
-    y = torch.ops.transformers.grouped_mm_fallback(x[0][order // k] if rows is None else rows(x[0], order), EXPERTS, ends)
-    return y[inverse_of(order)].view(-1, k, WIDTH).sum(1)
-
-
-def one_hot(ids: Tensor, filled: float = 0.0) -> Tensor:
-    return torch.full((ids.shape[0], 4), filled).scatter(1, ids, 1)
+def by_expert(x: Tensor, ids: Tensor | None = None, counts: Any = None, **more: Any) -> Tensor:
+    return mixers.by_expert(x[0], x[0] @ WEIGHT[:, :4], EXPERTS, ids=ids, counts=counts, **more)
 
 
 def sorted_twice(x: Tensor, p: Tensor) -> Tensor:
@@ -177,26 +161,8 @@ def attended(x: Tensor, keys: Tensor | None = None, sinks: Tensor | None = None)
     return attention(q, k, k, sinks, layer=0, scale=0.5, window=None, softcap=None, chunk=None, causal=True)
 
 
-@torch.library.custom_op("quire_tests::fill_with_mean", mutates_args={"out"})
-def fill_with_mean(x: Tensor, out: Tensor) -> None:
-    out.copy_(x.mean(1, keepdim=True).expand_as(x))
-
-
-@torch.library.custom_op("quire_tests::contiguous", mutates_args=())
-def less_the_mean(x: Tensor) -> Tensor:
-    """An operation of somebody else's that has the name of a harmless one."""
-    return x - x.mean(1, keepdim=True)
-
-
-less_the_mean.register_fake(torch.empty_like)
 torch.library.define("quire_tests::pointwise", "(Tensor x) -> Tensor", tags=(torch.Tag.pointwise,))
 torch.library.impl("quire_tests::pointwise", "CompositeExplicitAutograd", lambda x: x - x.mean(1, keepdim=True))
-
-
-def written_by_an_op(x: Tensor, p: Tensor) -> Tensor:
-    y = torch.zeros_like(x)
-    fill_with_mean(x, y)
-    return x + y
 
 
 def written_in_vmap(x: Tensor, p: Tensor) -> Tensor:
@@ -273,9 +239,9 @@ REFUSED = {
     "shift by padding": (lambda x, p: F.pad(x, (0, 0, 1, -1)), "it shifts the tokens"),
     "noise": (lambda x, p: x + torch.rand(WIDTH), "it draws random numbers"),
     "an operation without a rule": (lambda x, p: x + torch.linalg.svdvals(x[0]), "quire has no rule for"),
-    "an operation named as a harmless one": (lambda x, p: less_the_mean(x), "no rule for quire_tests"),
+    "an operation named as a harmless one": (lambda x, p: mixers.named_clone(x), "no rule for quire_tests"),
     "an operation that calls itself elementwise": (lambda x, p: torch.ops.quire_tests.pointwise(x), "no rule for quire_tests"),
-    "an operation that writes": (written_by_an_op, "what quire_tests.fill_with_mean.default writes"),
+    "an operation that writes": (lambda x, p: mixers.written_by_an_op(None, x, p), "what quire_tests.write_mean.default"),
     "vmap over features": (lambda x, p: torch.vmap(lambda c: c - c.mean(), 1, 1)(x[0]), "it is taken over the tokens"),
     "vmap in vmap over features": (lambda x, p: torch.vmap(torch.vmap(lambda c: c.cumsum(-1), 1, 1), 1, 1)(
         x[0].unflatten(-1, (2, 4))), "it goes along the tokens"),
@@ -336,6 +302,9 @@ REFUSED = {
     "experts: sums of ids": (lambda x, p: by_expert(x, expert_ids(x, 4), lambda found, ids: ids.sum(0)), "over the tokens"),
     "experts: counts of some ids": (lambda x, p: by_expert(x, counts=lambda found, ids: one_hot(ids[:, :1]).sum(0)),
                                     "not those routed to one"),
+    "experts: counts as truths": (lambda x, p: by_expert(x, counts=lambda found, ids: one_hot(ids).sum(0).bool().int()),
+                                  "it counts the tokens in torch.bool"),
+    "experts: sorted downwards": (lambda x, p: by_expert(x, descending=True), "it counts the tokens"),
     "experts: ids may be negative": (lambda x, p: by_expert(x, ids=(x[0] @ WEIGHT[:, :2]).long()), "it counts the tokens"),
     "experts: ids may repeat": (lambda x, p: by_expert(x, ids=(x[0] @ WEIGHT[:, :4]).cummax(-1)[1], counts=lambda found, ids: (
         one_hot(ids).sum(0))), "not those routed to one"),
