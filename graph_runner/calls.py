@@ -19,18 +19,22 @@ from typing import TYPE_CHECKING, Any, cast
 from quire.graph_runner.admission import QueueFull
 from quire.graph_runner.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from quire.graph_runner.engine_lock import EngineLock, locked
+from quire.graph_runner.hf_generation_config import for_engine, is_generation_config
 from quire.graph_runner.lockstep import held_here
-from quire.graph_runner.prompts import Prompt, as_prompts, chat_prompt, each_of, pairs_of, token_ids_of
+from quire.graph_runner.prompts import Prompt, as_prompts, chat_prompt, each_of, pairs_of, params_of, token_ids_of
 from quire.graph_runner.request import Ask, Limits, RequestOptions, RequestOutput, StreamEvent
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.scheduler import Scheduler
 from quire.graph_runner.stats import EngineStats, stats_of
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
     from quire.graph_runner.engine import Engine
 
+    _Params = SamplingParams | GenerationConfig | Sequence[SamplingParams | GenerationConfig] | None
+
 logger = logging.getLogger(__name__)
-_Params = SamplingParams | Sequence[SamplingParams] | None
 #: Seconds after which ``generate`` shows a progress bar on a terminal.
 BAR_AFTER = 2.0
 _ADDED_AT_ONCE = 64  # prompts under one hold of the lock: each hold sets a signal handler, and other threads wait meanwhile
@@ -102,7 +106,8 @@ class EngineCalls:
         Args:
             prompts: a prompt or several: text, token ids, a chat (a list of messages), vLLM's dicts, or what a tokenizer
                 returns for several texts, padding included.
-            params: one SamplingParams for all prompts, or one for each. ``sampling_params`` is another name for it, vLLM's.
+            params: one SamplingParams for all prompts, or one for each; or transformers' ``GenerationConfig``, completed from
+                the model's own as ``model.generate`` does. ``sampling_params`` is another name for it, vLLM's.
             request_id: names of the requests, for ``abort``; one for each prompt.
             priority: prompts with a lower number start first; one for all or one for each.
             timeout: seconds after which a request that has not ended fails.
@@ -115,8 +120,32 @@ class EngineCalls:
             ValueError, TypeError: a prompt that cannot be served. RuntimeError: a request that failed on its way.
             QueueFull: more requests would wait than ``max_waiting``.
         """
-        asks = asks_of(prompts, params, sampling_params, request_id, priority, timeout, adapter)
+        asks = self._asks(prompts, params, sampling_params, request_id, priority, timeout, adapter)
         return self._stream(asks, len(asks) == 1 if raise_on_error is None else raise_on_error)
+
+    def _asks(self, prompts: Prompt | Sequence[Prompt], params: _Params, sampling_params: _Params,
+              request_id: str | Sequence[str] | None, priority: int | Sequence[int], timeout: float | None,
+              adapter: str | Sequence[str | None] | None) -> list[Ask]:
+        """The prompts of a call with their options. Raises TypeError or ValueError for options that do not fit the prompts."""
+        if params is not None and sampling_params is not None:
+            raise TypeError("params and sampling_params are two names of one argument; give one of them")
+        given = params if sampling_params is None else sampling_params
+        pairs = pairs_of(prompts, given, self._params_of)
+        if isinstance(request_id, str) and len(pairs) > 1:
+            raise ValueError(f"{len(pairs)} prompts but one request_id; give one for each")
+        each = (each_of(name, given, len(pairs)) for name, given in (
+            ("request_ids", request_id), ("priorities", priority), ("adapters", adapter)))
+        return [Ask(prompt, p, RequestOptions(name, number, timeout, adapter=own).check())
+                for (prompt, p), name, number, own in zip(pairs, *each, strict=True)]
+
+    def _params_of(self, prompt: Prompt, given: Any) -> SamplingParams:
+        """What was given as the params of a prompt. Raises ValueError for a ``GenerationConfig`` with what requests do not
+        have, or a prompt that cannot be served; TypeError for other types."""
+        if not is_generation_config(given):
+            return params_of(given)
+        engine = cast("Engine", self)
+        return for_engine(given, getattr(engine.model, "generation_config", None), lambda: len(
+            token_ids_of(prompt, self.tokenizer, engine.runner.vocab_size, engine.max_model_len)))
 
     def _stream(self, asks: Sequence[Ask], strict: bool) -> Generator[StreamEvent, None, None]:
         inbox: deque[StreamEvent] = deque()
@@ -168,7 +197,7 @@ class EngineCalls:
             use_tqdm: show a progress bar; None: on a terminal, where it takes longer than two seconds. Or a function that
                 makes one, such as ``tqdm``.
         """
-        asks = asks_of(prompts, params, sampling_params, request_id, priority, timeout, adapter)
+        asks = self._asks(prompts, params, sampling_params, request_id, priority, timeout, adapter)
         done: dict[int, RequestOutput] = {}
         with progress(sum(ask.params.n for ask in asks), use_tqdm) as advance:
             for event in self._stream(asks, len(asks) == 1 if raise_on_error is None else raise_on_error):
@@ -305,21 +334,6 @@ def _score(output: RequestOutput, start: int) -> Score:
     return Score(ids, [e.logprob for e in entries], [e.rank for e in entries])
 
 
-def asks_of(prompts: Prompt | Sequence[Prompt], params: _Params, sampling_params: _Params,
-            request_id: str | Sequence[str] | None, priority: int | Sequence[int], timeout: float | None,
-            adapter: str | Sequence[str | None] | None = None) -> list[Ask]:
-    """The prompts of a call with their options. Raises TypeError or ValueError for options that do not fit the prompts."""
-    if params is not None and sampling_params is not None:
-        raise TypeError("params and sampling_params are two names of one argument; give one of them")
-    pairs = pairs_of(prompts, params if sampling_params is None else sampling_params)
-    if isinstance(request_id, str) and len(pairs) > 1:
-        raise ValueError(f"{len(pairs)} prompts but one request_id; give one for each")
-    each = (each_of(name, given, len(pairs)) for name, given in (
-        ("request_ids", request_id), ("priorities", priority), ("adapters", adapter)))
-    return [Ask(prompt, p, RequestOptions(name, number, timeout, adapter=own).check())
-            for (prompt, p), name, number, own in zip(pairs, *each, strict=True)]
-
-
 @contextlib.contextmanager
 def progress(total: int, use_tqdm: bool | Callable[..., Any] | None) -> Iterator[Callable[[], Any]]:
     """A progress bar over ``total`` requests, as ``use_tqdm`` of ``generate`` says; gives the function that advances it."""
@@ -356,4 +370,4 @@ def progress(total: int, use_tqdm: bool | Callable[..., Any] | None) -> Iterator
         yield advance
 
 
-__all__ = ["EngineCalls", "Score", "asks_of", "progress"]
+__all__ = ["EngineCalls", "Score", "progress"]

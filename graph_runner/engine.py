@@ -24,7 +24,7 @@ from quire.graph_runner.live_model import LiveModel
 from quire.graph_runner.logprobs import SCORED_ROWS, RowLogprobs
 from quire.graph_runner.model_runner import Launched, ModelRunner
 from quire.graph_runner.prefix_cache import PrefixCache
-from quire.graph_runner.prompts import Prompt, params_of
+from quire.graph_runner.prompts import Prompt
 from quire.graph_runner.request import (
     Ask,
     FinishReason,
@@ -102,7 +102,7 @@ class Engine(EngineCalls, WeightUpdates):
         """
         ids: list[int] = []
         options = RequestOptions(request_id, priority, timeout, adapter=adapter)
-        self._add(Ask(prompt, params_of(params), options), self._events, ids)
+        self._add(Ask(prompt, self._params_of(prompt, params), options), self._events, ids)
         return ids
 
     @locked

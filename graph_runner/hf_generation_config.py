@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from quire.graph_runner.sampling_params import SamplingParams
@@ -56,6 +58,36 @@ def from_generation_config(generation_config: Any, prompt_length: int) -> tuple[
     values["min_tokens"] = min(option("min_new_tokens", max(option("min_length", 0) - prompt_length, 0)), values["max_tokens"])
     unsupported = [name for name, has_no_effect in _REFUSED.items() if _is_set(option, name, has_no_effect, sampling)]
     return SamplingParams(**values), unsupported + _unknown_options(generation_config)
+
+
+def is_generation_config(given: Any) -> bool:
+    """Whether this is transformers' ``GenerationConfig``, which need not be imported for the question."""
+    return any(cls.__name__ == "GenerationConfig" and cls.__module__.startswith("transformers.") for cls in type(given).__mro__)
+
+
+def for_engine(generation_config: Any, own: Any, prompt_length: Callable[[], int]) -> SamplingParams:
+    """A ``GenerationConfig`` in the place of an engine's SamplingParams, read as ``model.generate`` reads it.
+
+    Args:
+        own: the model's, for options that are None; or None.
+        prompt_length: tokens of the prompt; called where they matter.
+
+    Raises:
+        ValueError: it has options that a request cannot have; and as ``from_generation_config``, with TypeError.
+    """
+    config = copy.copy(generation_config)
+    for name, value in ({} if own is None else vars(own)).items():
+        if name[0] != "_" and getattr(config, name, None) is None:
+            setattr(config, name, value)
+    counts_prompt = bool(config.min_length) or (config.max_new_tokens is None and config.max_length is not None)
+    params, others = from_generation_config(config, prompt_length() if counts_prompt else 0)
+    if "repetition_penalty" in others:
+        others.remove("repetition_penalty")
+        params = replace(params, repetition_penalty=config.repetition_penalty)
+    if others:
+        raise ValueError(f"a request has no {', '.join(others)} of a GenerationConfig: quire.paged(model).generate has, and "
+                         "SamplingParams has penalties, bad_words, logit_bias and logits_processors")
+    return params
 
 
 def _never(value: Any) -> bool:
@@ -165,4 +197,4 @@ def _unknown_options(generation_config: Any) -> list[str]:
     ]
 
 
-__all__ = ["IN_LOCKSTEP", "from_generation_config"]
+__all__ = ["IN_LOCKSTEP", "for_engine", "from_generation_config", "is_generation_config"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import quire
 from quire.graph_runner.engine import Engine
@@ -93,6 +94,27 @@ def test_default_parameters_of_the_model(engine, monkeypatch) -> None:
     monkeypatch.setattr(config, "max_new_tokens", 7)
     params = engine.get_default_sampling_params()
     assert (params.temperature, params.max_tokens, params.top_p) == (0.25, 7, config.top_p or 1.0)
+
+
+@pytest.mark.parametrize("options", [
+    dict(max_new_tokens=6), dict(max_length=20, do_sample=False), dict(max_new_tokens=6, repetition_penalty=1.4),
+    dict(max_new_tokens=9, eos_token_id=[5, 9, 12, 40]), dict()], ids=str)
+def test_a_generation_config_is_read_as_generate_reads_it(model, engine, prompts, options) -> None:
+    config = transformers.GenerationConfig(**options)
+    found = engine.generate(prompts[:3], config)
+    for prompt, output in zip(prompts[:3], found, strict=True):
+        ids = torch.tensor([prompt])
+        own = type(model).generate(model, ids, generation_config=config)[0, len(prompt):].tolist()
+        assert output.token_ids == own
+
+
+def test_a_generation_config_is_completed_from_the_models(engine, prompts, monkeypatch) -> None:
+    monkeypatch.setattr(engine.model, "generation_config", transformers.GenerationConfig(max_new_tokens=3), raising=False)
+    assert len(engine.generate(prompts[0], transformers.GenerationConfig(eos_token_id=-1))[0].token_ids) == 3
+    with pytest.raises(ValueError, match=r"a request has no num_beams of a GenerationConfig"):
+        engine.generate(prompts[0], transformers.GenerationConfig(num_beams=3))
+    with pytest.raises(TypeError, match="params must be SamplingParams"):
+        engine.generate(prompts[0], "greedy")
 
 
 def test_many_prompts_set_few_signal_handlers(engine, prompts, monkeypatch) -> None:
