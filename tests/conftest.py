@@ -18,6 +18,9 @@ from tests.interpreter import make_faster
 # What was measured on this machine for attention="auto" must not decide what a test sees.
 os.environ["QUIRE_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"quire-no-measurements-{os.getpid()}")
 
+# A test traces what it serves: on a GPU traces are kept by default.
+os.environ.setdefault("QUIRE_TRACE_CACHE", "0")
+
 # Nor does a test wait until an engine has measured matrix shapes, unless it asks for it.
 os.environ.setdefault("QUIRE_TUNE", "0")
 
