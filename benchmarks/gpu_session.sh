@@ -19,7 +19,7 @@ mkdir -p "$OUT"
 # Tests that measure.sh runs, by how much they may find: those of code that has not run on a GPU first.
 NEW="tests/gpu/test_states_gpu.py tests/gpu/test_requests_gpu.py tests/gpu/test_sparse_gpu.py tests/gpu/test_engine_gpu.py
      tests/gpu/test_engine_memory_gpu.py tests/gpu/test_weights_gpu.py tests/gpu/test_generate_gpu.py tests/gpu/test_devices_gpu.py
-     tests/gpu/test_packing_check_gpu.py"
+     tests/gpu/test_packing_check_gpu.py tests/gpu/test_kept_trace_gpu.py"
 MODELS_TESTS="tests/gpu/test_zoo_gpu.py tests/gpu/test_flashinfer_gpu.py tests/gpu/test_hybrid_gpu.py tests/gpu/test_kv_quant_gpu.py
      tests/gpu/test_logprobs_gpu.py tests/gpu/test_compile_ahead_gpu.py tests/gpu/test_bench_attention_gpu.py
      tests/gpu/test_bench_matrix_gpu.py"
