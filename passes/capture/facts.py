@@ -14,6 +14,7 @@ import hashlib
 import re
 import sys
 import types
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ _OF_VERSION = frozenset(("transformers.utils.import_utils", name) for name in (
 _OF_SOURCE = frozenset({"__module__", "__doc__", "__firstlineno__"})  # of a class, without effect
 #: Of nn.Module: what the first compilation of a process replaces, and what transformers adds when it makes weights.
 _OF_DYNAMO = _OF_SOURCE | {"__init__", "__setstate__", "___needs_generation_tag_patch", "smart_apply"}
+_CONTAINERS = (dict, list, tuple, set, frozenset, OrderedDict, defaultdict)
 _MOST = 1000  # entries of a container
 
 
@@ -120,8 +122,8 @@ def _look(source: str, kind: str, name: Any, scope: Mapping[str, Any]) -> Any:
             return held is eval(_compiled(name), dict(scope))
     except Exception as error:
         raise NotPortable(f"{source} cannot be evaluated ({type(error).__name__}: {error})") from error
-    if kind == "TYPE_MATCH":
-        return fact(type(held))
+    if kind == "TYPE_MATCH":  # whether a container is empty is read, and not always guarded
+        return fact(type(held)), len(held) if type(held) in _CONTAINERS else None
     if kind in _VALUE:
         return fact(held)
     if kind in _LENGTH:
@@ -237,12 +239,13 @@ def _class_digest(cls: type) -> str:
 
 def environment(device: torch.device) -> str | None:
     """The state of this process and thread that Dynamo guards, the versions of what traces, and what a forward on ``device``
-    may ask about the machine, which Dynamo makes constants. None while a mode of PyTorch is active, in which nothing is taken
-    from the disk."""
+    may ask about the machine, which Dynamo makes constants. None while a mode of PyTorch or a hook of all modules is active,
+    for which Dynamo has no guard: nothing is kept or taken then."""
     from torch.overrides import _len_torch_function_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    if _len_torch_function_stack() or _get_current_dispatch_mode_stack():
+    if _len_torch_function_stack() or _get_current_dispatch_mode_stack() or any(
+            held for name, held in vars(torch.nn.modules.module).items() if name.startswith("_global_") and "hooks" in name):
         return None
     casts = [(kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda")]
     packages = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}

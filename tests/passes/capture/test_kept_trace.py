@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers.models.llama import modeling_llama
 
 from quire.attn_ops.backend import UnsupportedAttention
@@ -273,6 +274,35 @@ def test_an_environment_variable_that_the_forward_reads(tmp_path: Path, monkeypa
     expected = model.model(ids[None], ids[None])[0]
     assert found
     torch.testing.assert_close(model.by_itself(ids, ids), expected)
+
+
+class Optional(Tiny):
+    """A list of it decides on a path, by being empty or not."""
+
+    def __init__(self, *extra: float) -> None:
+        super().__init__(*tiny().layers)
+        self.extra = list(extra)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+        out = super().forward(input_ids, position_ids, **more)
+        return -out if self.extra else out
+
+
+def test_a_list_that_is_no_longer_empty_is_traced() -> None:
+    assert was_traced(lambda: Optional().eval()) and not was_traced(lambda: Optional().eval())
+    assert was_traced(lambda: Optional(1.0).eval())
+
+
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
+def test_hooks_of_all_modules_are_traced(register: Callable[..., Any]) -> None:
+    """Dynamo reads whether there are any, and guards nothing."""
+    assert was_traced(tiny) and not was_traced(tiny)
+    hook = register(lambda module, *args: None)
+    try:
+        assert was_traced(tiny)
+    finally:
+        hook.remove()
+    assert not was_traced(tiny)
 
 
 class Closure(Tiny):
