@@ -79,10 +79,15 @@ def each_of(name: str, given: Any, count: int) -> list[Any]:
     return list(given)
 
 
-def pairs_of(prompts: Prompt | Sequence[Prompt], params: Any, read: Callable[[Prompt, Any], SamplingParams]
+def pairs_of(prompts: Prompt | Sequence[Prompt], params: Any,
+             read: Callable[[Prompt, Any], SamplingParams] = lambda prompt, given: params_of(given)
              ) -> list[tuple[Prompt, SamplingParams]]:
-    """Each prompt with its params, one for all or one per prompt, of which ``read`` makes SamplingParams. Raises ValueError if
-    the numbers of prompts and params differ."""
+    """Each prompt with its params, one for all or one per prompt, of which ``read`` makes SamplingParams.
+
+    Raises:
+        ValueError: the numbers of prompts and params differ.
+        TypeError: params of another type.
+    """
     batch = as_prompts(prompts)
     each = each_of("SamplingParams", params, len(batch))
     return [(prompt, read(prompt, given)) for prompt, given in zip(batch, each, strict=True)]
