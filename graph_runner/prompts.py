@@ -90,6 +90,8 @@ def pairs_of(prompts: Prompt | Sequence[Prompt], params: Any,
     """
     batch = as_prompts(prompts)
     each = each_of("SamplingParams", params, len(batch))
+    if not batch and (isinstance(params, str) or not isinstance(params, Sequence)):
+        read([], params)  # refused without a prompt, too
     return [(prompt, read(prompt, given)) for prompt, given in zip(batch, each, strict=True)]
 
 
