@@ -129,14 +129,18 @@ class EngineCalls:
         """The prompts of a call with their options. Raises TypeError or ValueError for options that do not fit the prompts."""
         if params is not None and sampling_params is not None:
             raise TypeError("params and sampling_params are two names of one argument; give one of them")
-        given = params if sampling_params is None else sampling_params
-        pairs = pairs_of(prompts, given, self._params_of)
+        given: Any = params if sampling_params is None else sampling_params
+        if any(map(is_generation_config, given if isinstance(given, (list, tuple)) else [given])):
+            batch = as_prompts(prompts)
+            each = each_of("SamplingParams", given, len(batch))
+            given = [self._params_of(prompt, one) for prompt, one in zip(batch, each, strict=True)]
+        pairs = pairs_of(prompts, given)
         if isinstance(request_id, str) and len(pairs) > 1:
             raise ValueError(f"{len(pairs)} prompts but one request_id; give one for each")
-        each = (each_of(name, given, len(pairs)) for name, given in (
+        options = (each_of(what, one, len(pairs)) for what, one in (
             ("request_ids", request_id), ("priorities", priority), ("adapters", adapter)))
         return [Ask(prompt, p, RequestOptions(name, number, timeout, adapter=own).check())
-                for (prompt, p), name, number, own in zip(pairs, *each, strict=True)]
+                for (prompt, p), name, number, own in zip(pairs, *options, strict=True)]
 
     def _params_of(self, prompt: Prompt, given: Any) -> SamplingParams:
         """What was given as the params of a prompt. Raises ValueError for a ``GenerationConfig`` with what requests do not

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from quire.graph_runner.engine import Engine
-from quire.graph_runner.hf_generation_config import from_generation_config
+from quire.graph_runner.hf_generation_config import for_requests
 from quire.graph_runner.request import Ask, StreamEvent
 from quire.graph_runner.sampling_params import SamplingParams
 
@@ -117,12 +117,9 @@ class Manager:
             logger.warning("max_length=%s has no effect in continuous batching, as in transformers; set max_new_tokens",
                            config.max_length)
         config.max_new_tokens = 1 if unlimited else config.max_new_tokens
-        params, refused = from_generation_config(config, 0)
+        params, refused = for_requests(config, 0)
         if params.stop:
             refused.append("stop_strings")
-        if "repetition_penalty" in refused:
-            refused.remove("repetition_penalty")
-            params = replace(params, repetition_penalty=config.repetition_penalty)
         if refused:
             raise ValueError(f"quire does not have {', '.join(refused)} in continuous batching; model.generate does")
         own = self._config

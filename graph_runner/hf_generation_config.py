@@ -65,6 +65,15 @@ def is_generation_config(given: Any) -> bool:
     return any(cls.__name__ == "GenerationConfig" and cls.__module__.startswith("transformers.") for cls in type(given).__mro__)
 
 
+def for_requests(generation_config: Any, prompt_length: int) -> tuple[SamplingParams, list[str]]:
+    """``from_generation_config`` for requests, which have the repetition penalty by themselves."""
+    params, others = from_generation_config(generation_config, prompt_length)
+    if "repetition_penalty" in others:
+        others.remove("repetition_penalty")
+        params = replace(params, repetition_penalty=generation_config.repetition_penalty)
+    return params, others
+
+
 def for_engine(generation_config: Any, own: Any, prompt_length: Callable[[], int]) -> SamplingParams:
     """A ``GenerationConfig`` in the place of an engine's SamplingParams, read as ``model.generate`` reads it.
 
@@ -80,10 +89,7 @@ def for_engine(generation_config: Any, own: Any, prompt_length: Callable[[], int
         if name[0] != "_" and getattr(config, name, None) is None:
             setattr(config, name, value)
     counts_prompt = bool(config.min_length) or (config.max_new_tokens is None and config.max_length is not None)
-    params, others = from_generation_config(config, prompt_length() if counts_prompt else 0)
-    if "repetition_penalty" in others:
-        others.remove("repetition_penalty")
-        params = replace(params, repetition_penalty=config.repetition_penalty)
+    params, others = for_requests(config, prompt_length() if counts_prompt else 0)
     if others:
         raise ValueError(f"a request has no {', '.join(others)} of a GenerationConfig: quire.paged(model).generate has, and "
                          "SamplingParams has penalties, bad_words, logit_bias and logits_processors")
@@ -197,4 +203,4 @@ def _unknown_options(generation_config: Any) -> list[str]:
     ]
 
 
-__all__ = ["IN_LOCKSTEP", "for_engine", "from_generation_config", "is_generation_config"]
+__all__ = ["IN_LOCKSTEP", "for_engine", "for_requests", "from_generation_config", "is_generation_config"]

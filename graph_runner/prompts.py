@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.graph_runner.sampling_params import SamplingParams
@@ -79,20 +79,18 @@ def each_of(name: str, given: Any, count: int) -> list[Any]:
     return list(given)
 
 
-def pairs_of(prompts: Prompt | Sequence[Prompt], params: Any,
-             read: Callable[[Prompt, Any], SamplingParams] = lambda prompt, given: params_of(given)
+def pairs_of(prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
              ) -> list[tuple[Prompt, SamplingParams]]:
-    """Each prompt with its params, one for all or one per prompt, of which ``read`` makes SamplingParams.
+    """Each prompt with its params: one SamplingParams for all, or one per prompt.
 
     Raises:
         ValueError: the numbers of prompts and params differ.
         TypeError: params of another type.
     """
     batch = as_prompts(prompts)
-    each = each_of("SamplingParams", params, len(batch))
-    if not batch and (isinstance(params, str) or not isinstance(params, Sequence)):
-        read([], params)  # refused without a prompt, too
-    return [(prompt, read(prompt, given)) for prompt, given in zip(batch, each, strict=True)]
+    many = isinstance(params, Sequence) and not isinstance(params, str)
+    checked: Any = [params_of(p) for p in params] if many else params_of(params)  # type: ignore[union-attr,arg-type]
+    return list(zip(batch, each_of("SamplingParams", checked, len(batch)), strict=True))
 
 
 def text_of(prompt: Prompt) -> str | None:

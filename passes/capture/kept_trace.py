@@ -22,7 +22,7 @@ import pickle
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -204,7 +204,7 @@ def _constant(x: Any) -> Any:
 def _summary(x: Any) -> Any:
     """What the trace says of a value, to compare: metadata of tensors, expressions of sizes. Raises NotPortable."""
     if isinstance(x, torch.Tensor):
-        kind = isinstance(x, torch.nn.Parameter), type(x).__name__.replace("Parameter", "FakeTensor")
+        kind = isinstance(x, torch.nn.Parameter), type(x).__name__.replace("Parameter", "FakeTensor")  # and of which subclass
         return _Tensor(kind, tuple(map(_size, x.shape)), tuple(map(_size, x.stride())), x.dtype, str(x.device),
                        x.requires_grad)
     if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -279,6 +279,16 @@ def _quire_digest() -> str:
 # -- files --------------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _unless_it_fails() -> Iterator[None]:
+    """What fails inside, for whatever reason (an odd object among what was read, a full disk), is logged: the trace is good,
+    and is not kept."""
+    try:
+        yield
+    except Exception as error:
+        logger.info("this trace is not kept: %s: %s", type(error).__name__, error)
+
+
 class TraceFile:
     """Where the trace of a model is kept, if it is.
 
@@ -312,31 +322,26 @@ class TraceFile:
 
     def note_graph(self, gm: fx.GraphModule) -> None:
         """Note the graph of a trace, as Dynamo gives it to the backend: compiling it may add conditions on sizes."""
-        at = {node: i for i, node in enumerate(gm.graph.nodes)}
-        try:
+        at, mode = {node: i for i, node in enumerate(gm.graph.nodes)}, fake_mode(gm.graph)
+        with _unless_it_fails():
+            self._guards = _conditions(None if mode is None else mode.shape_env)
             self._nodes = [_node(node, at) for node in gm.graph.nodes]
-        except NotPortable as error:
-            logger.info("this trace is not kept: %s", error)
-        mode = fake_mode(gm.graph)
-        self._guards = _conditions(None if mode is None else mode.shape_env)
 
     def note_guards(self, guards: Sequence[Any], owner: Any, scope: Mapping[str, Any]) -> None:
         """Note what the trace of a method of ``owner`` read: ``guards`` as ``guard_filter_fn`` gets them, ``scope`` its
         globals."""
-        try:
+        with _unless_it_fails():
             self._checks = checks(guards, self._scope(owner, scope, {}))
-        except NotPortable as error:
-            logger.info("this trace is not kept: %s", error)
 
     def write(self, gm: fx.GraphModule, scope: Mapping[str, Any], reads: Any) -> None:
         """Keep what was noted of the trace ``gm``, and remove the oldest files beyond 64. ``reads``: of ``Reads.stored``."""
         state = self._state
         if self._checks is None or not self._nodes or state is None or any(key.startswith("quire_") for key in gm.meta):
             return  # the last: notes of graph breaks and side effects
-        names = {name for check in self._checks for name in _GLOBAL.findall(f"{check.source} {check.name}")} | {
-            name for node in self._nodes if node.op == "placeholder" for name in _GLOBAL.findall(text_of(node.source))}
-        imports = {name: held.__name__ for name in names if isinstance(held := scope.get(name), types.ModuleType)}
-        try:
+        with _unless_it_fails():
+            names = {name for check in self._checks for name in _GLOBAL.findall(f"{check.source} {check.name}")} | {
+                name for node in self._nodes if node.op == "placeholder" for name in _GLOBAL.findall(text_of(node.source))}
+            imports = {name: held.__name__ for name in names if isinstance(held := scope.get(name), types.ModuleType)}
             data = pickle.dumps(KeptTrace(state, _modules_of(self._model, imports), imports, self._checks, reads, self._nodes,
                                           self._guards))
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -346,8 +351,6 @@ class TraceFile:
             files = sorted(self.path.parent.glob("*.pickle"), key=lambda file: file.stat().st_mtime)
             for old in files[:-_MOST_FILES]:
                 old.unlink(missing_ok=True)
-        except Exception as error:  # of the disk; and pickle raises what it likes
-            logger.info("this trace is not kept: %s: %s", type(error).__name__, error)
 
     def take(self, owner: Any, scope: Mapping[str, Any]) -> Taken | None:
         """The graph that is kept for the model as it is, or None. Arguments: of ``note``."""

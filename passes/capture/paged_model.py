@@ -185,6 +185,8 @@ class PagedModel:
                 _ = self.sites
         except Exception:
             logger.warning("the trace that is kept on disk cannot be used; the model is traced", exc_info=True)
+            if self._graph is not None:  # fusions may have moved parameters
+                self._graph.restore()
             self._graph, self.reads = None, Reads()
             return False
         self._read_call = found.read

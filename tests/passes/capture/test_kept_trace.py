@@ -24,6 +24,7 @@ from transformers.models.llama import modeling_llama
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
+from quire.passes.capture import facts, kept_trace
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.options import QuireOptions
 from tests.passes.models import Tiny, tiny
@@ -342,6 +343,22 @@ def test_a_result_that_dynamo_takes_for_a_constant_is_not_kept() -> None:
     """No guard says what it was."""
     for _ in range(2):
         assert was_traced(lambda: Constant(*tiny().layers).eval())
+
+
+def test_what_no_fact_can_be_made_of_does_not_stop_the_trace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine starts whatever its model holds: a trace that cannot be kept is a trace."""
+    def odd(*args: Any) -> Any:
+        raise ZeroDivisionError
+
+    for place in ("fact", "checks"):
+        with monkeypatch.context() as patch:
+            patch.setattr(facts if place == "fact" else kept_trace, place, odd)
+            assert was_traced(tiny)
+        assert not list(folder.glob("traces/*.pickle"))
+    with monkeypatch.context() as patch:
+        patch.setattr(kept_trace, "_summary", odd)
+        assert was_traced(tiny)
+    assert not list(folder.glob("traces/*.pickle"))
 
 
 @pytest.mark.parametrize("content", [b"", b"not a pickle", b"\x80\x04N."])
