@@ -36,6 +36,7 @@
 #           for each, with vLLM)
 # evaluate  lm-eval's requests per second: quire, HFLM, vLLM; adapters: what LoRA costs in a decode step (gpu_wheels.sh has
 #           the wheels that both need)
+# logprobs  what log probabilities cost in a decode step, of $LOGPROBS (--model qwen3-0.6b)
 # tests     the GPU tests (or $TESTS), $JOBS (8) at a time, then those that must run alone
 #
 # LIMIT     seconds for each command (300); TOTAL: for all of them (any). Most parts end themselves before LIMIT, and keep what
@@ -137,6 +138,7 @@ for part in "$@"; do
         grpo)      for m in ${GRPO_MODELS:-qwen3-0.6b llama-1b}; do
                        script "grpo_$m" grpo --model "$m" ${GRPO:---ways quire,generate_batch,vllm}; done ;;
         adapters)  script adapters adapters ${ADAPTERS:---model $MODEL --attention triton} ;;
+        logprobs)  script logprobs logprobs ${LOGPROBS:---model qwen3-0.6b --attention triton} ;;
         evaluate)  script evaluate evaluate ${EVALUATE:---model $MODEL --documents 128 --batch 64 --examples 1000} ;;
         attention) QUIRE_CACHE_DIR="$OUT" bench h200_attention attention --attention triton,flashinfer --save \
                        ${HEADS:+--heads "$HEADS"} ;;

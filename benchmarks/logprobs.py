@@ -1,0 +1,56 @@
+"""What log probabilities cost in a decode step: ms per step without them, with the sampled token's, and with the likeliest.
+
+    python benchmarks/logprobs.py --model qwen3-0.6b --deadline 60 --json logprobs.json
+    python benchmarks/logprobs.py --model tiny --batch 2 --context 16 --steps 4            # a dry run on a CPU
+
+One engine serves all ways; each is the median of three runs of ``--steps`` steps, the ways in turn, at temperature 1. A run is
+timed as a whole, so host work that the GPU hides costs nothing. ``cost`` is the time beside that without log probabilities.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import quire
+from quire.graph_runner.bench.record import model_of, script, started
+from quire.graph_runner.bench.steps import end, random_tokens, seconds, until_decoding
+
+REPEATS = 3
+
+
+def main() -> None:
+    args = script(__doc__, "qwen3-0.6b", attention="auto", batch=[1, 8, 64, 256], context=1024, steps=128,
+                  top=([0, 5], "logprobs= of each way; 0: the sampled token's only")).parse_args()
+    record, length = started(args), args.context + 2 * args.steps
+    ways: list[int | None] = [None, *args.top]
+    model = model_of(args, positions=length)
+
+    def run(engine: quire.Engine, batch: int, logprobs: int | None) -> float:
+        params = quire.SamplingParams(temperature=1, max_tokens=2 * args.steps, ignore_eos=True, logprobs=logprobs)
+        prompt = random_tokens(engine.runner.vocab_size)
+        ids = [i for _ in range(batch) for i in engine.add_request(prompt(args.context), params)]
+        until_decoding(engine)
+        took = seconds(lambda: [engine.step() for _ in range(args.steps)])
+        end(engine, ids)
+        return took / args.steps * 1e3
+
+    with quire.Engine(model, attention=args.attention, max_num_seqs=max(args.batch), max_model_len=length) as engine:
+        for batch in args.batch:
+            times: list[list[float]] = [[] for _ in ways]
+
+            def measure(batch: int = batch, times: list[list[float]] = times) -> None:
+                for way in ways:  # compiles what it needs
+                    run(engine, batch, way)
+                for _ in range(REPEATS):
+                    for way, found in zip(ways, times, strict=True):
+                        found.append(run(engine, batch, way))
+                without = statistics.median(times[0])
+                for way, found in zip(ways, times, strict=True):
+                    ms = statistics.median(found)
+                    record.keep({"logprobs": way, "batch": batch, "ms": ms, "cost": ms / without - 1, "repeats_ms": found})
+
+            record.measure(f"batch {batch}", measure)
+
+
+if __name__ == "__main__":
+    main()
