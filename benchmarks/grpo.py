@@ -11,10 +11,10 @@ a completion. Each way is measured in a process of its own, beside the model tha
 quire and ``generate_batch`` run the same call; vLLM gets the weights before each rollout, and the time for that counts as its
 generation (``sync_s``).
 
-Memory is the largest that PyTorch had allocated in a step. Of each way the first step is not counted (compilation, captures);
-it is the row's only figure (``first: true``) where the way has no time for another. ``generate_batch`` and ``generate`` end a
-rollout for which there is no time: ``tokens`` of ``tokens_asked`` were made in ``rollout_s``, the rest is filled up for
-the update, and ``share_generating`` is a lower bound (``cut: true``).
+Memory is the largest that PyTorch had allocated in a step. Before the first step each way warms up (``warm_up_s``: compilation
+and captures), with a rollout of a few tokens and the update of a micro-batch. ``generate_batch`` and ``generate`` end a rollout
+for which there is no time: ``tokens`` of ``tokens_asked`` were made in ``rollout_s``, the rest is filled up for the update, and
+``share_generating`` is a lower bound (``cut: true``).
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ import quire
 from quire.graph_runner.bench import apart
 from quire.graph_runner.bench.record import Record, model_of, script, spec_of
 from quire.graph_runner.bench.rivals import require_vllm, save_config, shut_down
-from quire.graph_runner.bench.steps import random_tokens, synchronize
+from quire.graph_runner.bench.steps import random_tokens, seconds, synchronize
 
 TRAINING_S = 30.0  # of a way's time, left for the update when a rollout is cut
+WARM_UP_TOKENS = 8
 
 
 class Way:
@@ -46,15 +47,18 @@ class Way:
 
     def __init__(self, model: Any, args: argparse.Namespace) -> None:
         self.model, self.args, self.sync_s = model, args, 0.0
-        self.config = GenerationConfig(max_new_tokens=args.new_tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                                       eos_token_id=-1, pad_token_id=0)
         self.open()
+
+    def config(self, new_tokens: int, eos_token_id: int | None = -1) -> GenerationConfig:
+        return GenerationConfig(max_new_tokens=new_tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                                eos_token_id=eos_token_id, pad_token_id=0)
 
     def open(self) -> None:
         """Set up, before anything is measured."""
 
-    def rollout(self, prompts: list[list[int]], seconds: float) -> list[list[int]]:
-        """The completions; shorter ones where they would take more than ``seconds``, if the way can end them."""
+    def rollout(self, prompts: list[list[int]], new_tokens: int, limit: float) -> list[list[int]]:
+        """The completions, of ``new_tokens`` each; shorter ones where they would take more than ``limit`` seconds, if the way
+        can end them."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -68,8 +72,8 @@ class Quire(Way):
         quire.paged(self.model, num_pages=pages, page_size=16, max_num_seqs=min(512, args.prompts * args.group),
                     max_model_len=args.prompt_tokens + args.new_tokens)
 
-    def rollout(self, prompts: list[list[int]], seconds: float) -> list[list[int]]:
-        found = self.model.generate_batch(prompts, generation_config=self.config,
+    def rollout(self, prompts: list[list[int]], new_tokens: int, limit: float) -> list[list[int]]:
+        found = self.model.generate_batch(prompts, generation_config=self.config(new_tokens),
                                           continuous_batching_config=ContinuousBatchingConfig(), progress_bar=False)
         if not self.model.generate.engine.stats().generated_tokens:
             raise RuntimeError("the rollout was not paged")
@@ -80,20 +84,21 @@ class Quire(Way):
 
 
 class GenerateBatch(Way):
-    def rollout(self, prompts: list[list[int]], seconds: float) -> list[list[int]]:
+    def rollout(self, prompts: list[list[int]], new_tokens: int, limit: float) -> list[list[int]]:
         """What ``generate_batch`` does, with its manager, so that requests can be ended: it then has their tokens so far."""
         began, args = time.perf_counter(), self.args
         each = -(-(args.prompt_tokens + args.new_tokens) // 256)
         small = {} if torch.cuda.is_available() else {"max_batch_tokens": 256}
         config = ContinuousBatchingConfig(num_blocks=args.prompts * args.group * each + 8, **small)
-        hints = WorkloadHints(max_prompt_length=args.prompt_tokens, max_generated_length=args.new_tokens,
+        hints = WorkloadHints(max_prompt_length=args.prompt_tokens, max_generated_length=new_tokens,
                               num_requests=len(prompts))
         found: dict[str, list[int]] = {}
-        with self.model.continuous_batching_context_manager(generation_config=self.config, continuous_batching_config=config,
-                                                            workload_hints=hints, timeout=5) as manager:
-            ids = manager.add_requests(prompts, max_new_tokens=args.new_tokens)
+        with self.model.continuous_batching_context_manager(
+                generation_config=self.config(new_tokens), continuous_batching_config=config, workload_hints=hints,
+                timeout=5) as manager:
+            ids = manager.add_requests(prompts, max_new_tokens=new_tokens)
             while len(found) < len(ids) and manager.is_running():
-                if time.perf_counter() - began > seconds:
+                if time.perf_counter() - began > limit:
                     manager.stop(hard_stop=True, timeout=20)
                 while (result := manager.get_result(timeout=0.2 if manager.is_running() else 0)) is not None:
                     if result.is_finished():
@@ -102,15 +107,12 @@ class GenerateBatch(Way):
 
 
 class Generate(Way):
-    def open(self) -> None:
-        self.config.eos_token_id = None
-
-    def rollout(self, prompts: list[list[int]], seconds: float) -> list[list[int]]:
+    def rollout(self, prompts: list[list[int]], new_tokens: int, limit: float) -> list[list[int]]:
         self.model.eval()
         self.model.gradient_checkpointing_disable()  # in training mode with it there is no cache
         ids = torch.tensor(prompts, device=self.model.device)
-        limit = None if seconds == float("inf") else max(seconds, 1.0)
-        found = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=self.config, max_time=limit)
+        found = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=self.config(new_tokens, None),
+                                    max_time=None if limit == float("inf") else max(limit, 1.0))
         self.model.gradient_checkpointing_enable()
         self.model.train()
         return found[:, ids.shape[1]:].tolist()
@@ -127,7 +129,7 @@ class Vllm(Way):
                             max_model_len=self.args.prompt_tokens + self.args.new_tokens, max_num_seqs=512,
                             gpu_memory_utilization=self.args.vllm_memory, enable_prefix_caching=True)
 
-    def rollout(self, prompts: list[list[int]], seconds: float) -> list[list[int]]:
+    def rollout(self, prompts: list[list[int]], new_tokens: int, limit: float) -> list[list[int]]:
         from vllm import SamplingParams
 
         began = time.perf_counter()
@@ -136,7 +138,7 @@ class Vllm(Way):
         self.llm.reset_prefix_cache()
         synchronize()
         self.sync_s = time.perf_counter() - began
-        params = SamplingParams(max_tokens=self.args.new_tokens, temperature=1.0, ignore_eos=True, detokenize=False)
+        params = SamplingParams(max_tokens=new_tokens, temperature=1.0, ignore_eos=True, detokenize=False)
         found = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in found]
 
@@ -150,14 +152,14 @@ WAYS = {"quire": Quire, "generate_batch": GenerateBatch, "generate": Generate, "
 SHARES = {"quire": 4.0, "generate_batch": 2.0, "generate": 2.0, "vllm": 5.0}  # of the time; vLLM starts in 90 s
 
 
-def train(model: Any, optimizer: Any, prompts: list[list[int]], completions: list[list[int]], args: argparse.Namespace
-          ) -> None:
-    """One update on a rollout, in micro-batches."""
+def train(model: Any, optimizer: Any, prompts: list[list[int]], completions: list[list[int]], args: argparse.Namespace,
+          micro_batches: int | None = None) -> None:
+    """One update on a rollout, in micro-batches, of which the first ``micro_batches`` are done (None: all)."""
     ids = torch.tensor([p + c for p, c in zip(prompts, completions, strict=True)], device=model.device)
     vocab = model.config.get_text_config().vocab_size
     reward = (ids[:, args.prompt_tokens:] < vocab // 2).float().mean(1).view(args.prompts, args.group)
     advantage = ((reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)).flatten()
-    for rows, weight in zip(ids.split(args.micro_batch), advantage.split(args.micro_batch), strict=True):
+    for rows, weight in list(zip(ids.split(args.micro_batch), advantage.split(args.micro_batch), strict=True))[:micro_batches]:
         logits = model(input_ids=rows, use_cache=False, logits_to_keep=args.new_tokens + 1).logits[:, :-1]
         chosen = -F.cross_entropy(logits.flatten(0, 1), rows[:, args.prompt_tokens:].flatten(), reduction="none")
         ratio = (chosen - chosen.detach()).exp().view(len(rows), -1)
@@ -182,36 +184,42 @@ def measure(name: str, results: Record, args: argparse.Namespace) -> None:
     many, asked = [p for p in prompts for _ in range(args.group)], args.prompts * args.group * args.new_tokens
     way, steps = WAYS[name](model, args), list[tuple[float, float, float, int]]()
     row["start_s"] = args.deadline - results.left if args.deadline else None
+
+    def update(completions: list[list[int]], micro_batches: int | None = None) -> None:
+        if not model.training:  # a manager of continuous batching has set eval mode, which ends gradient checkpointing
+            model.train()
+        train(model, optimizer, many, [c + [0] * (args.new_tokens - len(c)) for c in completions], args, micro_batches)
+        synchronize()
+
+    def doing(what: str) -> None:
+        row["doing"] = what
+        results.write()
+
     try:
-        while len(steps) <= args.steps and (not steps or results.left > 1.2 * steps[-1][1]):
+        doing("its warm-up")
+        row["warm_up_s"] = seconds(lambda: update(
+            way.rollout(many, min(WARM_UP_TOKENS, args.new_tokens), float("inf")), micro_batches=1))
+        while not steps or (len(steps) < args.steps and not row["cut"] and results.left > 1.2 * steps[-1][1]):
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
-            row["doing"] = "a rollout"
-            results.write()
+            doing("a rollout")
             synchronize()
             began = time.perf_counter()
-            completions = way.rollout(many, results.left - min(TRAINING_S, results.left / 2))
+            completions = way.rollout(many, args.new_tokens, results.left - min(TRAINING_S, results.left / 2))
             synchronize()
             rollout = time.perf_counter() - began
             completions = [[token for token in c if token >= 0] for c in completions]  # -1: transformers' for one in flight
             tokens = sum(map(len, completions))
             if not tokens or len(completions) != len(many):
                 raise RuntimeError(f"{name} returned {len(completions)} completions of {tokens} tokens")
-            if not steps:
-                row |= {"rollout_s": rollout, "tokens": tokens, "tokens_asked": asked, "tokens_per_s": tokens / rollout,
-                        "cut": tokens < asked, "first": True}
-            row["doing"] = "an update"
-            results.write()
-            if not model.training:  # a manager of continuous batching has set eval mode, which ends gradient checkpointing
-                model.train()
-            train(model, optimizer, many, [c + [0] * (args.new_tokens - len(c)) for c in completions], args)
-            synchronize()
+            doing("an update")
+            update(completions)
             steps.append((rollout, time.perf_counter() - began, way.sync_s, tokens))
-            rollout, total, sync, tokens = (statistics.median(of) for of in zip(*(steps[1:] or steps), strict=True))
+            rollout, total, sync, tokens = (statistics.median(of) for of in zip(*steps, strict=True))
             peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
             row |= {"rollout_s": rollout, "step_s": total, "share_generating": rollout / total, "tokens": int(tokens),
-                    "tokens_per_s": tokens / rollout, "cut": tokens < asked, "sync_s": sync, "peak_gib": peak,
-                    "first": len(steps) == 1, "steps": max(1, len(steps) - 1)}
+                    "tokens_asked": asked, "tokens_per_s": tokens / rollout, "cut": tokens < asked, "sync_s": sync,
+                    "peak_gib": peak, "steps": len(steps)}
             del row["doing"]
             results.write()
     finally:
@@ -221,7 +229,7 @@ def measure(name: str, results: Record, args: argparse.Namespace) -> None:
 
 def main() -> None:
     apart.run(script(__doc__, "qwen3-0.6b", prompts=64, group=(8, "completions of each prompt"), prompt_tokens=128,
-                     new_tokens=512, micro_batch=16, steps=(2, "after a first one that is not counted, as far as time allows"),
+                     new_tokens=512, micro_batch=16, steps=(2, "as far as time allows"),
                      vllm_memory=(0.4, "share of the GPU's memory for vLLM")), SHARES, measure)
 
 

@@ -1,8 +1,8 @@
 """Log probabilities of a step: computed on the device, copied to the host, and given to the requests.
 
-They are computed after the step's graph, from its logits, so steps without them pay nothing: the sampled token's in two
-launches (``attn_ops/ops/logprobs.py``), the likeliest tokens (``topk``), other tokens by id, and prompt tokens. Nothing waits
-for the device before ``StepLogprobs.rows``.
+The sampled token's are part of the step's graph (``attn_ops/ops/logprobs.py``), which skips rows that ask for none, and reach
+the host in one copy. After the graph, from its logits: those of rows whose token is sampled there, the likeliest tokens
+(``topk``), other tokens by id, and prompt tokens. Nothing waits for the device before ``StepLogprobs.rows``.
 
 Prompt tokens need logits at every position, which the LM head gives only where it is asked to: a step with *scored* rows passes
 their positions too, at most ``SCORED_ROWS`` (``Scheduler`` cuts prompts into such chunks), so memory does not grow with
@@ -11,14 +11,14 @@ prompt x vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from quire.attn_ops.ops.logprobs import TokenLogprobs, scaled, token_logprobs
+from quire.attn_ops.ops.logprobs import TokenLogprobs, token_logprobs
 from quire.graph_runner.request import Logprob, Request, ScheduledBatch
 from quire.graph_runner.sampler import Sampled
 
@@ -58,12 +58,42 @@ def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class _More(NamedTuple):
-    """Tokens beside the sampled or scored ones: for some ``rows``, the ``top`` likeliest and those with given ``ids``, both as
-    (values, tokens, ranks), each (rows, n)."""
+    """Logits of tokens beside the sampled or scored ones, on their way to the host, where the rest is computed: launches cost
+    more than a few numbers.
+
+    Attributes:
+        rows: their indices in the batch, n of them; of each how many of the likeliest tokens it wants (``counts``), the
+            temperature that divides its logits (``heat``), and the logit under which tokens are excluded (``threshold``, None:
+            none are).
+        top: None, or logits and ids, each (n, k), of the likeliest tokens.
+        chosen: None, or logits and ranks, each (n, m), of the tokens with the ids ``ids``.
+    """
 
     rows: list[int]
-    top: tuple[torch.Tensor, ...]
-    ids: tuple[torch.Tensor, ...]
+    counts: list[int]
+    heat: np.ndarray
+    threshold: torch.Tensor | None
+    top: tuple[torch.Tensor, torch.Tensor] | None
+    ids: list[list[int]]
+    chosen: tuple[torch.Tensor, torch.Tensor] | None
+
+    def entries(self, normalizers: np.ndarray) -> Iterator[tuple[int, Iterable[tuple[int, float, int]]]]:
+        """For each row its index in the batch, and (token, log probability, rank) of its tokens."""
+        bound = None if self.threshold is None else self.threshold.numpy()[:, None]
+
+        def values(logits: torch.Tensor) -> list[list[float]]:
+            x = logits.float().numpy()
+            kept = x > -np.inf if bound is None else (x >= bound) & (x > -np.inf)
+            with np.errstate(invalid="ignore"):  # -inf where it is not kept
+                found = x / self.heat[:, None] - normalizers[self.rows][:, None]
+            return np.where(kept | np.isnan(x), found, -np.inf).tolist()
+
+        if self.top is not None:
+            for row, k, some, ids in zip(self.rows, self.counts, values(self.top[0]), self.top[1].tolist(), strict=True):
+                yield row, zip(ids[:k], some[:k], range(1, k + 1), strict=True)
+        if self.chosen is not None:
+            for row, ids, some, ranks in zip(self.rows, self.ids, values(self.chosen[0]), self.chosen[1].tolist(), strict=True):
+                yield row, zip(ids, some, ranks, strict=False)  # padding follows
 
 
 class RowLogprobs(NamedTuple):
@@ -91,7 +121,7 @@ def _decoded(request: Request, found: dict[int, Logprob]) -> dict[int, Logprob]:
 
 @dataclass
 class StepLogprobs:
-    """Results of a launched step, on their way to the host (normalizers stay). Each tensor is read after the step is done."""
+    """Results of a launched step, on their way to the host. Each tensor is read after the step is done."""
 
     batch: ScheduledBatch
     tokens: torch.Tensor
@@ -120,32 +150,29 @@ def _dicts(tokens: Sequence[int], of_token: TokenLogprobs | None, more: _More | 
     columns = zip(tokens, of_token.logprobs.tolist(), of_token.ranks.tolist(), strict=False)  # padding rows follow
     found = [{token: Logprob(logprob, rank)} for token, logprob, rank in columns]
     if more is not None:
-        for part in (more.top, more.ids):
-            values, ids, ranks = (t.tolist() for t in part)
-            for i, row in enumerate(more.rows):
-                for value, token, rank in zip(values[i], ids[i], ranks[i], strict=True):
-                    if token >= 0:  # else padding
-                        found[row].setdefault(token, Logprob(value, rank))
+        for row, entries in more.entries(of_token.normalizers.numpy()):
+            for token, logprob, rank in entries:
+                found[row].setdefault(token, Logprob(logprob, rank))
     return found
 
 
-def step_logprobs(batch: ScheduledBatch, logits: torch.Tensor, tokens: torch.Tensor,
-                  temperature: torch.Tensor, sampled: Sampled | None, scored: ScoredRows | None, *,
+def step_logprobs(batch: ScheduledBatch, logits: torch.Tensor, tokens: torch.Tensor, host_tokens: torch.Tensor,
+                  temperature: torch.Tensor, in_graph: TokenLogprobs, sampled: Sampled | None, scored: ScoredRows | None, *,
                   to_host: Callable[[torch.Tensor], torch.Tensor]) -> StepLogprobs | None:
     """Compute what the batch asks for and start copying it to the host; None if it asks for nothing.
 
     Args:
         logits: (B + N, V) of the padded batch's B rows, then of the N scored ones.
-        tokens: (B,) sampled.
+        tokens: (B,) sampled; host_tokens: where they will be on the host.
         temperature: (B,) ``SamplingParams.logprob_temperature`` of each row.
-        sampled: what rows with filters were drawn from, if there are any.
+        in_graph: those of the graph's tokens, from its logits.
+        sampled: what rows with filters were drawn from after the graph, if there are any.
         to_host: starts copying a tensor.
     """
-    rows = len(batch.rows)
     wanting = [i for i, row in enumerate(batch.rows) if row.samples and row.request.params.wants_logprobs]
-    found = StepLogprobs(batch, to_host(tokens), None, None, None, None, None)
+    found = StepLogprobs(batch, host_tokens, None, None, None, None, None)
     if wanting:
-        own, threshold = logits[: len(tokens)], None
+        own, threshold, of_token = logits[: len(tokens)], None, in_graph
         if sampled is not None:
             processed = np.zeros((len(tokens), 1), np.bool_)
             processed[wanting, 0] = [batch.rows[i].request.params.logprobs_mode == "processed_logprobs" for i in wanting]
@@ -153,54 +180,44 @@ def step_logprobs(batch: ScheduledBatch, logits: torch.Tensor, tokens: torch.Ten
             own = torch.where(on, sampled.logits, own)
             if sampled.threshold is not None:
                 threshold = torch.where(on[:, 0], sampled.threshold, float("-inf"))
-        of_token = token_logprobs(own, tokens, temperature, threshold)
-        found.sampled = of_token._replace(logprobs=to_host(of_token.logprobs), ranks=to_host(of_token.ranks))
-        asks = [(i, p.logprobs or 0, p.logprob_token_ids) for i in wanting for p in (batch.rows[i].request.params,)]
-        found.sampled_more = _more(asks, own, temperature, of_token.normalizers, threshold, to_host)
+            of_token = token_logprobs(own, tokens, temperature, threshold)
+        found.sampled = TokenLogprobs(to_host(of_token.packed))
+        found.sampled_more = _more([(i, p.logprobs or 0, p.logprob_token_ids, p.logprob_temperature) for i in wanting
+                                    for p in (batch.rows[i].request.params,)], own, threshold, to_host)
     if scored is not None:
         own = logits[len(tokens) :]
-        ones = torch.ones(len(own), device=logits.device)
-        of_token = token_logprobs(own, scored.targets, ones)
-        found.scored = of_token._replace(logprobs=to_host(of_token.logprobs), ranks=to_host(of_token.ranks))
-        found.scored_targets = to_host(scored.targets)
-        asks, at = [], 0
-        for row in batch.rows[:rows]:
-            p = row.request.params
-            asks += [(i, p.prompt_logprobs or 0, ()) for i in range(at, at + row.num_scored)]
-            at += row.num_scored
-        found.scored_more = _more(asks, own, ones, of_token.normalizers, None, to_host)
+        of_token = token_logprobs(own, scored.targets, torch.ones(len(own), device=logits.device))
+        found.scored, found.scored_targets = TokenLogprobs(to_host(of_token.packed)), to_host(scored.targets)
+        per_row = [row.request.params.prompt_logprobs or 0 for row in batch.rows for _ in range(row.num_scored)]
+        found.scored_more = _more([(i, k, (), 1.0) for i, k in enumerate(per_row)], own, None, to_host)
     return found if wanting or scored is not None else None
 
 
-def _more(asks: Sequence[tuple[int, int, Sequence[int] | None]], logits: torch.Tensor, temperature: torch.Tensor,
-          normalizers: torch.Tensor, threshold: torch.Tensor | None, to_host: Callable[[torch.Tensor], torch.Tensor]
-          ) -> _More | None:
-    """For each (row, k, ids): the k likeliest tokens of the row, and those with the ids. -1 is the whole vocabulary."""
+def _more(asks: Sequence[tuple[int, int, Sequence[int] | None, float]], logits: torch.Tensor, threshold: torch.Tensor | None,
+          to_host: Callable[[torch.Tensor], torch.Tensor]) -> _More | None:
+    """For each (row, k, ids, temperature): the k likeliest tokens of the row, and those with the ids. k = -1 is the whole
+    vocabulary."""
     vocabulary = logits.shape[1]
-    wanted = [(row, vocabulary if k < 0 else min(k, vocabulary), list(ids or ())) for row, k, ids in asks if k or ids]
+    wanted = [(row, vocabulary if k < 0 else min(k, vocabulary), list(ids or ()), heat)
+              for row, k, ids, heat in asks if k or ids]
     if not wanted:
         return None
-    rows = [row for row, _, _ in wanted]
-    at = to_device(np.array(rows, np.int64), logits.device)
-    x, heat, norm = logits[at], temperature[at], normalizers[at]
-    bound = None if threshold is None else threshold[at]
-
-    def values(of: torch.Tensor) -> torch.Tensor:
-        return to_host(scaled(of, heat, bound) - norm[:, None])
-
-    counts = np.array([k for _, k, _ in wanted], np.int64)
-    top, tokens = x.topk(int(counts.max()), dim=-1)
-    column = torch.arange(tokens.shape[1], device=x.device)
-    beyond = column >= to_device(counts, x.device)[:, None]
-    most = max(len(some) for _, _, some in wanted)
-    given = np.full((len(wanted), most), -1, np.int64)
-    for i, (_, _, some) in enumerate(wanted):
-        given[i, : len(some)] = some
-    ids = to_device(given, x.device)
-    chosen = x.gather(1, ids.clamp_min(0))
-    ranks = [(x > chosen[:, j : j + 1]).sum(-1, keepdim=True) + 1 for j in range(most)]
-    return _More(rows, (values(top), to_host(tokens.masked_fill(beyond, -1)), to_host((column + 1).expand(tokens.shape))),
-                 (values(chosen), to_host(ids), to_host(torch.cat(ranks, 1) if ranks else ids)))
+    rows, counts, ids, heat = (list(column) for column in zip(*wanted, strict=True))
+    if rows == list(range(len(rows))):  # as usual: nothing to gather
+        x, bound = logits[: len(rows)], None if threshold is None else threshold[: len(rows)]
+    else:
+        at = to_device(np.array(rows, np.int64), logits.device)
+        x, bound = logits[at], None if threshold is None else threshold[at]
+    top = chosen = None
+    if most := max(counts):
+        values, tokens = x.topk(most, dim=-1)
+        top = to_host(values), to_host(tokens)
+    if most := max(map(len, ids)):
+        padded = to_device(np.array([[*some, *[0] * (most - len(some))] for some in ids], np.int64), logits.device)
+        values = x.gather(1, padded)
+        ranks = [(x > values[:, j : j + 1]).sum(-1) + 1 for j in range(most)]
+        chosen = to_host(values), to_host(torch.stack(ranks, 1))
+    return _More(rows, counts, np.array(heat, np.float32), None if bound is None else to_host(bound), top, ids, chosen)
 
 
 __all__ = ["SCORED_ROWS", "RowLogprobs", "ScoredRows", "StepLogprobs", "step_logprobs", "to_device"]

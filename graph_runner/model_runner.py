@@ -21,6 +21,7 @@ from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
 from quire.attn_ops.kv_cache import PagedKVCache, pages_for
 from quire.attn_ops.long_prefill import wait_seconds
+from quire.attn_ops.ops.logprobs import TokenLogprobs, token_logprobs
 from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned, running
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
@@ -65,10 +66,12 @@ class StagedStep:
 
 
 class StepResults(NamedTuple):
-    """Of a forward, padding rows included: logits (B + N, V) of B rows, then of N scored prompt tokens; tokens (B,) int64."""
+    """Of a forward, padding rows included: logits (B + N, V) of B rows, then of N scored prompt tokens; tokens (B,) int64;
+    their log probabilities, in rows that ask for them."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
+    logprobs: TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class Launched:
     def tokens(self) -> list[int]:
         if self.done is not None:
             self.done.synchronize()
-        return self.host_tokens[: len(self.batch.rows)].tolist()
+        return self.host_tokens.tolist()
 
     def logprobs(self) -> Sequence[RowLogprobs | None]:
         return [None] * len(self.batch.rows) if self.found is None else self.found.rows()
@@ -294,7 +297,7 @@ class ModelRunner:
         logits, tokens = self.paged.run(step, ids, batch.positions, indices, sampling)
         tokens = tokens[:rows]
         self._store(batch, tokens)
-        return StepResults(logits, tokens)
+        return StepResults(logits, tokens, token_logprobs(logits[:rows], tokens, v["logprob_temperature"]))
 
     def _store(self, batch: ForwardBatch, tokens: torch.Tensor) -> None:
         """Put each row's token where the next step reads it; padding rows write to the dummy slot."""
@@ -378,7 +381,7 @@ class ModelRunner:
         """Start a step. Returns at once on a GPU; ``Launched.tokens()`` has the results."""
         self.copy_pages(batch.copies, batch.window_copies)
         staged = self.stage(batch, self.bucket_for(batch))
-        logits, tokens = self.forward(staged)
+        logits, tokens, in_graph = self.forward(staged)
         shape, made, rows, sampled = staged.shape, staged.forward_batch, len(batch.rows), None
         self.buffers.commit()
         sampling = self.buffers.sampling(shape, staged.host, batch)
@@ -389,13 +392,13 @@ class ModelRunner:
             sampled = draw(logits[: shape.num_reqs], sampling)
             tokens = torch.where(made.inputs["resample"] != 0, sampled.tokens, tokens)
             self._store(made, tokens)
+        host_tokens = self._host_tokens[self._next_host_tokens][:rows]
+        self._next_host_tokens = (self._next_host_tokens + 1) % len(self._host_tokens)
+        host_tokens.copy_(tokens[:rows], non_blocking=True)
         found = None
         if batch.num_scored or staged.host["logprob_temperature"][:rows].any():
-            found = step_logprobs(batch, logits, tokens, made.inputs["logprob_temperature"], sampled,
+            found = step_logprobs(batch, logits, tokens, host_tokens, made.inputs["logprob_temperature"], in_graph, sampled,
                                   staged.scored, to_host=self._to_host)
-        host_tokens = self._host_tokens[self._next_host_tokens]
-        self._next_host_tokens = (self._next_host_tokens + 1) % len(self._host_tokens)
-        host_tokens[:rows].copy_(tokens[:rows], non_blocking=True)
         done = None
         if self.device.type == "cuda":
             done = torch.cuda.Event()

@@ -52,12 +52,14 @@ def part_kernel(logits, tokens, temperature, threshold, partial, V, stride, part
 
 
 @triton.jit(do_not_specialize=["parts"])  # else batch sizes would be separate kernels
-def merge_kernel(logits, tokens, temperature, threshold, partial, logprobs, ranks, normalizers, stride, parts,
-                 BLOCK: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr):
-    """Program (row,): the token's log probability and rank, and the row's normalizer, from the results of its parts."""
+def merge_kernel(logits, tokens, temperature, threshold, partial, out, stride, parts, BLOCK: tl.constexpr,
+                 FILTERED: tl.constexpr, PDL: tl.constexpr):
+    """Program (row,): the token's log probability and rank, and the row's normalizer, from the results of its parts. ``out``:
+    ``TokenLogprobs.packed``."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0)
     heat = tl.load(temperature + row)
     if heat > 0:
         lanes = tl.arange(0, BLOCK)
@@ -80,10 +82,9 @@ def merge_kernel(logits, tokens, temperature, threshold, partial, logprobs, rank
         scaled = own * (1.0 / heat)
         if FILTERED:
             scaled = tl.where(own < tl.load(threshold + row), float("-inf"), scaled)
-        tl.store(logprobs + row, scaled - denominator)
-        tl.store(normalizers + row, denominator)
-        tl.store(ranks + row, tl.sum(above, 0).to(tl.int64) + 1)
+        tl.store(out + row, scaled - denominator)
+        tl.store(out + rows + row, (tl.sum(above, 0).to(tl.int32) + 1).to(tl.float32, bitcast=True))
+        tl.store(out + 2 * rows + row, denominator)
     else:
-        tl.store(logprobs + row, 0.0)
-        tl.store(ranks + row, 0)
-        tl.store(normalizers + row, 0.0)
+        for i in tl.static_range(3):
+            tl.store(out + i * rows + row, 0.0)

@@ -21,12 +21,25 @@ from quire.attn_ops.ops.sampling import BLOCK, divide, uses_kernel
 
 
 class TokenLogprobs(NamedTuple):
-    """For one token per row: the log probability (B,) float32, the rank (B,) int64, and the row's normalizer (B,) float32, with
-    which ``logit / temperature - normalizer`` is the log probability of any token that is not excluded."""
+    """For one token per row: the log probability (B,) float32, the rank (B,) int32, and the row's normalizer (B,) float32, with
+    which ``logit / temperature - normalizer`` is the log probability of any token that is not excluded.
 
-    logprobs: Tensor
-    ranks: Tensor
-    normalizers: Tensor
+    ``packed`` (3, B) float32 holds all, the ranks by their bits, so that one copy brings them to the host.
+    """
+
+    packed: Tensor
+
+    @property
+    def logprobs(self) -> Tensor:
+        return self.packed[0]
+
+    @property
+    def ranks(self) -> Tensor:
+        return self.packed[1].view(torch.int32)
+
+    @property
+    def normalizers(self) -> Tensor:
+        return self.packed[2]
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: Tensor, threshold: Tensor | None = None) -> TokenLogprobs:
@@ -46,8 +59,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: Tensor, threshol
 
 def token_logprobs_eager(logits: Tensor, tokens: Tensor, temperature: Tensor, threshold: Tensor | None = None
                          ) -> TokenLogprobs:
-    """The definition of `token_logprobs`, in plain PyTorch. Not on CUDA: it reads the temperatures on the host."""
-    out = TokenLogprobs(torch.zeros_like(temperature), torch.zeros_like(tokens), torch.zeros_like(temperature))
+    """The definition of `token_logprobs`, in plain PyTorch. On CUDA it computes the skipped rows too, without a
+    synchronization."""
+    out = TokenLogprobs(temperature.new_zeros(3, len(tokens), dtype=torch.float32))
     on_host = not logits.is_cuda
     rows = (temperature > 0).nonzero()[:, 0] if on_host else torch.arange(len(tokens), device=logits.device)
     if not rows.numel() or not logits.shape[1]:
@@ -57,7 +71,8 @@ def token_logprobs_eager(logits: Tensor, tokens: Tensor, temperature: Tensor, th
     token = tokens[rows].clamp_min(0)[:, None]
     wanted, normalizer = temperature[rows] > 0, x.logsumexp(-1)
     out.logprobs[rows] = torch.where(wanted, x.gather(1, token)[:, 0] - normalizer, 0.0)
-    out.ranks[rows] = torch.where(wanted, (logits[rows] > logits[rows].gather(1, token)).sum(-1) + 1, 0)
+    above = (logits[rows] > logits[rows].gather(1, token)).sum(-1, dtype=torch.int32)
+    out.ranks[rows] = torch.where(wanted, above + 1, 0)
     out.normalizers[rows] = torch.where(wanted, normalizer, 0.0)
     return out
 
@@ -79,11 +94,10 @@ def token_logprobs_cuda(logits: Tensor, tokens: Tensor, temperature: Tensor, thr
     logits = logits if vocabulary == 1 else host.rows_contiguous(logits)
     parts, part_size = divide(rows, vocabulary)
     partial = torch.empty(rows, parts, 3, dtype=torch.float32, device=logits.device)
-    floats = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
-    out = TokenLogprobs(floats[0], torch.empty(rows, dtype=torch.int64, device=logits.device), floats[1])
+    out = TokenLogprobs(torch.empty(3, rows, dtype=torch.float32, device=logits.device))
     filtered, bound = threshold is not None, temperature if threshold is None else threshold
     launch(kernels.part_kernel, (rows, parts), logits, tokens, temperature, bound, partial, vocabulary, logits.stride(0),
            part_size, BLOCK=BLOCK, FILTERED=filtered, pdl=pdl, num_warps=4)
-    launch(kernels.merge_kernel, (rows,), logits, tokens, temperature, bound, partial, *out, logits.stride(0), parts, BLOCK=128,
-           FILTERED=filtered, pdl=pdl, num_warps=1)
+    launch(kernels.merge_kernel, (rows,), logits, tokens, temperature, bound, partial, out.packed, logits.stride(0), parts,
+           BLOCK=128, FILTERED=filtered, pdl=pdl, num_warps=1)
     return out

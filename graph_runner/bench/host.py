@@ -140,12 +140,14 @@ class _Timer:
     """Replaces the forward of an engine by a stub, and times the phases of its steps."""
 
     def __init__(self, engine: Any) -> None:
+        from quire.attn_ops.ops.logprobs import TokenLogprobs
         from quire.graph_runner.model_runner import StepResults
 
         self.engine, self.ms = engine, dict.fromkeys(PHASES, 0.0)
         runner = engine.runner
         logits = torch.zeros(runner.limits.max_num_seqs, 8, device=runner.device)
-        result = StepResults(logits, torch.full((logits.shape[0],), 17, device=runner.device))  # any token
+        none = TokenLogprobs(torch.zeros(3, len(logits), device=runner.device))
+        result = StepResults(logits, torch.full((logits.shape[0],), 17, device=runner.device), none)  # any token
         # On the instances, so that nothing outside this engine is touched.
         runner.forward = lambda *args: result
         for owner, phase in ((engine.scheduler, "schedule"), (runner.buffers, "fill"), (runner.buffers, "upload"),

@@ -74,6 +74,18 @@ def test_of_sampled_tokens(engine, model, prompts, tokenizer) -> None:
     assert_idle(engine)
 
 
+def test_in_the_graph_of_the_step(engine, model, prompts, monkeypatch) -> None:
+    """Tokens that the graph draws come with theirs: kernels launched after it would make the steps of a rollout longer."""
+    def late(*args: Any) -> Any:
+        raise AssertionError("computed after the graph")
+
+    monkeypatch.setattr("quire.graph_runner.logprobs.token_logprobs", late)
+    params = [replace(GREEDY, logprobs=0), GREEDY, replace(GREEDY, logprobs=2)]
+    for prompt, output in zip(prompts, engine.generate(prompts[:3], params), strict=False):
+        logits = logits_of(model, [*prompt, *output.token_ids])[len(prompt) - 1 : -1]
+        check(output.logprobs or [None] * len(logits), logits)
+
+
 def test_while_streaming_and_without_text(engine, prompts) -> None:
     for event in engine.stream(prompts[0], replace(GREEDY, logprobs=0, detokenize=False)):
         assert len(event.output.logprobs) == len(event.output.token_ids)

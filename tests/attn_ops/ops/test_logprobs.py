@@ -32,7 +32,7 @@ def on_device(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 
 def same(found: TokenLogprobs, expected: TokenLogprobs) -> None:
-    assert found.ranks.dtype == torch.int64 and found.ranks.tolist() == expected.ranks.tolist()
+    assert found.ranks.dtype == torch.int32 and found.ranks.tolist() == expected.ranks.tolist()
     for a, b in ((found.logprobs, expected.logprobs), (found.normalizers, expected.normalizers)):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a.cpu(), b, rtol=0, atol=TOLERANCE)
