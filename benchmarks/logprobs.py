@@ -5,14 +5,20 @@
 
 One engine serves all ways; each is the median of three runs of ``--steps`` steps, the ways in turn, at temperature 1. A run is
 timed as a whole, so host work that the GPU hides costs nothing. ``cost`` is the time beside that without log probabilities.
+``kernels_us``, on a GPU: what the graph of a step spends on those of sampled tokens, where no row asks for them and where all
+do.
 """
 
 from __future__ import annotations
 
 import statistics
 
+import torch
+
 import quire
-from quire.graph_runner.bench.record import model_of, script, started
+from quire.attn_ops.ops.logprobs import token_logprobs
+from quire.graph_runner.bench.attention_op import on_the_device
+from quire.graph_runner.bench.record import dtype_of, model_of, script, started
 from quire.graph_runner.bench.steps import end, random_tokens, seconds, until_decoding
 
 REPEATS = 3
@@ -50,6 +56,15 @@ def main() -> None:
                     record.keep({"logprobs": way, "batch": batch, "ms": ms, "cost": ms / without - 1, "repeats_ms": found})
 
             record.measure(f"batch {batch}", measure)
+        vocabulary = engine.runner.vocab_size
+    if record.device.type == "cuda":
+        for batch in args.batch:
+            logits = torch.randn(batch, vocabulary, device=record.device).to(dtype_of(args))
+            tokens = logits.argmax(-1)
+            for name, heat in (("none", 0.0), ("all", 1.0)):
+                asked = torch.full((batch,), heat, device=record.device)
+                us = on_the_device(lambda _: token_logprobs(logits, tokens, asked)).us  # noqa: B023
+                record.keep({"rows": name, "batch": batch, "kernels_us": us})
 
 
 if __name__ == "__main__":
