@@ -32,7 +32,6 @@ from quire.passes.compile.ahead import CompileAhead
 from quire.passes.compile.inductor import SETTINGS
 from quire.passes.compile.regions import compile_by_regions
 from quire.passes.compile.size_guards import watched
-from quire.passes.fusions.registry import measured_fusions
 from quire.passes.fx import copy_graph
 from quire.passes.options import QuireOptions
 from quire.passes.rewrite.lower import LoweringTarget
@@ -127,8 +126,8 @@ def collecting() -> Iterator[list[str]]:
         yield found
 
 
-def programs(model: torch.nn.Module, *, small: bool, attention: str = "triton", fusions: Any = "all",
-             page_size: int = 16, own_experts: bool = False) -> list[str]:
+def programs(model: torch.nn.Module, *, small: bool, attention: str = "triton", page_size: int = 16,
+             own_experts: bool = False) -> list[str]:
     """Inductor's program for each distinct piece of the model's lowered graph: source code, in the order of the pieces.
 
     Args:
@@ -137,11 +136,11 @@ def programs(model: torch.nn.Module, *, small: bool, attention: str = "triton", 
     """
     with (mock.patch("quire.attn_ops.ops.sampling.uses_kernel", lambda logits: True),
           mock.patch("quire.passes.capture.hf_experts.wanted", lambda model: not own_experts)):
-        paged = PagedModel(model, QuireOptions(compiler="eager", fusions=fusions), draws=True)
+        paged = PagedModel(model, QuireOptions(compiler="eager", fusions="all"), draws=True)
     try:
         with mock.patch("quire.passes.fusions.routing.DEVICES", ("cpu",)):
             latent = any(site.latent is not None for site in paged.graph.sites)
-            lowered, _ = paged.graph.lowered(LoweringTarget(get_backend(attention), page_size, latent=latent), fusions, small)
+            lowered, _ = paged.graph.lowered(LoweringTarget(get_backend(attention), page_size, latent=latent), "all", small)
         with collecting() as found, torch.no_grad():
             compile_by_regions(lowered, generate)
     finally:
@@ -197,8 +196,6 @@ def main() -> None:
     parser.add_argument("model", choices=[*SHAPES, "tiny"])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--large", action="store_true", help="the graph for more than 32 tokens")
-    parser.add_argument("--fusions", default=",".join(measured_fusions()),
-                        help="passes, with commas between, or all (default: those that an engine on a GPU runs)")
     parser.add_argument("--own-experts", action="store_true", help="with transformers' implementation of the experts")
     parser.add_argument("--lora", type=int, metavar="RANK", help="with an adapter of this rank (needs peft)")
     parser.add_argument("--lora-dtype", choices=["float32", "bfloat16"], default="bfloat16", help="PEFT's default is float32")
@@ -211,8 +208,7 @@ def main() -> None:
 
         get_peft_model(model, LoraConfig(r=args.lora, target_modules="all-linear", lora_dropout=0.05),
                        autocast_adapter_dtype=args.lora_dtype == "float32")
-    fusions = args.fusions if args.fusions in ("all", "none") else args.fusions.split(",")
-    for i, program in enumerate(programs(model, small=not args.large, fusions=fusions, own_experts=args.own_experts)):
+    for i, program in enumerate(programs(model, small=not args.large, own_experts=args.own_experts)):
         calls = launches(program)
         print(f"piece {i}: {len(calls)} launches: {', '.join(calls)}")
         print(f"         {dict(Counter(calls))}")

@@ -85,8 +85,7 @@ class EngineConfig:
         "auto", '"inductor", "inductor-whole", "eager", or "auto": inductor on a GPU, eager on a CPU, where compiling takes '
         "longer than it saves")
     fusions: str | Sequence[str] = _option(
-        "auto", 'fusion passes: "all", "none", "auto" (on a GPU those that were measured to pay, on a CPU none), or names (a '
-        "sequence, or comma-separated)")
+        "auto", 'fusion passes: "all", "none", "auto" (all on a GPU, none on a CPU), or names (a sequence, or comma-separated)')
     enable_prefix_caching: bool | None = _option(
         None, "compute equal beginnings of prompts once. None: of requests that wait or run together. True: pages of finished "
         "requests are kept for later ones too, until memory is needed or the weights change; after a change that PyTorch does "
@@ -146,7 +145,6 @@ class EngineConfig:
         Raises:
             ValueError: an unknown compiler, fusion or dtype.
         """
-        from quire.passes.fusions.registry import measured_fusions
         from quire.passes.options import QuireOptions
 
         on_gpu = device.type == "cuda"
@@ -155,7 +153,7 @@ class EngineConfig:
             window_tables=True, kv_sharing_fast_prefill=self.kv_sharing_fast_prefill,
             kv_cache_dtype=kv_dtype(self.kv_cache_dtype),
             compiler=("inductor" if on_gpu else "eager") if self.compiler == "auto" else self.compiler,
-            fusions=(measured_fusions() if on_gpu else "none") if self.fusions == "auto" else self.fusions)
+            fusions=("all" if on_gpu else "none") if self.fusions == "auto" else self.fusions)
 
 
 class EngineOptions(TypedDict, total=False):

@@ -59,8 +59,10 @@ class Pair(NamedTuple):
 
 
 def merged(paths: Sequence[Path]) -> dict[str, Any]:
-    """One result of several: environments by run, and the newest row of each cell, model, system and dtype."""
+    """One result of several: environments by run, and the newest row of each cell, model, system and dtype. A run whose rows
+    were all replaced leaves no environment."""
     found: dict[tuple[Any, ...], Row] = {}
+    replaced: set[Any] = set()
     environments: dict[str, Any] = {}
     for path in paths:
         content = json.loads(path.read_text())
@@ -70,9 +72,12 @@ def merged(paths: Sequence[Path]) -> dict[str, Any]:
             row = {"run": alone.get("date"), **row}
             key = tuple(row.get(k) for k in ("model", "workload", "batch", "context", "variant", "system", "dtype",
                                              "kv_cache_dtype"))
-            if key not in found or row["run"] >= found[key]["run"]:
-                found[key] = row
-    return {"environments": environments, "rows": list(found.values())}
+            older, newer = sorted([found.get(key, row), row], key=lambda each: each["run"])
+            replaced.add(older["run"])
+            found[key] = newer
+    replaced -= {row["run"] for row in found.values()}
+    kept = {run: environment for run, environment in environments.items() if run not in replaced}
+    return {"environments": kept, "rows": list(found.values())}
 
 
 def pairs(rows: Sequence[Row], rival: str = "vllm") -> list[Pair]:

@@ -36,21 +36,19 @@ class FusionPass:
         name: by which ``QuireOptions.fusions`` chooses it.  run: rewrites the graph and returns the number of matches.
         stage: whether it rewrites the raised graph, or the lowered one, where the caches are.
         batches: "small": only in a graph of its own for batches of at most ``MAX_TOKENS`` tokens; "large": not in that graph.
-        measured: it was measured to pay on a GPU. Without that an engine runs it where it is named, or with "all".
     """
 
     name: str
     run: Callable[[Fusion], int]
     stage: Literal["raised", "lowered"] = "raised"
     batches: Literal["all", "small", "large"] = "all"
-    measured: bool = True
 
 
 FUSIONS = (
     FusionPass("quantized", quantized_linear),
     FusionPass("projections", fuse_projections),
-    FusionPass("float_linear", fuse_float_linear, batches="small", measured=False),
-    FusionPass("router", fuse_router, batches="small", measured=False),
+    FusionPass("float_linear", fuse_float_linear, batches="small"),
+    FusionPass("router", fuse_router, batches="small"),
     FusionPass("routing", fuse_topk),
     FusionPass("last_tokens", last_tokens, batches="large"),
     FusionPass("lora", fuse_lora, batches="small"),
@@ -63,11 +61,6 @@ FUSIONS = (
 
 def fusion_names() -> list[str]:
     return [each.name for each in FUSIONS]
-
-
-def measured_fusions() -> tuple[str, ...]:
-    """What an engine on a GPU runs by default."""
-    return tuple(each.name for each in FUSIONS if each.measured)
 
 
 def has_small_passes(names: str | Sequence[str]) -> bool:

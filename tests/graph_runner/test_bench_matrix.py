@@ -142,11 +142,12 @@ def result(system: str, ms: float, date: str, **row: Any) -> dict[str, Any]:
 def test_results_of_several_machines_become_one_table(tmp_path: Path) -> None:
     paths = []
     for i, content in enumerate((
-            result("quire", 9.0, "2026-01-01"), result("quire", 6.0, "2026-01-02"), result("vllm", 5.0, "2026-01-01"),
+            result("quire", 9.0, "2025-12-31"), result("quire", 6.0, "2026-01-02"), result("vllm", 5.0, "2026-01-01"),
             result("quire", None, "2026-01-01", batch=32, error="NotMeasured: no room"))):  # type: ignore[arg-type]
         paths.append(tmp_path / f"{i}.json")
         paths[-1].write_text(json.dumps(content))
     one = merged(paths)
+    assert list(one["environments"]) == ["2026-01-02", "2026-01-01"], "nothing of the first run is left"
     first, second = pairs(one["rows"])
     assert first.ratio == 1.2 and first.share == 0.5 and (second.ratio, second.why) == (None, "NotMeasured: no room")
     text = markdown(one)
