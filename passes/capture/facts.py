@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch._dynamo.source import AttrSource, NNModuleSource
 
 from quire.attn_ops.tuning.store import device_name
 from quire.passes.fx import text_of
@@ -80,13 +81,16 @@ def checks(guards: Iterable[Any], scope: Mapping[str, Any]) -> list[Check]:
         for module in _IMPORTED.findall(guard.name):  # Dynamo keeps the first module that it met under a name
             if sys.modules.get((held := scope["G"][module]).__name__) is not held:
                 raise NotPortable(f"the module {held.__name__}, which was imported again")
+        source = guard.name
         if kind == "DUPLICATE_INPUT":
             name = text_of(_argument(guard, "source_b"))
+        elif kind == "HASATTR":
+            source, name = _attribute(guard)
         elif kind in _NAMED:
-            name = _argument(guard, "attr" if kind in ("HASATTR", "NOT_PRESENT_IN_GENERIC_DICT") else "key")
+            name = _argument(guard, "attr" if kind == "NOT_PRESENT_IN_GENERIC_DICT" else "key")
             if type(name) not in _PLAIN:
-                raise NotPortable(f"a look-up of {name!r} in {guard.name}")
-        key = (guard.name, kind, name)
+                raise NotPortable(f"a look-up of {name!r} in {source}")
+        key = (source, kind, name)
         if key not in found:
             found[key] = Check(*key, _look(*key, scope))
     return list(found.values())
@@ -113,6 +117,19 @@ def _argument(guard: Any, name: str) -> Any:
     if getattr(create, "args", ()):
         return create.args[0]
     raise NotPortable(f"a guard {guard.guard_type} without {name}")
+
+
+def _attribute(guard: Any) -> tuple[str, str]:
+    """Whose attribute a guard HASATTR is about, and its name. In torch 2.11 the guard is on the attribute, which may not be
+    there."""
+    source = guard.orig_guard.originating_source
+    if getattr(guard.orig_guard.create_fn, "keywords", None):
+        return guard.name, _argument(guard, "attr")
+    if isinstance(source, NNModuleSource):
+        source = source.base
+    if not isinstance(source, AttrSource):
+        raise NotPortable(f"a guard HASATTR on {guard.name}")
+    return text_of(source.base), source.member
 
 
 def _look(source: str, kind: str, name: Any, scope: Mapping[str, Any]) -> Any:
