@@ -50,6 +50,7 @@ _OF_SOURCE = frozenset({"__module__", "__doc__", "__firstlineno__"})  # of a cla
 _OF_DYNAMO = _OF_SOURCE | {"__init__", "__setstate__", "___needs_generation_tag_patch", "smart_apply"}
 _CONTAINERS = (dict, list, tuple, set, frozenset, OrderedDict, defaultdict)
 _MOST = 1000  # entries of a container
+_NO_MATTER = frozenset({"debug_dir_root"})  # of Dynamo's options: by default in the folder in which the process started
 
 
 class NotPortable(Exception):
@@ -268,7 +269,7 @@ def environment(device: torch.device) -> str | None:
     packages = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
     options = sorted((name, sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else repr(value))
                      for name, value in torch._dynamo.config.save_config_portable().items()
-                     if isinstance(value, (*_PLAIN, set, frozenset, list, tuple)))
+                     if name not in _NO_MATTER and isinstance(value, (*_PLAIN, set, frozenset, list, tuple)))
     machine = (device_name(device), torch.cuda.get_device_capability(device) if device.type == "cuda" else
                torch.backends.cpu.get_cpu_capability(), torch.cuda.device_count(), sys.platform)
     flags = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -360,6 +360,13 @@ def test_a_guard_on_an_attribute_as_of_torch_2_11() -> None:
     assert facts.difference(found, scope) == "L['held'] (HASATTR)"
 
 
+def test_a_process_that_started_in_another_folder_takes_it(tmp_path: Path) -> None:
+    """Dynamo has an option that tells: where it writes what is debugged."""
+    assert was_traced(tiny)
+    with torch._dynamo.config.patch(debug_dir_root=str(tmp_path)):
+        assert not was_traced(tiny)
+
+
 def test_a_trace_is_taken_after_another() -> None:
     """Torch 2.11 leaves None behind as what it is translating."""
     assert was_traced(tiny)
