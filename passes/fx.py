@@ -29,6 +29,11 @@ SUB = (operator.sub, torch.sub)
 MUL = (operator.mul, torch.mul)
 
 
+def translator() -> Any:
+    """What Dynamo is translating now, as its backends may ask; None outside a trace."""
+    return getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)  # torch 2.11 leaves a None behind
+
+
 def value(node: Any) -> Any:
     """The fake value of a node (Dynamo stores it as ``example_value``), or the argument itself if it is not a node."""
     if not isinstance(node, fx.Node):

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch._dynamo.source import AttrSource, NNModuleSource
 
 from quire.attn_ops.tuning.store import device_name
 from quire.passes.fx import text_of
@@ -49,6 +50,7 @@ _OF_SOURCE = frozenset({"__module__", "__doc__", "__firstlineno__"})  # of a cla
 _OF_DYNAMO = _OF_SOURCE | {"__init__", "__setstate__", "___needs_generation_tag_patch", "smart_apply"}
 _CONTAINERS = (dict, list, tuple, set, frozenset, OrderedDict, defaultdict)
 _MOST = 1000  # entries of a container
+_NO_MATTER = frozenset({"debug_dir_root"})  # of Dynamo's options: by default in the folder in which the process started
 
 
 class NotPortable(Exception):
@@ -80,13 +82,16 @@ def checks(guards: Iterable[Any], scope: Mapping[str, Any]) -> list[Check]:
         for module in _IMPORTED.findall(guard.name):  # Dynamo keeps the first module that it met under a name
             if sys.modules.get((held := scope["G"][module]).__name__) is not held:
                 raise NotPortable(f"the module {held.__name__}, which was imported again")
+        source = guard.name
         if kind == "DUPLICATE_INPUT":
             name = text_of(_argument(guard, "source_b"))
+        elif kind == "HASATTR":
+            source, name = _attribute(guard)
         elif kind in _NAMED:
-            name = _argument(guard, "attr" if kind in ("HASATTR", "NOT_PRESENT_IN_GENERIC_DICT") else "key")
+            name = _argument(guard, "attr" if kind == "NOT_PRESENT_IN_GENERIC_DICT" else "key")
             if type(name) not in _PLAIN:
-                raise NotPortable(f"a look-up of {name!r} in {guard.name}")
-        key = (guard.name, kind, name)
+                raise NotPortable(f"a look-up of {name!r} in {source}")
+        key = (source, kind, name)
         if key not in found:
             found[key] = Check(*key, _look(*key, scope))
     return list(found.values())
@@ -113,6 +118,19 @@ def _argument(guard: Any, name: str) -> Any:
     if getattr(create, "args", ()):
         return create.args[0]
     raise NotPortable(f"a guard {guard.guard_type} without {name}")
+
+
+def _attribute(guard: Any) -> tuple[str, str]:
+    """Whose attribute a guard HASATTR is about, and its name. In torch 2.11 the guard is on the attribute, which may not be
+    there."""
+    source = guard.orig_guard.originating_source
+    if getattr(guard.orig_guard.create_fn, "keywords", None):
+        return guard.name, _argument(guard, "attr")
+    if isinstance(source, NNModuleSource):
+        source = source.base
+    if not isinstance(source, AttrSource):
+        raise NotPortable(f"a guard HASATTR on {guard.name}")
+    return text_of(source.base), source.member
 
 
 def _look(source: str, kind: str, name: Any, scope: Mapping[str, Any]) -> Any:
@@ -251,7 +269,7 @@ def environment(device: torch.device) -> str | None:
     packages = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
     options = sorted((name, sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else repr(value))
                      for name, value in torch._dynamo.config.save_config_portable().items()
-                     if isinstance(value, (*_PLAIN, set, frozenset, list, tuple)))
+                     if name not in _NO_MATTER and isinstance(value, (*_PLAIN, set, frozenset, list, tuple)))
     machine = (device_name(device), torch.cuda.get_device_capability(device) if device.type == "cuda" else
                torch.backends.cpu.get_cpu_capability(), torch.cuda.device_count(), sys.platform)
     flags = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -120,7 +121,7 @@ class KeptTrace:
             made.append(node)
         gm = fx.GraphModule(torch.nn.Module(), graph)
         inputs, fakes = self._inputs(made, mode, scope)
-        with mode, torch.no_grad():
+        with mode, enable_python_dispatcher(), torch.no_grad():
             _Replay(gm).run(*fakes)
         for kept, node in zip(self.nodes, made, strict=True):
             if kept.value != (now := _summary(value(node))):

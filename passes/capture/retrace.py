@@ -28,7 +28,7 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.step import Step
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
-from quire.passes.fx import is_module_tensor, is_stored, placeholders, source_name, symbolic, value, with_own_code
+from quire.passes.fx import is_module_tensor, is_stored, placeholders, source_name, symbolic, translator, value, with_own_code
 
 TRACED_TOKENS = 23  # of a row that stands for any length; not 0 or 1, and no usual size of another dimension
 
@@ -65,8 +65,7 @@ class TracedCall:
     @classmethod
     def current(cls) -> TracedCall | None:
         """The call being traced; None outside a trace, or where this torch does not show it."""
-        tx: Any = getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
-        tx = getattr(getattr(tx, "output", None), "root_tx", None)
+        tx: Any = getattr(getattr(translator(), "output", None), "root_tx", None)
         if not isinstance(getattr(tx, "f_locals", None), dict):
             return None
         return cls(tx.f_code, tx.f_globals, dict(tx.f_locals))
@@ -133,8 +132,7 @@ class TracedCall:
             options |= names[code.co_varnames[at]]
 
         def first(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-            tx = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
-            if tx.output.root_tx.f_code is function.__code__:
+            if translator().output.root_tx.f_code is function.__code__:
                 backend(gm, inputs)
 
             def stop(*args: Any) -> Any:

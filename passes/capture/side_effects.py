@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch._dynamo.variables import TensorVariable
-from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.capture.reads import readable
+from quire.passes.fx import translator
 
 #: What transformers' rotary embeddings of some types set on themselves in each forward, behind a layer type or not. Those whose
 #: frequencies follow from it are refused by their config.
@@ -27,8 +28,8 @@ _LEFT_OVER = "the model's forward, or a hook of it, changes what outlives the ca
 
 def check_side_effects() -> None:
     """Called by a backend during the trace. Dynamo replays side effects in its own code, with the values of the trace; a
-    captured CUDA graph does not. Torch 2.11 cannot tell. Raises UnsupportedAttention, which names the objects."""
-    changed = [source for source, _ in _changed(torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output)]
+    captured CUDA graph, or a graph from the disk, does not. Raises UnsupportedAttention, which names the objects."""
+    changed = [source for source, _ in _changed(translator().output)]
     if changed:
         raise UnsupportedAttention(
             f"{_LEFT_OVER}{', '.join(changed[:5])}. It runs only "
@@ -39,10 +40,10 @@ def check_side_effects() -> None:
 def note_changes(gm: torch.fx.GraphModule) -> None:
     """Called by a Dynamo backend with its graph: note what the forward changes, and where it stores tensors that it computes.
     Dynamo does change and store them, call by call."""
-    try:
-        output: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
-    except AttributeError:  # not from inside Dynamo
+    tx = translator()
+    if tx is None:
         return
+    output = tx.output
     found, changed = list[Any](), _changed(output)
     for source, variable in changed:
         places = {source: variable} | {f"{source}.{name}": stored for name, stored in
@@ -72,11 +73,13 @@ def check_changes(gm: torch.fx.GraphModule) -> None:
 
 
 def _changed(output: Any) -> list[tuple[str, Any]]:
-    """(name for users, Dynamo's variable) of each object that the traced function changes. Torch 2.11 knows of none."""
-    if not hasattr(output, "get_replayed_side_effect_source_refs"):
-        return []
-    written = {_name(var): var for var in getattr(output.side_effects, "id_to_variable", {}).values()}
-    sources = [str(source) for source in output.get_replayed_side_effect_source_refs()]
+    """(name for users, Dynamo's variable) of each object that the traced function changes."""
+    written = {_name(var): var for var in output.side_effects.id_to_variable.values()}
+    if hasattr(output, "get_replayed_side_effect_source_refs"):
+        sources = [str(source) for source in output.get_replayed_side_effect_source_refs()]
+    else:  # torch 2.11: as that method does
+        sources = [_name(var) for var in output.side_effects._get_modified_vars()
+                   if isinstance(var.mutation_type, (AttributeMutationExisting, ValueMutationExisting))]
     return [(readable(s), written.get(s)) for s in sources if not _is_transformers_own(s, written.get(s), output)]
 
 

@@ -12,6 +12,7 @@ from torch import fx
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.capture.reads import is_code_of
+from quire.passes.fx import translator
 
 _KEY = "quire_broken"
 #: What operations of a graph are, besides Python functions of torch.
@@ -62,9 +63,8 @@ def check_names(graph: fx.Graph) -> None:
 
 def note_breaks(gm: fx.GraphModule) -> None:
     """Called by a Dynamo backend with its graph: note whether it is a part of the traced function only."""
-    try:
-        tx: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
-    except AttributeError:  # not from inside Dynamo
+    tx = translator()
+    if tx is None:
         return
     reason = tx.output.compile_subgraph_reason
     if reason is not None and reason.graph_break:

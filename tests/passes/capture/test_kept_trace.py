@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import AttrSource, LocalSource
 from torch._dynamo.utils import counters
+from torch._guards import Guard
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers.models.llama import modeling_llama
 
@@ -324,6 +328,54 @@ class Closure(Tiny):
 def test_a_closure_over_another_number_is_traced() -> None:
     assert was_traced(lambda: Closure(1.0).eval()) and not was_traced(lambda: Closure(1.0).eval())
     assert was_traced(lambda: Closure(2.0).eval())
+
+
+class Asking(Tiny):
+    """Its forward asks whether an object has an attribute, by a name that the object may not know."""
+
+    def __init__(self, **more: float) -> None:
+        super().__init__(*tiny().layers)
+        self.held = types.SimpleNamespace(**more)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **extra: torch.Tensor) -> torch.Tensor:
+        out = super().forward(input_ids, position_ids, **extra)
+        return out * 2 if hasattr(self.held, "double") else out
+
+
+def test_an_attribute_that_appears_or_goes_is_traced() -> None:
+    for more in ({}, {"double": 1.0}):
+        assert was_traced(lambda: Asking(**more).eval()) and not was_traced(lambda: Asking(**more).eval())  # noqa: B023
+    assert was_traced(lambda: Asking().eval())  # the last one is kept
+
+
+def test_a_guard_on_an_attribute_as_of_torch_2_11() -> None:
+    """The guard HASATTR has no argument there: it is on the attribute, which may not be there."""
+    guard = Guard(AttrSource(LocalSource("held"), "double"), GuardBuilder.HASATTR)  # type: ignore[arg-type]
+    entry = types.SimpleNamespace(name="held.double", guard_type=guard.create_fn_name(), orig_guard=guard)
+    held = types.SimpleNamespace()
+    scope = {"L": {"held": held}}
+    found = facts.checks([entry], scope)
+    assert facts.difference(found, scope) is None
+    held.double = 1
+    assert facts.difference(found, scope) == "L['held'] (HASATTR)"
+
+
+def test_a_process_that_started_in_another_folder_takes_it(tmp_path: Path) -> None:
+    """Dynamo has an option that tells: where it writes what is debugged."""
+    assert was_traced(tiny)
+    with torch._dynamo.config.patch(debug_dir_root=str(tmp_path)):
+        assert not was_traced(tiny)
+
+
+def test_a_trace_is_taken_after_another() -> None:
+    """Torch 2.11 leaves None behind as what it is translating."""
+    assert was_traced(tiny)
+    state = torch._dynamo.symbolic_convert.tls
+    state.current_tx = None
+    try:
+        assert not was_traced(tiny)
+    finally:
+        vars(state).pop("current_tx", None)
 
 
 # -- not kept -------------------------------------------------------------------------------------------------------------

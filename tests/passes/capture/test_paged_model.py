@@ -137,8 +137,6 @@ def on_config(hook):
     return lambda model, seen: model.model.layers[0].register_forward_hook(lambda module, args, out: hook(model.config))
 
 
-@pytest.mark.skipif(not hasattr(torch._dynamo.output_graph.OutputGraph, "get_replayed_side_effect_source_refs"),
-                    reason="this torch cannot tell")
 @pytest.mark.parametrize("record, what", [
     (on_layer(lambda seen, out: seen.append(out)), "what a hook of model.layers.0 holds[.] It runs"),
     (on_layer(lambda seen, out: RECORDED.append(out.shape)), "tests.passes.capture.test_paged_model.RECORDED[.] It runs"),
