@@ -21,7 +21,7 @@ from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
 from quire.attn_ops.kv_cache import PagedKVCache, pages_for
 from quire.attn_ops.long_prefill import wait_seconds
-from quire.attn_ops.ops.logprobs import TokenLogprobs, token_logprobs
+from quire.attn_ops.ops.logprobs import TokenLogprobs, launches_beside_sampling, token_logprobs
 from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned, running
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
@@ -217,7 +217,8 @@ class ModelRunner:
         """For the steps that will be captured, if the backend allows it, and for those that set-up runs."""
         width = pages_for(self.max_model_len, self.config.page_size)
         shapes = [*self._buckets(), self._largest, TRIAL]
-        return CompileAhead.for_device([StepShape(*shape, width) for shape in shapes], self.device)
+        return CompileAhead.for_device([StepShape(*shape, width) for shape in shapes], self.device,
+                                       {torch.ops.quire.sample_tokens.default: launches_beside_sampling})
 
     @property
     def _largest(self) -> BatchShape:

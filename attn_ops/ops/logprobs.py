@@ -57,6 +57,11 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: Tensor, threshol
     return token_logprobs_eager(logits, tokens, temperature, threshold)
 
 
+def launches_beside_sampling(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> None:
+    """Launch `token_logprobs` as a step does after ``sample_tokens`` of these arguments: to compile the kernels ahead."""
+    token_logprobs(logits, position, temperature)
+
+
 def token_logprobs_eager(logits: Tensor, tokens: Tensor, temperature: Tensor, threshold: Tensor | None = None
                          ) -> TokenLogprobs:
     """The definition of `token_logprobs`, in plain PyTorch. On CUDA it computes the skipped rows too, without a

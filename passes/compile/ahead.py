@@ -20,9 +20,10 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -64,10 +65,11 @@ class _CallImplementations(TorchDispatchMode):
             return implementation(*args, **(kwargs or {}))
 
 
-def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str], shapes: Iterable[StepShape]) -> set[Launch]:
+def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str], shapes: Iterable[StepShape],
+                beside: Mapping[Any, Callable[..., Any]] = MappingProxyType({})) -> set[Launch]:
     """What ``node``, an op of ``implementations``, launches in steps of ``shapes``. ``values``: fakes of all nodes, with
     symbols for sizes. ``roles``: the field of StepShape that a symbol stands for; all other symbols count the pages of a
-    cache."""
+    cache. ``beside``: see CompileAhead."""
     found: set[Launch] = set()
     mode = FakeTensorMode()
     fakes: dict[Any, torch.Tensor] = {}  # most are the same in all steps: weights, caches
@@ -96,6 +98,7 @@ def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str]
         with mode, _CallImplementations(), torch.no_grad(), recording() as noted:
             try:
                 node.target(*args, **kwargs)  # type: ignore[operator]
+                beside.get(node.target, lambda *args, **kwargs: None)(*args, **kwargs)
             except Exception as error:  # it does not work with fakes; what it launched before counts
                 logger.info("kernels: those of %s in steps of %d tokens are left to their first launch: %s: %s", node.target,
                             shape.tokens, type(error).__name__, error)
@@ -139,16 +142,19 @@ class CompileAhead:
     Args:
         target: Triton's description of the GPU: backend, arch, warp size.  gpu: its properties, on which some launches depend.
         workers: most processes for one graph.
+        beside: by op, a function of its arguments that launches what a step does with them outside the graph.
     """
 
-    def __init__(self, shapes: Sequence[StepShape], target: tuple[Any, ...], workers: int, gpu: str = "") -> None:
-        self.shapes, self.target, self.workers, self.gpu = list(shapes), target, workers, gpu
+    def __init__(self, shapes: Sequence[StepShape], target: tuple[Any, ...], workers: int, gpu: str = "",
+                 beside: Mapping[Any, Callable[..., Any]] = MappingProxyType({})) -> None:
+        self.shapes, self.target, self.workers, self.gpu, self.beside = list(shapes), target, workers, gpu, beside
         self._batches: list[_Batch] = []
         self._waited = False  # what is compiled after that is launched at once
         weakref.finalize(self, _end, self._batches)  # also runs when the interpreter exits
 
     @classmethod
-    def for_device(cls, shapes: Sequence[StepShape], device: torch.device) -> CompileAhead | None:
+    def for_device(cls, shapes: Sequence[StepShape], device: torch.device,
+                   beside: Mapping[Any, Callable[..., Any]] = MappingProxyType({})) -> CompileAhead | None:
         """None where it would gain nothing: without a GPU, with fewer than four cores, with QUIRE_COMPILE_WORKERS=0."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = int(os.environ.get("QUIRE_COMPILE_WORKERS") or (min(MAX_WORKERS, cores // 2) if cores >= 4 else 0))
@@ -163,7 +169,7 @@ class CompileAhead:
             with torch.cuda.device(device):
                 target = driver.active.get_current_target()
             return cls(shapes, (target.backend, target.arch, target.warp_size), workers,
-                       str(torch.cuda.get_device_properties(device)))
+                       str(torch.cuda.get_device_properties(device)), beside)
         return None
 
     def start(self, nodes: Iterable[fx.Node], values: dict[fx.Node, Any], roles: dict[str, str],
@@ -177,7 +183,7 @@ class CompileAhead:
             shapes = [s for s in self.shapes if fits(s)]
             note = self._note(chosen, values, roles, shapes)
             if not note.has_file("done"):
-                found = set().union(*(launches_of(node, values, roles, shapes) for node in chosen))
+                found = set().union(*(launches_of(node, values, roles, shapes, self.beside) for node in chosen))
                 self._batches.append(self._run(sorted(found, key=repr), note))
 
     def start_tuning(self, shapes: Iterable[LinearShape], device: torch.device) -> None:

@@ -155,6 +155,7 @@ import torch
 from quire.attn_ops.kernels import compile_worker
 from quire.passes.compile.ahead import CompileAhead, StepShape
 from benchmarks.launches import _as_if_on_an_h200, compile_ahead
+from quire.attn_ops.ops.logprobs import launches_beside_sampling
 from tests.tiny import load_model
 
 def kernels():
@@ -171,12 +172,13 @@ subprocess.Popen = Start
 
 model = load_model(dtype=torch.bfloat16)
 shapes = [StepShape(*s, 64) for s in ((1, 1), (64, 64), (70, 5))]
-ahead = CompileAhead(shapes, ("cuda", 90, 32), 2)
+beside = {torch.ops.quire.sample_tokens.default: launches_beside_sampling}
+ahead = CompileAhead(shapes, ("cuda", 90, 32), 2, beside=beside)
 compile_ahead(model, ahead)
 ahead.wait()
 first, launches = kernels(), [one for each in work for one in each]
 processes = len(work)
-again = CompileAhead(shapes, ("cuda", 90, 32), 2)
+again = CompileAhead(shapes, ("cuda", 90, 32), 2, beside=beside)
 compile_ahead(model, again)
 more = len(work) - processes
 again.close()
@@ -197,7 +199,8 @@ def test_the_first_launch_finds_them(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert 2 <= found["processes"] <= 4  # one or two for each of the two graphs
-    assert {"decode_kernel", "extend_kernel", "rope_kv_write_kernel", "vector_kernel", "sample_kernel"} <= set(found["names"])
+    assert {"decode_kernel", "extend_kernel", "rope_kv_write_kernel", "vector_kernel", "sample_kernel", "part_kernel"
+            } <= set(found["names"])
     assert len(found["first"]) >= len(found["names"]) and found["after"] == found["first"]
     assert found["more"] == 0, "compiled again though a note says that it was done"
 
