@@ -24,6 +24,12 @@ from quire.graph_runner.bench.steps import end, random_tokens, seconds, until_de
 REPEATS = 3
 
 
+def kernels_us(logits: torch.Tensor, heat: float) -> float:
+    """In a graph, of rows that ask for log probabilities at temperature ``heat`` (0: that ask for none)."""
+    tokens, temperature = logits.argmax(-1), torch.full((len(logits),), heat, device=logits.device)
+    return on_the_device(lambda _: token_logprobs(logits, tokens, temperature)).us
+
+
 def main() -> None:
     args = script(__doc__, "qwen3-0.6b", attention="auto", batch=[1, 8, 64, 256], context=1024, steps=128,
                   top=([0, 5], "logprobs= of each way; 0: the sampled token's only")).parse_args()
@@ -60,11 +66,8 @@ def main() -> None:
     if record.device.type == "cuda":
         for batch in args.batch:
             logits = torch.randn(batch, vocabulary, device=record.device).to(dtype_of(args))
-            tokens = logits.argmax(-1)
             for name, heat in (("none", 0.0), ("all", 1.0)):
-                asked = torch.full((batch,), heat, device=record.device)
-                us = on_the_device(lambda _: token_logprobs(logits, tokens, asked)).us  # noqa: B023
-                record.keep({"rows": name, "batch": batch, "kernels_us": us})
+                record.keep({"rows": name, "batch": batch, "kernels_us": kernels_us(logits, heat)})
 
 
 if __name__ == "__main__":

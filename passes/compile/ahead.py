@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 MAX_WORKERS, LAUNCHES_PER_WORKER = 8, 4  # a process takes as long to start as to compile that many
 TIMEOUT = 120.0  # seconds; what takes longer is left to the first launch
 _CACHE_PAGES = 4096  # any number: no kernel depends on it
+Beside = Mapping[Any, Callable[..., Any]]
+_NOTHING: Beside = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class _CallImplementations(TorchDispatchMode):
 
 
 def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str], shapes: Iterable[StepShape],
-                beside: Mapping[Any, Callable[..., Any]] = MappingProxyType({})) -> set[Launch]:
+                beside: Beside = _NOTHING) -> set[Launch]:
     """What ``node``, an op of ``implementations``, launches in steps of ``shapes``. ``values``: fakes of all nodes, with
     symbols for sizes. ``roles``: the field of StepShape that a symbol stands for; all other symbols count the pages of a
     cache. ``beside``: see CompileAhead."""
@@ -98,7 +100,8 @@ def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str]
         with mode, _CallImplementations(), torch.no_grad(), recording() as noted:
             try:
                 node.target(*args, **kwargs)  # type: ignore[operator]
-                beside.get(node.target, lambda *args, **kwargs: None)(*args, **kwargs)
+                if node.target in beside:
+                    beside[node.target](*args, **kwargs)
             except Exception as error:  # it does not work with fakes; what it launched before counts
                 logger.info("kernels: those of %s in steps of %d tokens are left to their first launch: %s: %s", node.target,
                             shape.tokens, type(error).__name__, error)
@@ -146,7 +149,7 @@ class CompileAhead:
     """
 
     def __init__(self, shapes: Sequence[StepShape], target: tuple[Any, ...], workers: int, gpu: str = "",
-                 beside: Mapping[Any, Callable[..., Any]] = MappingProxyType({})) -> None:
+                 beside: Beside = _NOTHING) -> None:
         self.shapes, self.target, self.workers, self.gpu, self.beside = list(shapes), target, workers, gpu, beside
         self._batches: list[_Batch] = []
         self._waited = False  # what is compiled after that is launched at once
@@ -154,7 +157,7 @@ class CompileAhead:
 
     @classmethod
     def for_device(cls, shapes: Sequence[StepShape], device: torch.device,
-                   beside: Mapping[Any, Callable[..., Any]] = MappingProxyType({})) -> CompileAhead | None:
+                   beside: Beside = _NOTHING) -> CompileAhead | None:
         """None where it would gain nothing: without a GPU, with fewer than four cores, with QUIRE_COMPILE_WORKERS=0."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = int(os.environ.get("QUIRE_COMPILE_WORKERS") or (min(MAX_WORKERS, cores // 2) if cores >= 4 else 0))

@@ -81,9 +81,10 @@ def test_in_the_graph_of_the_step(engine, model, prompts, monkeypatch) -> None:
 
     monkeypatch.setattr("quire.graph_runner.logprobs.token_logprobs", late)
     params = [replace(GREEDY, logprobs=0), GREEDY, replace(GREEDY, logprobs=2)]
-    for prompt, output in zip(prompts, engine.generate(prompts[:3], params), strict=False):
-        logits = logits_of(model, [*prompt, *output.token_ids])[len(prompt) - 1 : -1]
-        check(output.logprobs or [None] * len(logits), logits)
+    for prompt, p, output in zip(prompts[:3], params, engine.generate(prompts[:3], params), strict=True):
+        assert (output.logprobs is not None) == p.wants_logprobs
+        if output.logprobs is not None:
+            check(output.logprobs, logits_of(model, [*prompt, *output.token_ids])[len(prompt) - 1 : -1])
 
 
 def test_while_streaming_and_without_text(engine, prompts) -> None:
