@@ -85,7 +85,7 @@ def attention(heads: int, kv_heads: int, dim: int, dim_v: int, site: dict[str, A
     q, k, v = (x.unflatten(1, (-1, d)) for x, d in zip(qkv, (dim, dim, dim_v), strict=True))
     sinks = zeros(heads, dtype=dtype) if site.get("sinks") else None
     options = dict(scale=0.1, window=site.get("window"), softcap=site.get("softcap"), chunk=site.get("chunk"))
-    rest = (*cache_of(kv_heads, dim, dim_v, kv_dtype or dtype), *tables(tokens, len(query_lens)), sinks, [zeros(16384, **INTS)])
+    rest = (*cache_of(kv_heads, dim, dim_v, kv_dtype or dtype), *tables(tokens, len(query_lens)), sinks, [])
     if rope or form is not None:
         form = form or RopeForm()
         cos = zeros(tokens, dim // 2 if form.half_tables else dim, dtype=dtype)
@@ -135,7 +135,7 @@ def state(heads: int, kv_heads: int, dim: int, *, query_lens: list[int], causal:
     tokens = sum(query_lens)
     k = zeros(tokens, kv_heads, dim) if causal else None
     backend.attention_state(zeros(tokens, heads, dim), k, k, *cache_of(kv_heads, dim, dim, kv_dtype or HALF),
-                            *tables(tokens, len(query_lens)), [zeros(16384, **INTS)], scale=0.1, softcap=None, causal=causal)
+                            *tables(tokens, len(query_lens)), [], scale=0.1, softcap=None, causal=causal)
 
 
 def contiguous(heads: int, kv_heads: int, dim: int, dim_v: int, *, kv_dtype: torch.dtype | None = None, sinks: bool = False,
@@ -160,7 +160,7 @@ def mla(heads: int, rank: int, rope: int, tokens: int, rows: int, dtype: torch.d
     q, c = zeros(heads, tokens, rank, dtype=dtype).transpose(0, 1), zeros(tokens, rank + rope, dtype=dtype)
     host.kernel_module("backends.triton.mla").mla(
         q, zeros(tokens, heads, rope, dtype=dtype), c[:, :rank], c[:, rank:],
-        zeros(2, 16, 1, rank + rope, dtype=kv_dtype or dtype), Batch(*tables(tokens, rows)), 0.1, *scales)
+        zeros(2, 16, 1, rank + rope, dtype=kv_dtype or dtype), Batch(*tables(tokens, rows)), [], 0.1, *scales)
 
 
 def varlen(tokens: int, heads: int, kv_heads: int, dim: int, dim_v: int, dtype: torch.dtype, **options: Any) -> None:

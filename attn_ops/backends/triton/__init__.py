@@ -175,15 +175,19 @@ def _absorbed(
     mla = kernel_module("backends.triton.mla").mla
     q, batch = rows_contiguous(q), Batch(slot_mapping, block_table, query_start_loc, seq_lens)
     absorbed = rows_contiguous(absorb_query(q[..., :nope], w_uk))
-    out = mla(absorbed, q[..., nope:], rows_contiguous(c), rows_contiguous(k_rope), cache, batch, scale, c_scale,
-              rope_scale)
+    out = mla(absorbed, q[..., nope:], rows_contiguous(c), rows_contiguous(k_rope), cache, batch, prepared, scale,
+              c_scale, rope_scale)
     return expand_output(out, w_uv)
 
 
-def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
-             seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
-    """Counters for the forward, zeroed. See NOTE [Last one merges]."""
-    return [host.new_counters(slot_mapping.device)]
+def _prepare(*args: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = kernel_module("backends.triton.schedule").prepare(*args)
+    return found
+
+
+def _fake_prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
+                  seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
+    return [seq_lens.new_empty(n, dtype=torch.int32) for n in (host.NUM_COUNTERS, 1 + seq_lens.shape[0] + host.EXTRA_PARTS)]
 
 
 BACKEND = AttentionBackend(
@@ -209,7 +213,7 @@ BACKEND = AttentionBackend(
     scratch_bytes=scratch_bytes,
     prepare=define_op(
         "triton_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) "
-        "-> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare),
+        "-> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_fake_prepare, launches=True),
     priority={"cuda": 10},
     packages=("triton",),
 )

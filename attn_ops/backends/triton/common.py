@@ -46,9 +46,10 @@ def first_key(pos, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def merge_partials(partial, lse, slot, splits, active, ROWS: tl.constexpr, ROWS_P2: tl.constexpr, DV: tl.constexpr,
+def merge_partials(partial, lse, first, stride, active, ROWS: tl.constexpr, ROWS_P2: tl.constexpr, DV: tl.constexpr,
                    DV_P2: tl.constexpr, STEP: tl.constexpr):
-    """Merge the partial results of a slot's ROWS heads, STEP splits at a time: (ROWS_P2, DV_P2), normalized."""
+    """Merge the partial results of a slot's ROWS heads, number first + i * stride for split i (``first`` is 64-bit), STEP
+    splits at a time: (ROWS_P2, DV_P2), normalized."""
     rows = tl.arange(0, ROWS_P2)
     columns = tl.arange(0, DV_P2)
     highest = tl.full([ROWS_P2], float("-inf"), tl.float32)
@@ -56,7 +57,7 @@ def merge_partials(partial, lse, slot, splits, active, ROWS: tl.constexpr, ROWS_
     merged = tl.zeros([ROWS_P2, DV_P2], tl.float32)
     for begin in range(0, active, STEP):
         split = begin + tl.arange(0, STEP)
-        index = (slot.to(tl.int64) * splits + split[:, None]) * ROWS + rows[None, :]
+        index = (first + split[:, None] * stride) * ROWS + rows[None, :]
         live = (split < active)[:, None] & (rows < ROWS)[None, :]
         part = tl.load(partial + index[:, :, None] * DV + columns[None, None, :],
                        mask=live[:, :, None] & (columns < DV)[None, None, :], other=0.0, cache_modifier=".cg")
@@ -92,6 +93,12 @@ def merge_rows(partial, lse, first, step, active, live, ROWS: tl.constexpr, DIM:
         acc = acc * shrink[:, None] + part * weight[:, None]
         highest = new_highest
     return acc / total[:, None], highest + tl.log2(total)
+
+
+@triton.jit
+def extra_item(schedule, num_reqs, number):
+    """The item of an extra part, or -1: see ``schedule.py``."""
+    return tl.load(schedule + 1 + num_reqs + number)
 
 
 @triton.jit

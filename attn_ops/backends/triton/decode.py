@@ -14,7 +14,8 @@ and merging another 3.5 us (benchmarks/results/h200_triton_decode_sweep*.json). 
 (``python -m benchmarks.hopper``), and two read as fast as memory gives; of heads of 64, three do. So one wave of two or three
 programs per multiprocessor is best, whatever the context: ``Plan.wave`` splits per slot. But the few programs of one long
 sequence among short ones would run alone, so that a split has at most ``chunk_max`` keys. Programs without keys take 2 ns each:
-at most 1024 are launched, unless a wave is more. From a slot per multiprocessor on, slots alone fill the GPU.
+at most 1024 are launched, unless a wave is more. From a slot per multiprocessor on, slots alone fill the GPU, and sequences
+longer than 2048 keys are split by a schedule (``schedule.py``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quire.attn_ops.backends.triton import schedule
 from quire.attn_ops.backends.triton.decode_kernel import decode_kernel
 from quire.attn_ops.backends.triton.plan import Batch, Plan, Site, planner, tuned
 from quire.attn_ops.kernels import host
@@ -130,21 +132,27 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
     dim, dim_v = next_power_of_2(layout.dim, 16), next_power_of_2(layout.dim_v, 16)
     # The accumulators of all heads of a program stay in registers.
     blocks, per_block = host.head_blocks(heads // layout.heads, max(16, min(64, 16384 // (max(dim, dim_v) * itemsize))))
-    slots = (num_reqs if by_row else num_tokens) * layout.heads * blocks
+    items = num_reqs if by_row else num_tokens
+    slots = items * layout.heads * blocks
     if not slots:
         return None
     params = config(dim, dim_v, itemsize, per_block, slots, device, quantized)
-    splits = num_splits(slots, table_width * layout.page, params)
+    capacity = min([table_width * layout.page, *(n for n in (window, chunk) if n)])
+    scheduled = not (window or chunk) and schedule.is_scheduled(items, layout.heads * blocks, num_reqs, capacity,
+                                                                host.num_sms(device))
+    splits = 1 if scheduled else num_splits(slots, capacity, params)
+    programs = (items + schedule.extra_parts(items)) * layout.heads * blocks if scheduled else slots * splits
     merge_rows = next_power_of_2(per_block)
     # See NOTE [Values by words]. From 64 rows on Triton 3.6 makes the four products Hopper's wgmma, and on an H200 with 71
     # heads per key head numbers were wrong (tests/gpu/test_triton_gpu.py); why is not known. By bytes they are right.
     words = (quantized and params.dot and itemsize == 2 and dim_v >= 64 and merge_rows <= 32
              and not any(n % 4 for n in (layout.dim_v, v_offset, *layout.v)))
-    tile = DecodeTile(blocks, per_block, next_power_of_2(per_block, 16 if params.dot else 1), by_row, splits > 1, params.dot,
-                      words, params.block_n, params.stages, merge_rows, max(1, min(16, 8192 // (merge_rows * dim_v))))
-    return Plan((slots * splits,), params.warps, splits, params.chunk_min,
-                slots * splits * per_block * (layout.dim_v + 1) if splits > 1 else 0,
-                (Site(heads, window or 0, chunk or 0), layout, tile), params.chunk_max, params.wave)
+    rows, split = next_power_of_2(per_block, 16 if params.dot else 1), programs > slots
+    tile = DecodeTile(blocks, per_block, rows, by_row, split, params.dot, words, params.block_n, params.stages, merge_rows,
+                      max(1, min(16, 8192 // (merge_rows * dim_v))))
+    return Plan((programs,), params.warps, splits, params.chunk_min,
+                programs * per_block * (layout.dim_v + 1) if split else 0,
+                (Site(heads, window or 0, chunk or 0), layout, tile), params.chunk_max, params.wave, items, scheduled)
 
 
 def decode(
@@ -155,15 +163,16 @@ def decode(
     """Launch the kernel. Writes ``out`` (T, H, Dv): every token, or with ``by_row`` only those that are alone in their
     sequence. With k and v it also writes the caches and their scales. ``rope``: cos, sin (T, R or R/2), the norms' weights and
     eps, for q and k not yet rotated, of ``form``. The other arguments are the paged op's."""
-    num_reqs, device = batch.seq_lens.shape[0], q.device
-    plan = _plan(q.shape, q.dtype, host.cache_layout(caches), num_reqs, batch.block_table.shape[1], window, chunk,
+    num_reqs, device, layout = batch.seq_lens.shape[0], q.device, host.cache_layout(caches)
+    plan = _plan(q.shape, q.dtype, layout, num_reqs, batch.block_table.shape[1], window, chunk,
                  caches.k.dtype, by_row, device, caches.v.storage_offset() % 4)
     if plan is None:
         return
+    partial, counters, made = schedule.buffers(plan, prepared, batch, layout.page)
     strides = InputStrides(*(n for x in (q, k, v) for n in ((0, 0) if x is None else x.stride()[:2])))
     launch(
         decode_kernel, plan.grid, q, k, v, None if rope is None else Rope.of(*rope), caches, batch, sinks, out,
-        *plan.buffers(prepared, device), num_reqs, plan.splits, plan.chunk_min, plan.chunk_max, plan.wave, scale, softcap,
+        partial, counters, made, num_reqs, plan.items, plan.splits, plan.chunk_min, plan.chunk_max, plan.wave, scale, softcap,
         strides, batch.block_table.stride(0), *plan.constants, 0 if rope is None else form.rotated(rope[0]), form,
         pdl=host.use_pdl(device, q.shape[0]), num_warps=plan.warps,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.attn_ops.backends.triton.common import arrived_last, first_key, merge_partials
+from quire.attn_ops.backends.triton.common import arrived_last, extra_item, first_key, merge_partials
 from quire.attn_ops.kernels.constants import next_power_of_2
 from quire.attn_ops.kernels.kv_quant import code_format, encode, joined, store_rows, unpack, widen
 from quire.attn_ops.kernels.paged import find_row, load_keys, load_scales
@@ -39,18 +39,18 @@ def new_key(k_head, stride, token, rope, D: tl.constexpr, D_P2: tl.constexpr, RO
         return tl.sum(key, 0).to(k_head.dtype.element_ty)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "splits", "chunk_min", "chunk_max", "one_wave", "stride_table"])
+@triton.jit(do_not_specialize=["num_reqs", "items", "splits", "chunk_min", "chunk_max", "one_wave", "stride_table"])
 def decode_kernel(
-    q, k, v, rope, caches, batch, sinks, out, partial, counters, num_reqs, splits, chunk_min, chunk_max, one_wave, scale,
-    softcap, strides, stride_table, SITE: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr, ROTARY: tl.constexpr,
-    FORM: tl.constexpr, PDL: tl.constexpr,
+    q, k, v, rope, caches, batch, sinks, out, partial, counters, schedule, num_reqs, items, splits, chunk_min, chunk_max,
+    one_wave, scale, softcap, strides, stride_table, SITE: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr,
+    ROTARY: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
 ):
-    """TILE.heads query heads (TILE.rows with padding) of one token, over one range of its keys.
+    """TILE.heads query heads (TILE.rows with padding) of one of ``items``, over one range of its keys.
 
-    rope: Rope, caches: Caches, batch: Batch; strides: of tokens and heads of q, k and v. SITE: Site, LAYOUT: CacheLayout, TILE:
-    DecodeTile; ROTARY, FORM: number of rotated dimensions, RopeForm. None stands for an absent k, v, rope (then ROTARY is 0:
-    Triton 3.6 fails to compare a tuple that holds None), k_scale, v_scale, sinks, softcap, partial or counters. See NOTE
-    [Quantized caches]."""
+    rope: Rope, caches: Caches, batch: Batch; schedule: ``schedule.py``; strides: of tokens and heads of q, k and v. SITE: Site,
+    LAYOUT: CacheLayout, TILE: DecodeTile; ROTARY, FORM: number of rotated dimensions, RopeForm. None stands for an absent k, v,
+    rope (then ROTARY is 0: Triton 3.6 fails to compare a tuple that holds None), k_scale, v_scale, sinks, softcap, partial,
+    counters or schedule. See NOTE [Quantized caches]."""
     wait_for_previous(PDL)
     D: tl.constexpr = LAYOUT.dim
     DV: tl.constexpr = LAYOUT.dim_v
@@ -69,15 +69,25 @@ def decode_kernel(
     UNIT: tl.constexpr = 1.0 if caches.k_scale is None else code_format(CODE)[3]
     PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32"
     program = tl.program_id(0)
-    head_block = program % (LAYOUT.heads * TILE.blocks)
-    item = program // (LAYOUT.heads * TILE.blocks)
+    HEAD_BLOCKS: tl.constexpr = LAYOUT.heads * TILE.blocks
+    head_block = program % HEAD_BLOCKS
+    item = program // HEAD_BLOCKS
     split = 0
-    if TILE.split:
+    before = 0
+    if schedule is not None:
+        extra = item - items
+        if extra >= 0:
+            item = extra_item(schedule, num_reqs, extra)
+            if item < 0:
+                return
+        before = tl.load(schedule + 1 + item)
+        if extra >= 0:
+            split = extra - before + 1
+    elif TILE.split:
         # First splits first: programs without keys, which a long block table makes many of, do not delay those with keys.
-        items = tl.num_programs(0) // (LAYOUT.heads * TILE.blocks * splits)
         split = item // items
         item = item % items
-    slot = item * (LAYOUT.heads * TILE.blocks) + head_block
+    slot = item * HEAD_BLOCKS + head_block
     kv_head = head_block // TILE.blocks
     first_head = kv_head * GROUP + head_block % TILE.blocks * HEADS
     rows = tl.arange(0, ROWS)
@@ -120,9 +130,12 @@ def decode_kernel(
     begin = first
     stop = last
     if TILE.split:
-        # As long as fills the GPU once, but not so long that one sequence among short ones is served by few programs.
-        chunk = tl.maximum(tl.cdiv(num_keys, splits), tl.minimum(tl.cdiv(num_keys, one_wave), chunk_max))
-        chunk = tl.maximum(chunk, chunk_min)
+        if schedule is not None:
+            chunk = tl.load(schedule)
+        else:
+            # As long as fills the GPU once, but not so long that one sequence among short ones is served by few programs.
+            chunk = tl.maximum(tl.cdiv(num_keys, splits), tl.minimum(tl.cdiv(num_keys, one_wave), chunk_max))
+            chunk = tl.maximum(chunk, chunk_min)
         chunk = tl.cdiv(num_keys, tl.maximum(tl.cdiv(num_keys, chunk), 1))  # of equal lengths: the longest decides
         chunk = tl.maximum(tl.cdiv(chunk, BLOCK_N), 1) * BLOCK_N
         active = tl.maximum(tl.cdiv(num_keys, chunk), 1)
@@ -231,12 +244,18 @@ def decode_kernel(
     if TILE.split:
         if active > 1:
             lse = partial + tl.num_programs(0).to(tl.int64) * (HEADS * DV)
-            index = (slot.to(tl.int64) * splits + split) * HEADS + rows
+            if schedule is not None:
+                part = (item + before).to(tl.int64) * HEAD_BLOCKS + head_block
+                stride = HEAD_BLOCKS
+            else:
+                part = slot.to(tl.int64) * splits
+                stride = 1
+            index = (part + split * stride) * HEADS + rows
             tl.store(partial + index[:, None] * DV + columns_v[None, :], acc,
                      mask=(rows < HEADS)[:, None] & (columns_v < DV)[None, :])
             tl.store(lse + index, highest + tl.log2(total), mask=rows < HEADS)
             if arrived_last(counters + slot, active):
-                merged = merge_partials(partial, lse, slot, splits, active, HEADS, TILE.merge_rows, DV, DV_P2, TILE.merge_step)
+                merged = merge_partials(partial, lse, part, stride, active, HEADS, TILE.merge_rows, DV, DV_P2, TILE.merge_step)
                 merged_rows = tl.arange(0, TILE.merge_rows)
                 live = (merged_rows < HEADS) & (head_block % TILE.blocks * HEADS + merged_rows < GROUP)
                 tl.store(out + token.to(tl.int64) * (SITE.heads * DV) + ((first_head + merged_rows) * DV)[:, None]

@@ -4,7 +4,8 @@
 BLOCK_M rows (BLOCK_Q consecutive tokens of one sequence x a block of the heads) and one of ``splits`` ranges of the tile's
 keys, and loads each latent vector once, for scores and values. Partial results (float32: first all outputs, then all lse; by
 token, head and split) are merged by a kernel of their own, with a program per token and head: a result is ``rank`` numbers
-wide, too much for the last program of a tile alone.
+wide, too much for the last program of a tile alone, where many programs share a tile. Where tokens alone fill the GPU, the few
+longest are split by a schedule (``schedule.py``), and the last program of a tile merges.
 
 Of a quantized cache the latent vector and the rotary part of a token have a scale each: see NOTE [Quantized caches].
 
@@ -13,13 +14,14 @@ Tiles are numbered as in ``extend.py``. Every grid follows from shapes alone; le
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from quire.attn_ops.backends.triton.common import merge_partials
+from quire.attn_ops.backends.triton import schedule
+from quire.attn_ops.backends.triton.common import arrived_last, extra_item, merge_partials, merge_rows
 from quire.attn_ops.backends.triton.plan import Batch, Plan, planner, tuned
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.constants import next_power_of_2
@@ -31,6 +33,7 @@ from quire.attn_ops.kernels.paged import find_block, find_row, load_rows
 from quire.attn_ops.kernels.softmax import LOG2E, softmax_step
 
 WORKSPACE = 1 << 25  # most float32 elements of partial results
+ALONE = 0.75  # tiles per multiprocessor from which on they fill the GPU alone
 
 
 class MlaConfig(NamedTuple):
@@ -116,25 +119,45 @@ def split_size(num_keys, splits, chunk_min, chunk_max, one_wave, TILE: tl.conste
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_reqs", "splits", "chunk_min", "chunk_max", "one_wave", "stride_table"])
-def attend_kernel(q, q_rope, cache, c_scale, rope_scale, batch, out, partial, num_tokens, num_reqs, splits, chunk_min,
-                  chunk_max, one_wave, scale, strides, stride_table, TILE: tl.constexpr):
+def attend_kernel(q, q_rope, cache, c_scale, rope_scale, batch, out, partial, counters, made, num_tokens, num_reqs, splits,
+                  chunk_min, chunk_max, one_wave, scale, strides, stride_table, TILE: tl.constexpr):
     """One tile and one range of its keys. q (T, H, rank), q_rope (T, H, R): absorbed queries, with ``strides`` of tokens and
-    heads of both; *_scale: None of a cache that is not quantized; batch: Batch; partial: None where keys are not split."""
+    heads of both; *_scale: None of a cache that is not quantized; batch: Batch; partial: None where keys are not split;
+    counters, made: None, or counters and schedule of a batch of T <= B tokens, of which a tile has one."""
     BLOCK_M: tl.constexpr = TILE.block_m  # local constants: Triton takes no plain integer in a shape
     BLOCK_Q: tl.constexpr = TILE.block_q
     HEADS: tl.constexpr = TILE.per_block
     RANK: tl.constexpr = TILE.rank
     RANK_P2: tl.constexpr = next_power_of_2(TILE.rank, 16)
     ROPE_P2: tl.constexpr = next_power_of_2(TILE.rope, 16)
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles have the most keys: start with them
-    head_block = program % TILE.blocks
-    block = program // TILE.blocks
     split = 0
-    if TILE.split:
-        split = block % splits
-        block = block // splits
+    before = 0
+    if made is not None:
+        head_block = tl.program_id(0) % TILE.blocks
+        block = tl.program_id(0) // TILE.blocks
+        extra = block - num_tokens
+        if extra >= 0:
+            block = extra_item(made, num_reqs, extra)
+            if block < 0:
+                return
+        before = tl.load(made + 1 + block)
+        if extra >= 0:
+            split = extra - before + 1
+    else:
+        program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles have the most keys: start with them
+        head_block = program % TILE.blocks
+        block = program // TILE.blocks
+        if TILE.split:
+            split = block % splits
+            block = block // splits
     if BLOCK_Q == 1:
-        row = find_row(batch.query_start_loc, num_reqs, block)
+        row = block
+        if made is not None:  # almost always a token per sequence
+            start = tl.load(batch.query_start_loc + row)
+            if (start != block) | (tl.load(batch.query_start_loc + row + 1) != block + 1):
+                row = find_row(batch.query_start_loc, num_reqs, block)
+        else:
+            row = find_row(batch.query_start_loc, num_reqs, block)
         start = tl.load(batch.query_start_loc + row)
         first_token = block
     else:
@@ -162,7 +185,12 @@ def attend_kernel(q, q_rope, cache, c_scale, rope_scale, batch, out, partial, nu
     begin = stop * 0
     active = 1
     if TILE.split:
-        size = split_size(stop, splits, chunk_min, chunk_max, one_wave, TILE)
+        if made is not None:
+            size = tl.load(made)
+            size = tl.cdiv(stop, tl.maximum(tl.cdiv(stop, size), 1))  # of equal lengths: the longest decides
+            size = tl.maximum(tl.cdiv(size, TILE.block_n), 1) * TILE.block_n
+        else:
+            size = split_size(stop, splits, chunk_min, chunk_max, one_wave, TILE)
         active = tl.cdiv(stop, size)
         if split >= active:
             return
@@ -192,10 +220,19 @@ def attend_kernel(q, q_rope, cache, c_scale, rope_scale, batch, out, partial, nu
     acc = acc / seen[:, None]
     if TILE.split:
         if active > 1:
-            index = out_row * splits + split
-            lse = partial + num_tokens.to(tl.int64) * splits * (TILE.heads * RANK)
-            tl.store(partial + index[:, None] * RANK + columns[None, :], acc, mask=out_live)
-            tl.store(lse + index, highest + tl.log2(seen), mask=live)
+            if made is not None:
+                index = (block + before).to(tl.int64) * TILE.heads + head
+                lse = partial + (tl.num_programs(0) // TILE.blocks).to(tl.int64) * (TILE.heads * RANK)
+                own = index + split * TILE.heads
+            else:
+                lse = partial + num_tokens.to(tl.int64) * splits * (TILE.heads * RANK)
+                own = out_row * splits + split
+            tl.store(partial + own[:, None] * RANK + columns[None, :], acc, mask=out_live)
+            tl.store(lse + own, highest + tl.log2(seen), mask=live)
+            if made is not None:
+                if arrived_last(counters + block * TILE.blocks + head_block, active):
+                    merged, _ = merge_rows(partial, lse, index, TILE.heads, active, live, BLOCK_M, RANK, RANK_P2)
+                    tl.store(out + out_row[:, None] * RANK + columns[None, :], merged, mask=out_live)
         else:
             tl.store(out + out_row[:, None] * RANK + columns[None, :], acc, mask=out_live)
     else:
@@ -222,7 +259,7 @@ def merge_kernel(batch, out, partial, num_tokens, num_reqs, splits, chunk_min, c
     columns = tl.arange(0, RANK_P2)
     out_row = token.to(tl.int64) * TILE.heads + tl.program_id(1)
     lse = partial + num_tokens.to(tl.int64) * splits * (TILE.heads * RANK)
-    merged = merge_partials(partial, lse, out_row, splits, active, 1, 1, RANK, RANK_P2, STEP)
+    merged = merge_partials(partial, lse, out_row * splits, 1, active, 1, 1, RANK, RANK_P2, STEP)
     tl.store(out + out_row * RANK + columns[None, :], merged, mask=(columns < RANK)[None, :])
 
 
@@ -239,6 +276,8 @@ def config(rank: int, itemsize: int, heads: int, num_tokens: int, num_reqs: int,
     else:
         block_m, block_n, warps, stages = host.next_power_of_2(heads, 16), 32, 4, 5
     tiles = num_tokens * -(-heads // block_m)
+    if itemsize == 2 and block_m <= 32 and tiles >= ALONE * sms:  # a program per multiprocessor, with longer steps
+        block_n, stages = 64, 3
     wave = max(1, min(128, (1 if block_m > 32 else 2) * sms // tiles))
     return tuned(MlaConfig(block_m, block_n, warps, stages, 64, 128, 2048, wave))
 
@@ -253,16 +292,24 @@ def _plan(num_tokens: int, num_reqs: int, heads: int, rank: int, dtype: torch.dt
     page = cache_shape[1]
     room = WORKSPACE // (num_tokens * heads * (rank + 1))
     capacity = table_width * page
+    extra = schedule.extra_parts(num_tokens)
+    scheduled = (block_q == 1 and num_tokens <= num_reqs
+                 and schedule.is_scheduled(num_tokens, blocks, num_reqs, capacity, int(ALONE * host.num_sms(device)))
+                 and (num_tokens + extra) * heads * (rank + 1) <= WORKSPACE)
     splits = max(1, min(params.max_splits, max(params.wave, -(-capacity // params.chunk_max)), -(-capacity // params.chunk_min),
                         room, 8192 // (tiles * blocks)))
-    tile = MlaTile(heads, blocks, per_block, block_q, params.block_m, params.block_n, params.stages, splits > 1, rank,
-                   cache_shape[3] - rank, page, Strides(*cache_strides[:3]), Strides(*scale_strides))
+    tile = MlaTile(heads, blocks, per_block, block_q, params.block_m, params.block_n, params.stages, scheduled or splits > 1,
+                   rank, cache_shape[3] - rank, page, Strides(*cache_strides[:3]), Strides(*scale_strides))
+    if scheduled:
+        return Plan(((num_tokens + extra) * blocks,), params.warps, 1, params.chunk_min,
+                    (num_tokens + extra) * heads * (rank + 1), (tile,), params.chunk_max, params.wave, num_tokens, True)
     return Plan((tiles * blocks * splits,), params.warps, splits, params.chunk_min,
                 num_tokens * heads * splits * (rank + 1) if splits > 1 else 0, (tile,), params.chunk_max, params.wave)
 
 
 def mla(q: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, batch: Batch,
-        scale: float, c_scale: torch.Tensor | None = None, rope_scale: torch.Tensor | None = None) -> torch.Tensor:
+        prepared: list[torch.Tensor], scale: float, c_scale: torch.Tensor | None = None,
+        rope_scale: torch.Tensor | None = None) -> torch.Tensor:
     """Store c (T, rank) and k_rope (T, R) in the cache, then attend the absorbed queries q (T, H, rank), q_rope (T, H, R):
     (T, H, rank), zeros for padding tokens."""
     (num_tokens, heads, rank), num_reqs, device = q.shape, batch.seq_lens.shape[0], q.device
@@ -270,9 +317,13 @@ def mla(q: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k_rope: torch.Te
     plan = _plan(num_tokens, num_reqs, heads, rank, q.dtype, cache.shape, cache.stride(),
                  (0, 0, 0) if c_scale is None else c_scale.stride(), batch.block_table.shape[1], device)
     write(c[:, None], k_rope[:, None], Caches(cache[..., :rank], cache[..., rank:], c_scale, rope_scale), batch.slot_mapping)
-    partial: Any = torch.empty(plan.workspace, dtype=torch.float32, device=device) if plan.workspace else None
+    if plan.scheduled:
+        partial, counters, made = schedule.buffers(plan, prepared, batch, cache.shape[1])
+    else:  # a kernel merges
+        partial = torch.empty(plan.workspace, dtype=torch.float32, device=device) if plan.workspace else None
+        counters = made = None
     sizes = (num_tokens, num_reqs, plan.splits, plan.chunk_min, plan.chunk_max, plan.wave)
-    launch(attend_kernel, plan.grid, q, q_rope, cache, c_scale, rope_scale, batch, out, partial, *sizes, scale,
+    launch(attend_kernel, plan.grid, q, q_rope, cache, c_scale, rope_scale, batch, out, partial, counters, made, *sizes, scale,
            (*q.stride()[:2], *q_rope.stride()[:2]), batch.block_table.stride(0), *plan.constants, num_warps=plan.warps)
     if plan.splits > 1:
         step = max(1, min(16, 8192 // host.next_power_of_2(rank)))

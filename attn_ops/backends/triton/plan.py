@@ -40,6 +40,7 @@ class Plan(NamedTuple):
         workspace: float32 elements for partial results; 0: none.
         constants: the kernel's constant arguments: (site, layout of the cache, tile), of MLA (tile,).
         chunk_max, wave: see DecodeConfig.
+        items: tokens or sequences that are served.  scheduled: by a schedule (``schedule.py``), not ``splits`` each.
     """
 
     grid: tuple[int]
@@ -50,6 +51,8 @@ class Plan(NamedTuple):
     constants: tuple[Any, ...]
     chunk_max: int = 0
     wave: int = 1
+    items: int = 0
+    scheduled: bool = False
 
     def buffers(self, prepared: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Workspace and zeroed counters, those of the forward if it has any; None where keys are not split."""

@@ -1,0 +1,119 @@
+"""Which programs of a decode serve which keys, where there are more sequences than multiprocessors: made once per step.
+
+From a slot per multiprocessor on, slots fill the GPU, and only a sequence that is much longer than the others should be split.
+A grid of the same number of programs for every slot would launch as many as the block table has room for, and for short
+sequences almost all of them in vain: on an H200, 128 sequences of 1024 tokens took a sixth longer where the table had room for
+32768. So the grid has a program per slot, and at most 128 per head for the *extra* parts, those beyond the first, of all items
+together. Items are tokens where T <= B, else sequences of one token. Parts and slots: NOTE [Partial results].
+
+The schedule is (1 + B + EXTRA_PARTS,) int32: keys per part; for each item, the number of extra parts of the items before it;
+for each extra part its item, or -1. Part p of an item has partial result number item + (extra parts before it) + p.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.attn_ops.backends.triton.plan import Batch, Plan, tuned
+from quire.attn_ops.kernels import host
+from quire.attn_ops.kernels.launch import launch
+
+MAX_REQS = 8192  # sequences; keys of more are not split
+
+
+class ScheduleConfig(NamedTuple):
+    """chunk: fewest keys per part."""
+
+    chunk: int
+
+
+def config() -> ScheduleConfig:
+    return tuned(ScheduleConfig(2048))
+
+
+def num_items(num_tokens: int, num_reqs: int) -> int:
+    return min(num_tokens, num_reqs)
+
+
+def extra_parts(items: int) -> int:
+    """Programs per head for extra parts: what few items can use."""
+    return min(host.EXTRA_PARTS, 3 * items)
+
+
+def is_scheduled(items: int, heads: int, num_reqs: int, capacity: int, least: int) -> bool:
+    """Whether a decode of ``items`` with ``heads`` programs each goes by the schedule: from ``least`` programs on, where the
+    block table has room for more keys per row than a part has at least."""
+    slots = items * heads
+    return least <= slots <= host.NUM_COUNTERS and num_reqs <= MAX_REQS and capacity > config().chunk
+
+
+@triton.jit
+def parts_of(keys, size):
+    return tl.maximum((keys + size - 1) // size, 1)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "items", "most", "chunk"])
+def schedule_kernel(query_start_loc, seq_lens, counters, schedule, num_reqs, items, most, chunk, BITS: tl.constexpr,
+                    BY_ROW: tl.constexpr, N: tl.constexpr, EXTRA: tl.constexpr, COUNTERS: tl.constexpr):
+    """One program: zeroes the counters, and writes the schedule of ``items`` <= num_reqs <= N, with ``most`` <= EXTRA extra
+    parts. BITS: of num_reqs."""
+    zeros = tl.zeros([2048], tl.int32)
+    for begin in range(0, COUNTERS, 2048):
+        tl.store(counters + begin + tl.arange(0, 2048), zeros)
+    number = tl.arange(0, N)
+    live = number < items
+    row = number
+    if BY_ROW:
+        start = tl.load(query_start_loc + row, mask=live, other=0)
+        live = live & (tl.load(query_start_loc + row + 1, mask=live, other=0) - start == 1)
+    else:  # the largest row that starts at or before the token; num_reqs for padding
+        row = number * 0
+        for bit in tl.static_range(BITS):
+            later = row + (1 << (BITS - 1 - bit))
+            start = tl.load(query_start_loc + later, mask=live & (later <= num_reqs), other=2147483647)
+            row = tl.where((later <= num_reqs) & (start <= number), later, row)
+        live = live & (row < num_reqs)
+    keys = tl.load(seq_lens + row, mask=live, other=0)
+    size = chunk
+    more = parts_of(keys, size) - 1
+    while tl.sum(more, 0) > most:
+        size = size * 2
+        more = parts_of(keys, size) - 1
+    before = tl.cumsum(more, 0) - more
+    tl.store(schedule, size)
+    tl.store(schedule + 1 + number, before, mask=number < num_reqs)
+    extra = schedule + 1 + num_reqs
+    of_extra = tl.arange(0, EXTRA)
+    tl.store(extra + of_extra, of_extra * 0 - 1)
+    tl.debug_barrier()  # other threads write over them
+    for part in range(0, tl.max(more, 0)):
+        tl.store(extra + before + part, number, mask=part < more)
+
+
+def prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+            page_size: int) -> list[torch.Tensor]:
+    """[counters, zeroed: NOTE [Last one merges]; schedule]: the backend's ``prepare``."""
+    num_tokens, num_reqs = slot_mapping.shape[0], seq_lens.shape[0]
+    items, device = num_items(num_tokens, num_reqs), seq_lens.device
+    size = 1 + num_reqs + host.EXTRA_PARTS
+    if not items or num_reqs > MAX_REQS or block_table.shape[1] * page_size <= config().chunk:
+        return [host.new_counters(device), torch.zeros(size, dtype=torch.int32, device=device)]  # nothing goes by it
+    counters, schedule = (torch.empty(n, dtype=torch.int32, device=device) for n in (host.NUM_COUNTERS, size))
+    launch(schedule_kernel, (1,), query_start_loc, seq_lens, counters, schedule, num_reqs, items, extra_parts(items),
+           config().chunk, num_reqs.bit_length(), num_tokens > num_reqs, host.next_power_of_2(num_reqs, 32), host.EXTRA_PARTS,
+           host.NUM_COUNTERS, num_warps=8)
+    return [counters, schedule]
+
+
+def buffers(plan: Plan, prepared: list[torch.Tensor], batch: Batch, page_size: int
+            ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Workspace, counters and schedule of a launch: what ``prepare`` made for the forward, if it did; None if not needed."""
+    device = batch.seq_lens.device
+    if not plan.scheduled:
+        return (*plan.buffers(prepared, device), None)
+    counters, schedule = prepared or prepare(*batch, page_size)
+    return torch.empty(plan.workspace, dtype=torch.float32, device=device), counters, schedule
