@@ -2,6 +2,7 @@
 
     python benchmarks/backend_kernels.py kernels --json kernels.json --deadline 150        # again: goes on where it ended
     python benchmarks/backend_kernels.py mla --systems triton --heads 16 --set block_n=64,stages=2     # triton's MlaConfig
+    python benchmarks/backend_kernels.py kernels --systems triton --room 32768      # a block table as wide as an engine's
     python benchmarks/backend_kernels.py composite --device cpu --divide 64 --systems torch_native,two_batch:torch_native
 
 kernels    decode of 1 to 128 sequences of 1k, 8k and 32k tokens, with a window of 4096 at 32k, and prefills; heads as in
@@ -112,7 +113,7 @@ def attention(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, 
     backend = get_backend(_with_channels(system, args))
     site = AttentionSite(0, HEADS, KV_HEADS, DIM, DIM, args.dtype, DIM**-0.5, window=shape.window)
     against(backend, site, args)
-    batch = op_batch(site, shape, page_size=args.page_size, device=args.device)
+    batch = op_batch(site, shape, page_size=args.page_size, device=args.device, max_len=args.room)
     if pages := shape.shared // args.page_size:
         batch.metadata.block_table_tensor[:, :pages] = batch.metadata.block_table_tensor[0, :pages]
     size, flops = work(site, shape)
@@ -211,7 +212,8 @@ def latent(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, Any
                          scale=dim**-0.5, latent=LATENT)
     against(backend, site, args)
     decodes = shape.kind == "decode"
-    timing = measure_latent(backend, site, replace(shape, graph=decodes), page_size=args.page_size, device=device)
+    timing = measure_latent(backend, site, replace(shape, graph=decodes), page_size=args.page_size, device=device,
+                            max_len=args.room)
     size, flops = work(site, shape)
     return {"us": timing.us, "how": timing.how, "bytes": size, "flops": 0 if decodes else flops}
 
@@ -286,7 +288,8 @@ def table(files: list[Path]) -> str:
 
 def main() -> int:
     parser = script(__doc__, None, heads=([16, 128], "of mla"), set=("", "of mla: fields of triton's MlaConfig, as "
-                    "block_n=64,stages=2"), divide=(1, "divide the lengths by this, for a dry run"),
+                    "block_n=64,stages=2"), room=(0, "tokens that the block table has room for, as an engine's has"),
+                    divide=(1, "divide the lengths by this, for a dry run"),
                     retry=(False, "measure rows with an error again"), limit=(120.0, "seconds for one row"))
     parser.set_defaults(deadline=240.0)
     add = parser.add_argument

@@ -112,6 +112,15 @@ def attend_keys(highest, total, acc, query, query_rope, pos, cache, c_scale, rop
 
 
 @triton.jit
+def row_of(query_start_loc, num_reqs, token):
+    """``find_row``, at once where every sequence has one token."""
+    row = tl.minimum(token, num_reqs - 1)
+    if (tl.load(query_start_loc + row) != token) | (tl.load(query_start_loc + row + 1) != token + 1):
+        row = find_row(query_start_loc, num_reqs, token)
+    return row
+
+
+@triton.jit
 def split_size(num_keys, splits, chunk_min, chunk_max, one_wave, TILE: tl.constexpr):
     """Keys per split of a tile with ``num_keys``: a multiple of block_n."""
     size = tl.maximum(tl.cdiv(num_keys, splits), tl.minimum(tl.cdiv(num_keys, one_wave), chunk_max))
@@ -151,13 +160,7 @@ def attend_kernel(q, q_rope, cache, c_scale, rope_scale, batch, out, partial, co
             split = block % splits
             block = block // splits
     if BLOCK_Q == 1:
-        row = block
-        if made is not None:  # almost always a token per sequence
-            start = tl.load(batch.query_start_loc + row)
-            if (start != block) | (tl.load(batch.query_start_loc + row + 1) != block + 1):
-                row = find_row(batch.query_start_loc, num_reqs, block)
-        else:
-            row = find_row(batch.query_start_loc, num_reqs, block)
+        row = row_of(batch.query_start_loc, num_reqs, block)
         start = tl.load(batch.query_start_loc + row)
         first_token = block
     else:
@@ -247,7 +250,7 @@ def merge_kernel(batch, out, partial, num_tokens, num_reqs, splits, chunk_min, c
     RANK_P2: tl.constexpr = next_power_of_2(RANK, 16)
     BLOCK_Q: tl.constexpr = TILE.block_q
     token = tl.program_id(0)
-    row = find_row(batch.query_start_loc, num_reqs, token)
+    row = row_of(batch.query_start_loc, num_reqs, token)
     if row == num_reqs:
         return
     start = tl.load(batch.query_start_loc + row)
@@ -277,7 +280,7 @@ def config(rank: int, itemsize: int, heads: int, num_tokens: int, num_reqs: int,
         block_m, block_n, warps, stages = host.next_power_of_2(heads, 16), 32, 4, 5
     tiles = num_tokens * -(-heads // block_m)
     if itemsize == 2 and block_m <= 32 and tiles >= ALONE * sms:  # a program per multiprocessor, with longer steps
-        block_n, stages = 64, 3
+        block_n, stages = 64, 2
     wave = max(1, min(128, (1 if block_m > 32 else 2) * sms // tiles))
     return tuned(MlaConfig(block_m, block_n, warps, stages, 64, 128, 2048, wave))
 
