@@ -35,15 +35,15 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches, Strides, kernel_module
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.kv_store import store_kv
-from quire.attn_ops.ops.merge_state import merge_states_eager, merge_states_triton
+from quire.attn_ops.kv_store import has_kernel, store_kv
+from quire.attn_ops.library import define_op
+from quire.attn_ops.ops.merge_state import merge_states_triton
 from quire.attn_ops.registry import plain_backend
 from quire.attn_ops.step import StepLimits, current_step
-from quire.attn_ops.vendor import any_width, define_by_token, refuse, tables_by_token
+from quire.attn_ops.vendor import by_token, refuse
 
 NAME = "double_sparsity"
-SCORE_BYTES = 256 << 20  # of the approximate scores that are held at a time
-SPAN = 256  # keys of one program of the attention kernel
+SCORE_BYTES = 256 << 20  # of the approximate scores, and of the candidates among them, that are held at a time
 CAPABILITIES = AttentionCapabilities(
     devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
     head_dims=lambda d, dv: max(d, dv) <= 256, head_dims_note="up to 256", softcap=True,
@@ -90,11 +90,21 @@ class LayerLabels:
     own: bool  # labels are not the key cache
 
     def store(self, k_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """The labels of keys that are in the cache already. Slot -1 writes to the null page, which is never read."""
-        if self.own:
+        """The labels of keys that are in the cache already. Slot -1 may write to the null page, which is never read."""
+        if self.own and has_kernel(k_cache.device.type):
+            self.store_triton(k_cache, slot_mapping)
+        elif self.own:
             slot = slot_mapping.clamp_min(0)
             page, offset = slot // k_cache.shape[1], slot % k_cache.shape[1]
             self.labels[page, offset] = labels_of(k_cache[page, offset], self.channels)
+
+    def store_triton(self, k_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """``store`` in one kernel."""
+        if slot_mapping.numel():
+            kv_heads, channels = self.channels.shape
+            launch(kernel_module("kernels.sparse_decode").store_labels_kernel, (len(slot_mapping), kv_heads), k_cache,
+                   self.labels, self.channels, slot_mapping, channels, k_cache.shape[1], Strides(*k_cache.stride()[:3]),
+                   Strides(*self.labels.stride()[:3]), num_warps=1)
 
 
 def labels_of(keys: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
@@ -107,6 +117,7 @@ class State:
 
     def __init__(self, options: Options, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> None:
         self.options, self.cache, self.layers = options, cache, dict[int, LayerLabels]()
+        self.channels: dict[int, torch.Tensor] = {}  # of each layer, on the device: nothing is copied there in a CUDA graph
         cache.beside[NAME] = {}
         for site in sites:
             self.of(cache.of_layer(site.layer)[0])
@@ -120,9 +131,10 @@ class State:
             raise RuntimeError(f"{NAME}: no layer of the step's KV cache is at this address; give the op the cache's own "
                                "tensors")
         layer = self.cache.layer_ids[found[0] if found else 0]
-        channels = self.options.of_layer(layer, *k_cache.shape[2:]).to(k_cache.device)
-        own = self.options.ranked is not None
-        made = LayerLabels(labels_of(k_cache, channels).contiguous() if own else k_cache, channels.int(), own)
+        if layer not in self.channels:
+            self.channels[layer] = self.options.of_layer(layer, *k_cache.shape[2:]).to(k_cache.device, torch.int32)
+        channels, own = self.channels[layer], self.options.ranked is not None
+        made = LayerLabels(labels_of(k_cache, channels).contiguous() if own else k_cache, channels, own)
         if found:
             self.layers[k_cache.data_ptr()] = made
             if own:
@@ -132,7 +144,8 @@ class State:
 
 def choose_eager(q: torch.Tensor, layer: LayerLabels, table: torch.Tensor, lens: torch.Tensor, options: Options
                  ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions (T, H, n) of the keys that each query head attends to, and which of them count (T, H, n)."""
+    """Positions (T, H, n) of the keys that each query head attends to, and which of them count (T, H, n). Of keys with equal
+    scores the first are chosen."""
     page_size, heads = layer.labels.shape[1], q.shape[1]
     table = table[:, : max(1, -(-int(lens.max()) // page_size))].long()
     labels = layer.labels[table].flatten(1, 2).repeat_interleave(heads // layer.labels.shape[2], 2)  # (T, L, H, C)
@@ -141,7 +154,7 @@ def choose_eager(q: torch.Tensor, layer: LayerLabels, table: torch.Tensor, lens:
     dense = (lens <= options.limit)[:, None, None]
     live = torch.arange(scores.shape[2], device=q.device) < lens[:, None, None]
     scores = scores.masked_fill(dense, 0.0).masked_fill(~live, float("-inf"))
-    best, positions = scores.topk(min(options.limit, scores.shape[2]), dim=2)
+    best, positions = (x[..., : options.limit] for x in scores.sort(dim=2, descending=True, stable=True))
     rank = torch.arange(best.shape[2], device=q.device)
     return positions, (best > float("-inf")) & (dense | (rank < options.tokens))
 
@@ -167,34 +180,43 @@ def decode_triton(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layer: LayerLabels, table: torch.Tensor, lens: torch.Tensor,
     options: Options, scale: float, softcap: float | None,
 ) -> torch.Tensor:
-    """``decode_eager`` in two kernels and ``torch.topk``; reads nothing on the host, and shapes follow from shapes."""
+    """``decode_eager`` in three kernels, and one that merges; reads nothing on the host, and shapes follow from shapes. The
+    choice is the definition's up to the rounding of float32 sums."""
     caches = Caches(k_cache, v_cache, None, None)
     host.check_cache_strides(f"the {NAME} backend", caches)
     kernels, q = kernel_module("kernels.sparse_decode"), host.rows_contiguous(q)
-    tokens, heads, _ = q.shape
+    tokens, heads, dim = q.shape
     labels, kv_heads, page_size = layer.labels, k_cache.shape[2], k_cache.shape[1]
-    width, group = table.shape[1] * page_size, heads // kv_heads
+    width, group, channels = table.shape[1] * page_size, heads // kv_heads, layer.channels.shape[1]
     picked, limit = min(options.tokens, width), options.limit
-    splits = -(-min(limit, width) // SPAN)
-    out = torch.empty(tokens, splits, heads, v_cache.shape[3], dtype=torch.float32, device=q.device)
-    lse = torch.empty(tokens, splits, heads, dtype=torch.float32, device=q.device)
-    at_once = max(1, SCORE_BYTES // (heads * width * 4))
+    dim_v, half = v_cache.shape[3], q.dtype.itemsize == 2
+    block = (64 if max(dim, dim_v) <= 128 else 32) if half else 16
+    splits = num_splits(tokens * heads, min(limit, width), block, q.device)
+    out = torch.empty(tokens, splits, heads, dim_v, dtype=torch.float32 if splits > 1 else q.dtype, device=q.device)
+    lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device) if splits > 1 else None
+    keys = max(16, 4096 // host.next_power_of_2(group, 16)) if half else 64
+    at_once = max(1, SCORE_BYTES // (heads * width * 12))
     for begin in range(0, tokens, at_once):
         part = slice(begin, min(begin + at_once, tokens))
         rows = part.stop - begin
         if width > limit:
-            scores = torch.empty(rows, heads, width, dtype=torch.float32, device=q.device)
-            launch(kernels.label_scores_kernel, (rows, kv_heads, -(-width // 128)), q[part], labels, layer.channels,
-                   table[part], lens[part], scores, q.stride()[:2], table.stride(0), width, limit, group,
-                   layer.channels.shape[1], page_size, Strides(*labels.stride()[:3]), 128, num_warps=4)
-            listed = scores.topk(picked, dim=2, sorted=False).indices
+            scores = torch.empty(rows, heads, width, dtype=torch.int32, device=q.device)
+            launch(kernels.label_scores_kernel, (rows, kv_heads, -(-width // keys)), q[part], labels, layer.channels,
+                   table[part], lens[part], scores, q.stride()[:2], table.stride(0), width, limit, group, channels, page_size,
+                   Strides(*labels.stride()[:3]), min(64, host.next_power_of_2(channels, 16)), keys, num_warps=4)
+            listed = kernel_module("kernels.select").largest(scores, lens[part], picked, limit)
         else:  # the block table has no room for a sequence that is not attended exactly
-            listed = torch.empty(rows, heads, picked, dtype=torch.int64, device=q.device)
-        launch(kernels.attend_listed_kernel, (rows, heads, splits), q[part], k_cache, v_cache, table[part], lens[part], listed,
-               out[part], lse[part], q.stride()[:2], table.stride(0), picked, limit, SPAN, scale, softcap, group,
-               host.cache_layout(caches), 32, num_warps=4)
-    merge = merge_states_triton if q.is_cuda else merge_states_eager
-    return merge(out, lse)[0].to(q.dtype)
+            listed = torch.empty(rows, heads, picked, dtype=torch.int32, device=q.device)
+        launch(kernels.attend_listed_kernel, (rows * heads, splits), q[part], k_cache, v_cache, table[part], lens[part], listed,
+               out[part], None if lse is None else lse[part], q.stride()[:2], table.stride(0), picked, limit, heads, scale,
+               softcap, group, host.cache_layout(caches), block, 3 if half else 1, num_warps=4)
+    return out[:, 0] if lse is None else merge_states_triton(out, lse, q.dtype)[0]
+
+
+def num_splits(slots: int, keys: int, block: int, device: torch.device) -> int:
+    """Programs per token and head, from shapes only: together two for each multiprocessor, as many as fit there and enough to
+    read as fast as memory gives (NOTE [How far keys are split], of the Triton backend), of at least two steps each."""
+    return max(1, min(2 * host.num_sms(device) // slots, keys // (2 * block)))
 
 
 def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | None = None) -> AttentionBackend:
@@ -222,11 +244,10 @@ def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | N
         layer.store(k_cache, slot_mapping)
         if not q.shape[0]:
             return q.new_empty(0, q.shape[1], v_cache.shape[3])
-        table, lens, padding = prepared or tables_by_token(any_width, *tables, k_cache.shape[1])
+        table, lens = prepared or by_token(*tables)
         with host.on_device(q.device):
             run = decode or (decode_triton if q.is_cuda else decode_eager)
-            out = run(q, k_cache, v_cache, layer, table, lens, options, scale, softcap)
-        return out.masked_fill_(padding, 0)
+            return run(q, k_cache, v_cache, layer, table, lens, options, scale, softcap)
 
     return AttentionBackend(
         name=name,
@@ -240,7 +261,18 @@ def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | N
 
 @functools.cache
 def _prepare_op() -> Any:
-    return define_by_token(NAME)
+    """``by_token``, as an op: padding tokens have no keys, and so an output of 0."""
+    def prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+                page_size: int) -> list[torch.Tensor]:
+        return list(by_token(slot_mapping, block_table, query_start_loc, seq_lens))
+
+    def fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+             page_size: int) -> list[torch.Tensor]:
+        tokens = slot_mapping.shape[0]
+        return [block_table.new_empty(tokens, block_table.shape[1]), seq_lens.new_empty(tokens)]
+
+    return define_op(f"{NAME}_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
+                     "int page_size) -> Tensor[]", cpu=prepare, cuda=prepare, fake=fake)
 
 
 def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:

@@ -53,10 +53,12 @@ def merge_state_eager(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Ten
     return merge_states_eager(torch.stack([out_a, out_b], 1), torch.stack([lse_a, lse_b], 1))
 
 
-def merge_states_triton(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``merge_states`` as one kernel."""
+def merge_states_triton(out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype | None = None
+                        ) -> tuple[torch.Tensor, torch.Tensor]:
+    """``merge_states`` as one kernel. ``dtype``: of the merged output; None: as ``out``."""
     _check(out, lse, states=True)
-    merged, total = out.new_empty(out.shape[0], *out.shape[2:]), lse.new_empty(lse.shape[0], lse.shape[2])
+    merged = out.new_empty(out.shape[0], *out.shape[2:], dtype=dtype)
+    total = lse.new_empty(lse.shape[0], lse.shape[2])
     out, lse = rows_contiguous(out), lse if lse.stride(2) == 1 else lse.contiguous()
     _launch((out, out), (lse, lse), out.shape[1], out.stride()[:3], out.stride()[:3], lse.stride()[:2], lse.stride()[:2],
             merged, total)
