@@ -1,9 +1,9 @@
 """The largest scores of each row: as ``torch.topk`` without the order, and of equal scores the first.
 
-Scores are integers that order as float32 numbers do (``order_key``). A sample of the row tells between which two numbers the last
-chosen score lies, with a margin of four standard deviations. One pass over the row then lists the positions of all larger scores,
-and copies those in between, the candidates, a few percent of the row. Bisection among the candidates ends at the last chosen
-score. Where the sample was wrong, all scores are candidates: slower, never another choice.
+Scores are integers that order as float32 numbers do (``order_key``). A sample of the row tells between which two numbers the
+last chosen score lies, with a margin of four standard deviations. One pass over the row then lists the positions of all larger
+scores, and copies those in between, the candidates, a few percent of the row. Bisection among the candidates ends at the last
+chosen score. Where the sample was wrong, all scores are candidates: slower, never another choice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.launch import launch
 
-SAMPLE, BLOCK, NEAR = 2048, 8192, 2048  # scores of a sample, and of a step through the row and through its candidates
+SAMPLE, BLOCK, NEAR = 2048, 4096, 2048  # scores of a sample, and of a step through the row and through its candidates
 #: Leading bits of a score that the sample's bounds have, and the others.
 SAMPLED_BITS, OPEN_BITS = tl.constexpr(20), tl.constexpr(2**12 - 1)
 LOWEST = tl.constexpr(-(2**31))  # below every score
@@ -54,28 +54,36 @@ def sampled_bounds(row, length, picked, SAMPLE: tl.constexpr):
 
 
 @triton.jit
-def count_from(scores, length, threshold, BLOCK: tl.constexpr):
-    """How many of the ``length`` scores are ``threshold`` or more."""
+def pairs_of(near, begin, length, BLOCK: tl.constexpr):
+    """(scores, positions) of BLOCK of the ``length`` candidates, from number ``begin`` on; scores of LOWEST behind them."""
+    at = begin + tl.arange(0, BLOCK)
+    pair = tl.load(near + at, mask=at < length, other=-(2**63))
+    return (pair >> 32).to(tl.int32), pair.to(tl.int32)
+
+
+@triton.jit
+def count_from(near, length, threshold, BLOCK: tl.constexpr):
+    """How many of the ``length`` candidates have a score of ``threshold`` or more."""
     found = tl.zeros([BLOCK], tl.int32)
     for begin in range(0, length, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        found += (tl.load(scores + at, mask=at < length, other=LOWEST) >= threshold).to(tl.int32)
+        score, _ = pairs_of(near, begin, length, BLOCK)
+        found += (score >= threshold).to(tl.int32)
     return tl.sum(found, 0)
 
 
 @triton.jit(do_not_specialize=["width", "picked", "limit"])
-def select_kernel(scores, lens, near_scores, near_positions, listed, width, picked, limit, SAMPLE: tl.constexpr,
-                  BLOCK: tl.constexpr, NEAR: tl.constexpr):
+def select_kernel(scores, lens, near, listed, width, picked, limit, SAMPLE: tl.constexpr, BLOCK: tl.constexpr,
+                  NEAR: tl.constexpr):
     """Program (token, head): positions (T, H, picked) int32 of the ``picked`` largest of a row's scores (T, H, width) int32.
-    The row has lens (T,) scores; of at most ``limit`` nothing is written. near_*: (T, H, width) int32, for candidates."""
+    The row has lens (T,) scores; of at most ``limit`` nothing is written. near: (T, H, width) int64, for the candidates:
+    a score, and in the lower half its position."""
     token = tl.program_id(0)
     length = tl.load(lens + token)
     if length <= limit:
         return
     index = token.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     row = scores + index * width
-    near_scores += index * width
-    near_positions += index * width
+    near += index * width
     listed += index * picked
     low, high = sampled_bounds(row, length, picked, SAMPLE)
     winners = length * 0
@@ -84,19 +92,17 @@ def select_kernel(scores, lens, near_scores, near_positions, listed, width, pick
     while attempts < 2:
         winners = length * 0
         candidates = length * 0
-        for begin in range(0, length, BLOCK):
+        for begin in tl.range(0, length, BLOCK, num_stages=3):
             at = begin + tl.arange(0, BLOCK)
             live = at < length
             score = tl.load(row + at, mask=live, other=LOWEST)
             wins = live & (score > high)
-            near = live & (score >= low) & (score <= high)
-            both = wins.to(tl.int32) + (near.to(tl.int32) << 16)
+            between = live & (score >= low) & (score <= high)
+            both = wins.to(tl.int32) + (between.to(tl.int32) << 16)
             rank = tl.cumsum(both, 0) - both
             place = winners + (rank & 0xFFFF)
             tl.store(listed + place, at, mask=wins & (place < picked))
-            place = candidates + (rank >> 16)
-            tl.store(near_scores + place, score, mask=near)
-            tl.store(near_positions + place, at, mask=near)
+            tl.store(near + candidates + (rank >> 16), (score.to(tl.int64) << 32) | at, mask=between)
             added = tl.sum(both, 0)
             winners += added & 0xFFFF
             candidates += added >> 16
@@ -116,7 +122,7 @@ def select_kernel(scores, lens, near_scores, near_positions, listed, width, pick
     from_top = candidates * 0
     while (low + 1 < top) & (from_low != need):
         middle = (low & top) + ((low ^ top) >> 1)  # their mean; the sum may overflow
-        count = count_from(near_scores, candidates, middle, NEAR)
+        count = count_from(near, candidates, middle, NEAR)
         if count >= need:
             low = middle
             from_low = count
@@ -127,10 +133,7 @@ def select_kernel(scores, lens, near_scores, near_positions, listed, width, pick
     above = winners
     equals = candidates * 0
     for begin in range(0, candidates, NEAR):
-        at = begin + tl.arange(0, NEAR)
-        live = at < candidates
-        score = tl.load(near_scores + at, mask=live, other=LOWEST)
-        position = tl.load(near_positions + at, mask=live, other=0)
+        score, position = pairs_of(near, begin, candidates, NEAR)
         both = (score > low).to(tl.int32) + ((score == low).to(tl.int32) << 16)
         rank = tl.cumsum(both, 0) - both
         tl.store(listed + above + (rank & 0xFFFF), position, mask=score > low)
@@ -142,12 +145,12 @@ def select_kernel(scores, lens, near_scores, near_positions, listed, width, pick
 
 
 def largest(scores: torch.Tensor, lens: torch.Tensor, picked: int, limit: int) -> torch.Tensor:
-    """Positions (T, H, picked) int32, in no order, of the largest of ``scores`` (T, H, W) int32 of ``order_key``, of which row t
-    has lens (T,) int32. Rows of at most ``limit`` scores, at least ``picked``, are left as they are: memory may hold anything."""
+    """Positions (T, H, picked) int32, in no order, of the largest of ``scores`` (T, H, W) int32, of ``order_key``. Row t has
+    lens (T,) int32 of them. Of rows of at most ``limit`` scores, which is at least ``picked``, memory may hold anything."""
     tokens, heads, width = scores.shape
     listed = torch.empty(tokens, heads, picked, dtype=torch.int32, device=scores.device)
-    near = torch.empty(2, *scores.shape, dtype=torch.int32, device=scores.device)
+    near = torch.empty_like(scores, dtype=torch.int64)
     fits = host.next_power_of_2(width)
-    launch(select_kernel, (tokens, heads), scores, lens, near[0], near[1], listed, width, picked, limit, min(SAMPLE, fits),
-           min(BLOCK, fits), min(NEAR, fits), num_warps=8)
+    launch(select_kernel, (tokens, heads), scores, lens, near, listed, width, picked, limit, min(SAMPLE, fits),
+           min(BLOCK, fits), min(NEAR, fits), num_warps=16)
     return listed
