@@ -88,10 +88,12 @@ def random_sequences(lens=LENS):
     return [tuple(torch.randn(n, h, 16, generator=generator) for h in (4, 2, 2)) for n in lens]
 
 
+@pytest.mark.parametrize("use_kernel", [False, True])
 @pytest.mark.parametrize("softcap", [None, pytest.param(4.0, marks=pytest.mark.slow)])
-def test_positions_are_those_of_the_scheme(softcap: float | None) -> None:
-    sequences = random_sequences()
-    found = served(module.backend("dual_chunk:test", CHUNK, LENGTH), sequences, softcap=softcap)
+def test_positions_are_those_of_the_scheme(softcap: float | None, use_kernel: bool) -> None:
+    steps = (*STEPS, (0, 0, 1), (1, 1, 1), (0, 1, 0)) if use_kernel else STEPS
+    sequences = random_sequences([sum(counts) for counts in zip(*steps, strict=True)])
+    found = served(module.backend("dual_chunk:test", CHUNK, LENGTH, use_kernel=use_kernel), sequences, steps, softcap)
     for out, sequence in zip(found, sequences, strict=True):
         torch.testing.assert_close(out.double(), dual_chunk_oracle(*sequence, softcap), atol=3e-5, rtol=0)
 
