@@ -15,7 +15,7 @@ from benchmarks.hopper import Compiled, compiling
 from quire.attn_ops.backends import triton as backend
 from quire.attn_ops.backends.double_sparsity.decode import decode_triton
 from quire.attn_ops.backends.double_sparsity.labels import LayerLabels, Options
-from quire.attn_ops.backends.dual_chunk.decode import decode as far_chunks_decode
+from quire.attn_ops.backends.dual_chunk.decode import decode_by_chunk
 from quire.attn_ops.backends.dual_chunk.vertical_slash import Lines, Listed, attend_triton, kernel_block
 from quire.attn_ops.backends.flashinfer import pages
 from quire.attn_ops.backends.triton.extend_route import Route
@@ -198,7 +198,7 @@ def far_decode(heads: int, kv_heads: int, dim: int, rows: int, dtype: torch.dtyp
     _, table, starts, lens = tables(rows, rows)
     q, cos = zeros(rows, heads, dim, dtype=dtype), zeros(4, dim // 2 if form.half_tables else dim, dtype=dtype)
     norm = zeros(dim, dtype=dtype) if form.norm_after or form.norm_offset is not None else None
-    far_chunks_decode(q, q, host.Rope.of(cos, cos, norm, None, 0.0), form, *caches, table, starts, lens, 32768, 8192, 7168, 0.1,
+    decode_by_chunk(q, q, host.Rope.of(cos, cos, norm, None, 0.0), form, *caches, table, starts, lens, 32768, 8192, 7168, 0.1,
                       None)
 
 

@@ -11,7 +11,11 @@ from quire.attn_ops.backends import double_sparsity
 from quire.attn_ops.backends.double_sparsity.decode import choose_eager, choose_triton, decode_eager, decode_triton
 from quire.attn_ops.backends.double_sparsity.labels import LayerLabels, Options, labels_of
 from quire.attn_ops.backends.dual_chunk import vertical_slash
+from quire.attn_ops.backends.dual_chunk.decode import decode_by_chunk
+from quire.attn_ops.backends.dual_chunk.divide import gathered
 from quire.attn_ops.conformance.batches import lay_out, planned, prepared, run
+from quire.attn_ops.kernels.host import Rope
+from quire.attn_ops.ops.rope import PLAIN, norm_and_rotate
 from quire.graph_runner.loading import TINY_MODEL
 
 
@@ -32,7 +36,7 @@ def test_label_kernels_choose_as_their_definition() -> None:
 @pytest.mark.parametrize("dtype, group, picked, longest", [
     (torch.bfloat16, 4, 2048, 33000), (torch.float16, 8, 2047, 9000), (torch.float32, 1, 300, 70000),
     (torch.bfloat16, 5, 1, 5000), (torch.bfloat16, 16, 4096, 131072)])
-def test_kernels_choose_among_many_keys_as_their_definition(dtype, group: int, picked: int, longest: int, channels: int) -> None:
+def test_kernels_choose_among_many_keys_as_their_definition(dtype, group, picked, longest, channels) -> None:
     """Labels of small whole numbers: scores are exact, and many are equal, of which the first are chosen."""
     kv_heads, page_size, device = 2, 16, torch.device("cuda")
     generator = torch.Generator(device).manual_seed(0)
@@ -63,7 +67,7 @@ def test_kernels_choose_among_many_keys_as_their_definition(dtype, group: int, p
 
 
 def test_labels_of_a_copied_cache_in_a_graph() -> None:
-    """Whole keys as labels, of a cache that the state has not seen: nothing is copied from the host while a graph is captured."""
+    """Whole keys as labels, of a cache that the state has not seen: nothing comes from the host while a graph is captured."""
     site = AttentionSite(layer=0, num_heads=8, num_kv_heads=2, head_dim=64, head_dim_v=64, dtype=torch.bfloat16, scale=0.1)
     backend = double_sparsity.backend("double_sparsity:graph", Options(64, 0))
     batch = lay_out(site, [1, 1], [500, 40], page_size=16, device="cuda", expect=False)
@@ -81,6 +85,43 @@ def test_labels_of_a_copied_cache_in_a_graph() -> None:
             out = call()
         graph.replay()
         torch.testing.assert_close(out, eager, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("dtype, group, dim, error", [  # of bfloat16: a weight and an output rounded
+    (torch.bfloat16, 4, 128, 2e-2), (torch.bfloat16, 7, 256, 2e-2), (torch.float32, 40, 64, 1e-4)])
+def test_decoding_by_chunks_is_the_scheme(dtype, group: int, dim: int, error: float, rows: int) -> None:
+    """32768 tokens and less, some below CHUNK; a chunk's length that is no multiple of a block."""
+    kv_heads, chunk, length, page_size, device = 2, 8192, 7001, 16, torch.device("cuda")
+    generator = torch.Generator(device).manual_seed(0)
+    lens = [32768, 100, 8192, 8193, 8192 + 7001, 8193 + 7001, 31337, 1][:rows]
+    pages = 1 + 2048 * rows
+    k_cache, v_cache = (torch.randn(pages, page_size, kv_heads, dim, device=device, generator=generator).to(dtype)
+                        for _ in range(2))
+    table = (1 + torch.randperm(pages - 1, device=device, generator=generator)).view(rows, -1).int()
+    q = torch.randn(rows + 1, kv_heads * group, dim, device=device, generator=generator).to(dtype)  # one padding token
+    angles = torch.arange(32768, device=device)[:, None] * 10.0 ** -torch.linspace(0, 4, dim // 2, device=device)
+    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+
+    def at(query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return norm_and_rotate(query, None, cos[positions], sin[positions], 0.0, PLAIN)
+
+    turned = at(q, torch.tensor([*(n - 1 for n in lens), 0], device=device)).contiguous()
+    marks = torch.arange(chunk, 32768, length, device=device)
+    starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    found = decode_by_chunk(q, turned, Rope.of(cos[marks], sin[marks], None, None, 0.0), PLAIN, k_cache, v_cache, table, starts,
+                            torch.tensor(lens, dtype=torch.int32, device=device), 32768, chunk, length, dim**-0.5, None)
+    for row, total in enumerate(lens):
+        position = torch.arange(total, device=device)
+        keys, values = (gathered(c, table, row, position).float() for c in (k_cache, v_cache))
+        places = (chunk + position // length * length).clamp_max(total - 1)  # of the query, for each key
+        scores = torch.empty(q.shape[1], total, device=device)
+        for place in places.unique():
+            query = at(q[row : row + 1], place[None])[0].float().view(kv_heads, group, dim)
+            scores[:, places == place] = dim**-0.5 * (query @ keys[places == place].permute(1, 2, 0)).flatten(0, 1)
+        wanted = (scores.softmax(-1).view(kv_heads, group, total) @ values.transpose(0, 1)).flatten(0, 1)
+        torch.testing.assert_close(found[row].float(), wanted, atol=error, rtol=0)
+    assert not found[rows:].any()
 
 
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])  # a weight and an output rounded

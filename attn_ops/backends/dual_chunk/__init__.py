@@ -36,7 +36,7 @@ from quire.attn_ops.backend import (
     UnsupportedAttention,
     define_paged_op,
 )
-from quire.attn_ops.backends.dual_chunk.decode import decode
+from quire.attn_ops.backends.dual_chunk.decode import decode_by_chunk
 from quire.attn_ops.backends.dual_chunk.divide import Batch, Part, divide, far_chunks, gathered
 from quire.attn_ops.backends.dual_chunk.sparse import Sparse, read_sizes, sparse_attention
 from quire.attn_ops.composite import op_name
@@ -200,8 +200,8 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
         if known.batch.decode:
             longest = known.batch.longest
             far = Rope.of(*known.first_tables(layer, far_chunks(longest, known.chunk, known.length)), q_norm_weight, None, eps)
-            return decode(q, rotated, far, form, k_cache, v_cache, block_table, query_start_loc, seq_lens, longest, known.chunk,
-                          known.length, scale, softcap)
+            return decode_by_chunk(q, rotated, far, form, k_cache, v_cache, block_table, query_start_loc, seq_lens, longest,
+                                   known.chunk, known.length, scale, softcap)
 
         def far_query(b: int, tokens: Any) -> torch.Tensor:
             query = q[tokens]

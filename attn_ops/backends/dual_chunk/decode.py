@@ -13,7 +13,7 @@ from quire.attn_ops.ops.rope import RopeForm
 LONGEST_SPLIT = 2048  # keys of a program, while there are few programs: a long sequence among short ones is split by it
 
 
-def decode(
+def decode_by_chunk(
     q: torch.Tensor, turned: torch.Tensor, far: Rope, form: RopeForm, k_cache: torch.Tensor, v_cache: torch.Tensor,
     block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, longest: int, chunk: int, length: int,
     scale: float, softcap: float | None,
@@ -37,14 +37,14 @@ def decode(
     slots = tokens * kv_heads * blocks
     if not slots:
         return q.new_empty(tokens, heads, dim_v)
-    # See NOTE [How far keys are split], of the Triton backend: two programs for each multiprocessor, and more for long sequences.
+    # See NOTE [How far keys are split], of the Triton backend: two programs for each multiprocessor, more for long sequences.
     wave = max(1, min(64, 2 * host.num_sms(q.device) // slots))
     splits = max(wave, min(-(-longest // LONGEST_SPLIT), 1024 // slots))
     block = (128 if widest <= 128 else 32) if half else 16
     out = torch.empty(tokens, splits, heads, dim_v, dtype=torch.float32, device=q.device)
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)
-    launch(kernel_module("kernels.far_decode").far_decode_kernel, (slots, splits), q, turned, far, k_cache, v_cache, block_table,
-           query_start_loc, seq_lens, out, lse, len(seq_lens), chunk, length, wave, LONGEST_SPLIT, scale, softcap,
+    launch(kernel_module("kernels.far_decode").far_decode_kernel, (slots, splits), q, turned, far, k_cache, v_cache,
+           block_table, query_start_loc, seq_lens, out, lse, len(seq_lens), chunk, length, wave, LONGEST_SPLIT, scale, softcap,
            q.stride()[:2], block_table.stride(0), heads, host.cache_layout(caches), blocks, per_block, block, 3 if half else 1,
            form.rotated(far.cos), form, num_warps=4)
     return merge_states_triton(out, lse, q.dtype)[0]
