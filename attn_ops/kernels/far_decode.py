@@ -11,9 +11,9 @@ from quire.attn_ops.kernels.rope import rotated
 from quire.attn_ops.kernels.softmax import LN2, logits, softmax_step
 
 
-@triton.jit(do_not_specialize=["num_reqs", "limit", "length", "wave", "longest_split", "table_stride"])
+@triton.jit(do_not_specialize=["num_reqs", "limit", "length", "one_wave", "longest_split", "table_stride"])
 def far_decode_kernel(
-    q, turned, far, k_cache, v_cache, block_table, query_start_loc, seq_lens, out, lse, num_reqs, limit, length, wave,
+    q, turned, far, k_cache, v_cache, block_table, query_start_loc, seq_lens, out, lse, num_reqs, limit, length, one_wave,
     longest_split, scale, softcap, q_strides, table_stride, H: tl.constexpr, LAYOUT: tl.constexpr, BLOCKS: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, ROTARY: tl.constexpr, FORM: tl.constexpr,
 ):
@@ -22,8 +22,8 @@ def far_decode_kernel(
 
     A token at position p < limit + b * length sees chunk b, keys b * length to (b + 1) * length, and all later keys with its
     query ``turned`` (T, H, D) as it is, else chunk b with ``q`` (T, H, D), rotated by row b of ``far``: Rope, of ROTARY
-    dimensions in the FORM. A token has at most ``wave`` ranges, or more of ``longest_split`` keys. LAYOUT: CacheLayout; BLOCKS:
-    blocks of heads per key head."""
+    dimensions in the FORM. A token has at most ``one_wave`` ranges, or more of ``longest_split`` keys. LAYOUT: CacheLayout;
+    BLOCKS: blocks of heads per key head."""
     D: tl.constexpr = LAYOUT.dim
     DV: tl.constexpr = LAYOUT.dim_v
     D_P2: tl.constexpr = next_power_of_2(D, 16)
@@ -49,7 +49,7 @@ def far_decode_kernel(
     keys = token * 0
     if row < num_reqs:  # not a padding token
         keys = tl.load(seq_lens + row) - (tl.load(query_start_loc + row + 1) - token) + 1
-    span = tl.maximum(tl.cdiv(keys, splits), tl.minimum(tl.cdiv(keys, wave), longest_split))
+    span = tl.maximum(tl.cdiv(keys, splits), tl.minimum(tl.cdiv(keys, one_wave), longest_split))
     span = tl.maximum(tl.cdiv(span, BLOCK), 1) * BLOCK
     at = split * span
     stop = tl.minimum(at + span, keys)

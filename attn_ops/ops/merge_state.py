@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.kernels.host import kernel_module, rows_contiguous
+from quire.attn_ops.kernels.host import kernel_module, next_power_of_2, rows_contiguous
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
 
@@ -87,8 +87,11 @@ def _launch(outs: tuple[torch.Tensor, torch.Tensor], lses: tuple[torch.Tensor, t
     tokens, heads, dim = merged.shape
     if not total.numel():
         return
+    width = next_power_of_2(dim)
+    step = max(1, min(next_power_of_2(states), 32, 4096 // width))
     launch(kernel_module("kernels.merge_state").merge_kernel, (tokens, heads), *outs, *lses, merged, total, states,
-           tuple(first), tuple(second), tuple(lse_first), tuple(lse_second), dim, num_warps=1 if dim <= 128 else 4)
+           tuple(first), tuple(second), tuple(lse_first), tuple(lse_second), dim, step,
+           num_warps=1 if step * width <= 512 else 4)
 
 
 def _states_fake(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

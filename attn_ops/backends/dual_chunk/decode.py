@@ -38,13 +38,13 @@ def decode_by_chunk(
     if not slots:
         return q.new_empty(tokens, heads, dim_v)
     # See NOTE [How far keys are split], of the Triton backend: two programs for each multiprocessor, more for long sequences.
-    wave = max(1, min(64, 2 * host.num_sms(q.device) // slots))
-    splits = max(wave, min(-(-longest // LONGEST_SPLIT), 1024 // slots))
+    one_wave = max(1, min(64, 2 * host.num_sms(q.device) // slots))
+    splits = max(one_wave, min(-(-longest // LONGEST_SPLIT), 1024 // slots))
     block = (128 if widest <= 128 else 32) if half else 16
     out = torch.empty(tokens, splits, heads, dim_v, dtype=torch.float32, device=q.device)
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)
     launch(kernel_module("kernels.far_decode").far_decode_kernel, (slots, splits), q, turned, far, k_cache, v_cache,
-           block_table, query_start_loc, seq_lens, out, lse, len(seq_lens), chunk, length, wave, LONGEST_SPLIT, scale, softcap,
-           q.stride()[:2], block_table.stride(0), heads, host.cache_layout(caches), blocks, per_block, block, 3 if half else 1,
-           form.rotated(far.cos), form, num_warps=4)
+           block_table, query_start_loc, seq_lens, out, lse, len(seq_lens), chunk, length, one_wave, LONGEST_SPLIT, scale,
+           softcap, q.stride()[:2], block_table.stride(0), heads, host.cache_layout(caches), blocks, per_block, block,
+           3 if half else 1, form.rotated(far.cos), form, num_warps=4)
     return merge_states_triton(out, lse, q.dtype)[0]
