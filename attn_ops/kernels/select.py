@@ -24,8 +24,8 @@ HIGHEST = tl.constexpr(2**31 - 1)  # above every score
 
 @triton.jit
 def order_key(scores):
-    """int32 numbers that order as float32 ``scores`` do: -0 is 0, and NaN is above all."""
-    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
+    """int32 numbers that order as float32 ``scores`` do. NaN is above all; sums that begin at 0 are never -0."""
+    bits = scores.to(tl.int32, bitcast=True)
     return tl.where(scores != scores, 2**31 - 2, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 

@@ -42,15 +42,15 @@ def label_scores_kernel(q, labels, channels, table, lens, scores, q_strides, tab
     length = tl.load(lens + token)
     if (length <= limit) | (begin >= length):
         return
-    ROWS: tl.constexpr = next_power_of_2(GROUP, 16)
+    MEMBERS: tl.constexpr = next_power_of_2(GROUP, 8)
     PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32"
-    member = tl.arange(0, ROWS)
+    member = tl.arange(0, MEMBERS)
     head = kv_head * GROUP + member
     positions = begin + tl.arange(0, BLOCK)
     live = positions < length
     page = tl.load(table + token * table_stride + positions // PAGE, mask=live, other=0)
     label_rows = labels + page.to(tl.int64) * ROW.page + positions % PAGE * ROW.token + (kv_head * ROW.head).to(tl.int64)
-    score = tl.zeros([ROWS, BLOCK], tl.float32)
+    score = tl.zeros([BLOCK, MEMBERS], tl.float32)
     for first in tl.static_range(0, CHANNELS, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         used = columns < CHANNELS
@@ -58,9 +58,9 @@ def label_scores_kernel(q, labels, channels, table, lens, scores, q_strides, tab
         query = tl.load(q + token * q_strides[0] + (head * q_strides[1])[:, None] + chosen[None, :],
                         mask=(member < GROUP)[:, None] & used[None, :], other=0.0)
         label = tl.load(label_rows[:, None] + columns[None, :], mask=live[:, None] & used[None, :], other=0.0)
-        score = tl.dot(query, tl.trans(label), score, input_precision=PRECISION)
-    out = scores + (token * (tl.num_programs(1) * GROUP) + head)[:, None] * width + positions[None, :]
-    tl.store(out, order_key(score), mask=(member < GROUP)[:, None] & live[None, :])
+        score = tl.dot(label, tl.trans(query), score, input_precision=PRECISION)
+    out = scores + (token * (tl.num_programs(1) * GROUP) + head)[None, :] * width + positions[:, None]
+    tl.store(out, order_key(score), mask=(member < GROUP)[None, :] & live[:, None])
 
 
 @triton.jit(do_not_specialize=["picked", "limit", "heads"])
