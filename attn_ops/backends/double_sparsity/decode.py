@@ -60,8 +60,8 @@ def choose_triton(q: torch.Tensor, layer: LayerLabels, table: torch.Tensor, lens
     block = max(16, 4096 // host.next_power_of_2(group, 16)) if q.dtype.itemsize == 2 else 64
     scores = torch.empty(tokens, heads, width, dtype=torch.int32, device=q.device)
     launch(kernel_module("kernels.sparse_decode").label_scores_kernel, (tokens, kv_heads, -(-width // block)), q, labels,
-           layer.channels, table, lens, scores, q.stride()[:2], table.stride(0), width, limit, group, channels, page_size,
-           Strides(*labels.stride()[:3]), min(64, host.next_power_of_2(channels, 16)), block, num_warps=4)
+           layer.channels, table, lens, scores, q.stride()[:2], table.stride(0), width, limit, group, channels,
+           page_size, Strides(*labels.stride()[:3]), min(64, host.next_power_of_2(channels, 16)), block, num_warps=4)
     return kernel_module("kernels.select").largest(scores, lens, picked, limit)
 
 

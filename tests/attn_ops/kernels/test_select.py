@@ -34,9 +34,9 @@ def check(keys: torch.Tensor, lens: list[int], picked: int, limit: int) -> None:
             assert torch.equal(found[row].sort().values.long(), wanted), (row, length)
 
 
-def sized(monkeypatch: pytest.MonkeyPatch, sample: int, block: int, near: int) -> None:
-    for name, size in (("SAMPLE", sample), ("BLOCK", block), ("NEAR", near)):
-        monkeypatch.setattr(select, name, size)
+def sized(monkeypatch: pytest.MonkeyPatch, sample: int, rows: int) -> None:
+    monkeypatch.setattr(select, "SAMPLE", sample)
+    monkeypatch.setattr(select, "ROWS", rows)
 
 
 def made(kind: str, size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -62,7 +62,7 @@ KINDS = ["normal", "ties", "equal", "rising", "wild"]
 def test_chooses_what_a_stable_sort_puts_first(monkeypatch, kind: str, seed: int) -> None:
     """Rows of several steps, widths that are no multiple of one, lengths at the limit and beside it."""
     choose = random.Random(seed)
-    sized(monkeypatch, *(2 ** choose.randint(4, 7) for _ in range(3)))
+    sized(monkeypatch, 2 ** choose.randint(4, 7), 2 ** choose.randint(2, 6))
     width, heads = choose.randint(40, 700), choose.randint(1, 3)
     picked = choose.choice([1, choose.randint(1, width // 2), width - 1])
     limit = choose.choice([picked, min(width - 1, picked + choose.randint(0, 30))])
@@ -73,7 +73,7 @@ def test_chooses_what_a_stable_sort_puts_first(monkeypatch, kind: str, seed: int
 
 def test_a_sample_that_misleads_costs_no_key(monkeypatch) -> None:
     """What the sample sees is the largest, or the smallest, of a row: its bounds are wrong."""
-    sized(monkeypatch, 64, 128, 64)
+    sized(monkeypatch, 64, 32)
     number = torch.arange(64)
     seen = number * 63 + ((number * 40503) >> 4) % 63  # as in ``sampled_bounds``
     scores = torch.randn(1, 2, 4000, generator=torch.Generator().manual_seed(0))
