@@ -92,6 +92,6 @@ def decode_triton(
 
 
 def num_splits(slots: int, keys: int, block: int, device: torch.device) -> int:
-    """Programs per token and head, from shapes only: together four for each multiprocessor, as many as fit there, of at least
-    four steps each."""
-    return max(1, min(4 * host.num_sms(device) // slots, keys // (4 * block)))
+    """Programs per token and head, from shapes only: together at most three for each multiprocessor, as many as fit there, of
+    at least four steps each."""
+    return max(1, min(3 * host.num_sms(device) // slots, keys // (4 * block)))
