@@ -13,7 +13,9 @@ import torch
 
 from benchmarks.hopper import Compiled, compiling
 from quire.attn_ops.backends import triton as backend
-from quire.attn_ops.backends.double_sparsity import LayerLabels, Options, decode_triton
+from quire.attn_ops.backends.double_sparsity.decode import decode_triton
+from quire.attn_ops.backends.double_sparsity.labels import LayerLabels, Options
+from quire.attn_ops.backends.dual_chunk.decode import decode_by_chunk
 from quire.attn_ops.backends.dual_chunk.vertical_slash import Lines, Listed, attend_triton, kernel_block
 from quire.attn_ops.backends.flashinfer import pages
 from quire.attn_ops.backends.triton.extend_route import Route
@@ -190,6 +192,16 @@ def sparse(heads: int, kv_heads: int, dim: int, rows: int, channels: int, dtype:
                   Options(512, 1024, channels), 0.1, None)
 
 
+def far_decode(heads: int, kv_heads: int, dim: int, rows: int, dtype: torch.dtype, form: RopeForm) -> None:
+    """Decoding of dual_chunk, beyond a chunk."""
+    caches = [zeros(2, 16, kv_heads, dim, dtype=dtype) for _ in range(2)]
+    _, table, starts, lens = tables(rows, rows)
+    q, cos = zeros(rows, heads, dim, dtype=dtype), zeros(4, dim // 2 if form.half_tables else dim, dtype=dtype)
+    norm = zeros(dim, dtype=dtype) if form.norm_after or form.norm_offset is not None else None
+    decode_by_chunk(q, q, host.Rope.of(cos, cos, norm, None, 0.0), form, *caches, table, starts, lens, 32768, 8192, 7168, 0.1,
+                      None)
+
+
 def lora(tokens: int, sizes: tuple[int, ...], rank: int, residual: bool) -> None:
     """Adapters of sibling layers, whose first products lie beside the layers' own."""
     n, starts = sum(sizes), [sum(sizes[:i]) for i in range(len(sizes))]
@@ -251,8 +263,13 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"merge states of {dim} {dtype}", partial(merge, 32, 32, dim, 3, dtype)
     for shape, width, dtype in product(((32, 8, 128), (16, 8, 256)), (4, 64), (HALF, FULL)):
         yield f"tree {width} of {shape[2]} {dtype}", partial(tree, *shape, width, dtype)
-    for shape, dtype in product(((32, 8, 128), (16, 8, 256)), (HALF, FULL)):
-        yield f"sparse 16 of {shape[2]} {dtype}", partial(sparse, *shape, 32, 16, dtype)
+    for shape, rows, channels, dtype in product(((32, 8, 128), (16, 8, 256)), (1, 32), (16, None), (HALF, FULL)):
+        count = channels or shape[2]
+        yield f"sparse {count} of {shape[2]} {rows} {dtype}", partial(sparse, *shape, rows, count, dtype)
+    for shape, rows, dtype in product(((32, 8, 128), (28, 4, 128), (16, 8, 256)), (1, 8), (HALF, FULL)):
+        yield f"far decode {rows} of {shape[0]}x{shape[2]} {dtype}", partial(far_decode, *shape, rows, dtype, RopeForm())
+    for model, form in FORMS.items():
+        yield f"far decode as {model}", partial(far_decode, 32, 8, 128, 8, HALF, form)
     for shape, dtype in product(((28, 4, 128), (16, 8, 256)), (HALF, FULL)):
         yield f"lines of {shape[2]} {dtype}", partial(lines, *shape, dtype)
     for (name, sizes, residual), (rank, tokens) in product(

@@ -1,4 +1,5 @@
-"""Kernels for decoding over some of the keys: approximate scores of all keys, and attention over a list of positions."""
+"""Kernels for decoding over some of the keys: labels of new keys, scores of all labels, and attention over a list of positions.
+``select.py`` makes the list of the scores."""
 
 from __future__ import annotations
 
@@ -6,92 +7,113 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.kernels.constants import next_power_of_2
-from quire.attn_ops.kernels.softmax import LN2, logits
+from quire.attn_ops.kernels.paged import load_keys
+from quire.attn_ops.kernels.select import order_key
+from quire.attn_ops.kernels.softmax import LN2, logits, softmax_step
 
 
 @triton.jit
-def slot_offsets(table_row, positions, live, PAGE: tl.constexpr, ROW: tl.constexpr):
-    """Offsets (N,) int64 of the keys at ``positions`` from head 0 of the cache. ROW: Strides."""
-    page = tl.load(table_row + positions // PAGE, mask=live, other=0)
-    return page.to(tl.int64) * ROW.page + (positions % PAGE) * ROW.token
+def store_labels_kernel(k_cache, labels, channels, slot_mapping, CHANNELS: tl.constexpr, PAGE: tl.constexpr, K: tl.constexpr,
+                        ROW: tl.constexpr):
+    """Program (token, key head): copy the head's ``channels`` (Hkv, CHANNELS) of the key at the token's slot to its label. K,
+    ROW: Strides of keys and of labels. Slot -1 stores nothing."""
+    slot = tl.load(slot_mapping + tl.program_id(0)).to(tl.int64)
+    if slot < 0:
+        return
+    head = tl.program_id(1)
+    columns = tl.arange(0, next_power_of_2(CHANNELS))
+    used = columns < CHANNELS
+    chosen = tl.load(channels + head * CHANNELS + columns, mask=used, other=0)
+    page = slot // PAGE
+    key = tl.load(k_cache + page * K.page + slot % PAGE * K.token + head.to(tl.int64) * K.head + chosen, mask=used, other=0.0)
+    tl.store(labels + page * ROW.page + slot % PAGE * ROW.token + head.to(tl.int64) * ROW.head + columns, key, mask=used)
 
 
 @triton.jit(do_not_specialize=["width", "limit"])
 def label_scores_kernel(q, labels, channels, table, lens, scores, q_strides, table_stride, width, limit, GROUP: tl.constexpr,
-                        CHANNELS: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (token, key head, block): scores (T, H, width) float32 of BLOCK keys for the GROUP queries of the head: products
-    over its ``channels`` (Hkv, CHANNELS); -inf past the length. Of a token with at most ``limit`` keys nothing is written."""
-    token = tl.program_id(0)
+                        CHANNELS: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr, COLUMNS: tl.constexpr,
+                        BLOCK: tl.constexpr):
+    """Program (token, key head, block): scores (T, H, width) int32 of BLOCK keys for the GROUP queries of the head: products
+    over its ``channels`` (Hkv, CHANNELS), COLUMNS of them at a time, as ``order_key``. Nothing is written past the length, nor
+    of a token with at most ``limit`` keys. ROW: Strides of the labels."""
+    token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    positions = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(2) * BLOCK
     length = tl.load(lens + token)
-    if length <= limit:
+    if (length <= limit) | (begin >= length):
         return
-    columns = tl.arange(0, next_power_of_2(CHANNELS))
-    used = columns < CHANNELS
+    MEMBERS: tl.constexpr = next_power_of_2(GROUP, 8)
+    PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32"
+    member = tl.arange(0, MEMBERS)
+    head = kv_head * GROUP + member
+    positions = begin + tl.arange(0, BLOCK)
     live = positions < length
-    chosen = tl.load(channels + kv_head * CHANNELS + columns, mask=used, other=0)
-    at = slot_offsets(table + token.to(tl.int64) * table_stride, positions, live, PAGE, ROW) + kv_head.to(tl.int64) * ROW.head
-    label = tl.load(labels + at[:, None] + columns[None, :], mask=live[:, None] & used[None, :], other=0.0).to(tl.float32)
-    heads = tl.num_programs(1) * GROUP
-    for member in tl.static_range(GROUP):
-        head = kv_head * GROUP + member
-        query = tl.load(q + token.to(tl.int64) * q_strides[0] + head * q_strides[1] + chosen, mask=used, other=0.0)
-        score = tl.sum(label * query.to(tl.float32)[None, :], 1)
-        out = scores + (token.to(tl.int64) * heads + head) * width + positions
-        tl.store(out, tl.where(live, score, float("-inf")), mask=positions < width)
+    page = tl.load(table + token * table_stride + positions // PAGE, mask=live, other=0)
+    label_rows = labels + page.to(tl.int64) * ROW.page + positions % PAGE * ROW.token + (kv_head * ROW.head).to(tl.int64)
+    score = tl.zeros([BLOCK, MEMBERS], tl.float32)
+    for first in tl.static_range(0, CHANNELS, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        used = columns < CHANNELS
+        chosen = tl.load(channels + kv_head * CHANNELS + columns, mask=used, other=0)
+        query = tl.load(q + token * q_strides[0] + (head * q_strides[1])[:, None] + chosen[None, :],
+                        mask=(member < GROUP)[:, None] & used[None, :], other=0.0)
+        label = tl.load(label_rows[:, None] + columns[None, :], mask=live[:, None] & used[None, :], other=0.0)
+        score = tl.dot(label, tl.trans(query), score, input_precision=PRECISION)
+    out = scores + (token * (tl.num_programs(1) * GROUP) + head)[None, :] * width + positions[:, None]
+    tl.store(out, order_key(score), mask=(member < GROUP)[None, :] & live[:, None])
 
 
-@triton.jit(do_not_specialize=["picked", "limit", "span"])
-def attend_listed_kernel(q, k_cache, v_cache, table, lens, listed, out, lse, q_strides, table_stride, picked, limit, span,
-                         scale, softcap, GROUP: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (token, head, split): exact attention over ``span`` of the token's keys, out (T, splits, H, Dv) and lse (T,
-    splits, H) float32, natural logarithm; -inf without keys. The keys are ``listed`` (T, H, picked) int64, or all of a token
-    that has at most ``limit``. LAYOUT: CacheLayout."""
+@triton.jit(do_not_specialize=["picked", "limit", "heads"])
+def attend_listed_kernel(q, k_cache, v_cache, table, lens, listed, out, lse, q_strides, table_stride, picked, limit, heads,
+                         scale, softcap, GROUP: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """Program (token and head, split): exact attention over one of the splits of the token's keys, out (T, splits, H, Dv), and
+    lse (T, splits, H) float32, natural logarithm, or None; 0 and -inf without keys. The keys are ``listed`` (T, H, picked)
+    int32, or all of a token that has at most ``limit``. LAYOUT: CacheLayout.
+
+    The matrix products have 16 rows for one query: tensor cores take them in less time than sums of products."""
     D: tl.constexpr = LAYOUT.dim
     DV: tl.constexpr = LAYOUT.dim_v
+    D_P2: tl.constexpr = next_power_of_2(D, 16)
+    DV_P2: tl.constexpr = next_power_of_2(DV, 16)
     PAGE: tl.constexpr = LAYOUT.page
     K: tl.constexpr = LAYOUT.k
     V: tl.constexpr = LAYOUT.v
-    token = tl.program_id(0)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
-    heads = tl.num_programs(1)
-    kv_head = (head // GROUP).to(tl.int64)
-    columns = tl.arange(0, next_power_of_2(D))
-    columns_v = tl.arange(0, next_power_of_2(DV))
+    PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32"
+    token = (tl.program_id(0) // heads).to(tl.int64)
+    head = tl.program_id(0) % heads
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    kv_head = head // GROUP
     length = tl.load(lens + token)
     dense = length <= limit
-    count = tl.where(dense, length, tl.minimum(picked, length))
-    table_row = table + token.to(tl.int64) * table_stride
-    list_row = listed + (token.to(tl.int64) * heads + head) * picked
-    query = tl.load(q + token.to(tl.int64) * q_strides[0] + head * q_strides[1] + columns, mask=columns < D, other=0.0)
-    query = query.to(tl.float32)
-    highest = tl.full([], float("-inf"), tl.float32)
-    total = tl.full([], 0.0, tl.float32)
-    acc = tl.zeros([next_power_of_2(DV)], tl.float32)
+    count = tl.where(dense, length, picked)
+    span = tl.cdiv(tl.cdiv(count, splits), BLOCK) * BLOCK
     begin = split * span
-    for block in range(begin, tl.minimum(begin + span, count), BLOCK):
+    end = tl.minimum(begin + span, count)
+    table_row = table + token * table_stride
+    list_row = listed + (token * heads + head) * picked
+    rows = tl.arange(0, 16)
+    columns = tl.arange(0, D_P2)
+    columns_v = tl.arange(0, DV_P2)
+    query = tl.load(q + token * q_strides[0] + head * q_strides[1] + columns[None, :] + rows[:, None] * 0,
+                    mask=(rows == 0)[:, None] & (columns < D)[None, :], other=0.0)
+    highest = tl.full([16], float("-inf"), tl.float32)
+    total = tl.zeros([16], tl.float32)
+    acc = tl.zeros([16, DV_P2], tl.float32)
+    for block in tl.range(begin, end, BLOCK, num_stages=STAGES):
         order = block + tl.arange(0, BLOCK)
-        live = order < tl.minimum(begin + span, count)
-        positions = tl.load(list_row + order, mask=live & (length > limit), other=0).to(tl.int32)
-        positions = tl.where(dense, order, positions)
-        at = slot_offsets(table_row, positions, live, PAGE, K) + kv_head * K.head
-        key = tl.load(k_cache + at[:, None] + columns[None, :], mask=live[:, None] & (columns < D)[None, :], other=0.0)
-        score = logits(tl.sum(key.to(tl.float32) * query[None, :], 1), scale, softcap)
-        score = tl.where(live, score, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(score, 0))
-        shrink = tl.exp2(highest - new_highest)
-        weights = tl.exp2(score - new_highest)
-        at = slot_offsets(table_row, positions, live, PAGE, V) + kv_head * V.head
-        value = tl.load(v_cache + at[:, None] + columns_v[None, :], mask=live[:, None] & (columns_v < DV)[None, :], other=0.0)
-        acc = acc * shrink + tl.sum(value.to(tl.float32) * weights[:, None], 0)
-        total = total * shrink + tl.sum(weights, 0)
-        highest = new_highest
-    row = (token.to(tl.int64) * tl.num_programs(2) + split) * heads + head
-    if total > 0:
-        acc = acc / total
-        tl.store(lse + row, (highest + tl.log2(total)) * LN2)
-    else:
-        tl.store(lse + row, float("-inf"))
-    tl.store(out + row * DV + columns_v, acc, mask=columns_v < DV)
+        live = order < end
+        positions = tl.where(dense, order, tl.load(list_row + order, mask=live & (length > limit), other=0))
+        key = load_keys(k_cache, table_row, kv_head, positions, live, PAGE, K, D, D_P2, True)
+        scores = logits(tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, softcap)
+        scores = tl.where(live[None, :], scores, float("-inf"))
+        highest, total, weights, shrink = softmax_step(highest, total, scores, None, False, False)
+        value = load_keys(v_cache, table_row, kv_head, positions, live, PAGE, V, DV, DV_P2, True)
+        acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
+    row = (token * splits + split) * heads + head
+    some = tl.where(total > 0, total, 1.0)
+    tl.store(out + row * DV + columns_v[None, :] + rows[:, None] * 0, acc / some[:, None],
+             mask=(rows == 0)[:, None] & (columns_v < DV)[None, :])
+    if lse is not None:
+        found = tl.where(total > 0, (highest + tl.log2(some)) * LN2, float("-inf"))
+        tl.store(lse + row + rows * 0, found, mask=rows == 0)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.kernels.host import kernel_module, rows_contiguous
+from quire.attn_ops.kernels.host import kernel_module, next_power_of_2, rows_contiguous
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
 
@@ -53,10 +53,12 @@ def merge_state_eager(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Ten
     return merge_states_eager(torch.stack([out_a, out_b], 1), torch.stack([lse_a, lse_b], 1))
 
 
-def merge_states_triton(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``merge_states`` as one kernel."""
+def merge_states_triton(out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype | None = None
+                        ) -> tuple[torch.Tensor, torch.Tensor]:
+    """``merge_states`` as one kernel. ``dtype``: of the merged output; None: as ``out``."""
     _check(out, lse, states=True)
-    merged, total = out.new_empty(out.shape[0], *out.shape[2:]), lse.new_empty(lse.shape[0], lse.shape[2])
+    merged = out.new_empty(out.shape[0], *out.shape[2:], dtype=dtype)
+    total = lse.new_empty(lse.shape[0], lse.shape[2])
     out, lse = rows_contiguous(out), lse if lse.stride(2) == 1 else lse.contiguous()
     _launch((out, out), (lse, lse), out.shape[1], out.stride()[:3], out.stride()[:3], lse.stride()[:2], lse.stride()[:2],
             merged, total)
@@ -85,8 +87,11 @@ def _launch(outs: tuple[torch.Tensor, torch.Tensor], lses: tuple[torch.Tensor, t
     tokens, heads, dim = merged.shape
     if not total.numel():
         return
+    width = next_power_of_2(dim)
+    step = max(1, min(next_power_of_2(states), 32, 4096 // width))
     launch(kernel_module("kernels.merge_state").merge_kernel, (tokens, heads), *outs, *lses, merged, total, states,
-           tuple(first), tuple(second), tuple(lse_first), tuple(lse_second), dim, num_warps=1 if dim <= 128 else 4)
+           tuple(first), tuple(second), tuple(lse_first), tuple(lse_second), dim, step,
+           num_warps=1 if step * width <= 512 else 4)
 
 
 def _states_fake(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

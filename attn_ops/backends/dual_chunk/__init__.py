@@ -36,9 +36,11 @@ from quire.attn_ops.backend import (
     UnsupportedAttention,
     define_paged_op,
 )
-from quire.attn_ops.backends.dual_chunk.divide import Batch, Part, divide, gathered
+from quire.attn_ops.backends.dual_chunk.decode import decode_by_chunk
+from quire.attn_ops.backends.dual_chunk.divide import Batch, Part, divide, far_chunks, gathered
 from quire.attn_ops.backends.dual_chunk.sparse import Sparse, read_sizes, sparse_attention
 from quire.attn_ops.composite import op_name
+from quire.attn_ops.kernels.host import Rope
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.metadata import CommonAttentionMetadata
@@ -63,19 +65,21 @@ class State:
     """What outlives a step: the rotary embedding of position CHUNK + b * L, by the layer's key cache and b. Raises
     UnsupportedAttention for sizes of a sparse prefill that are of another model."""
 
-    def __init__(self, chunk: int, length: int, sparse: Sparse | None, sites: Sequence[AttentionSite], cache: PagedKVCache
-                 ) -> None:
-        self.chunk, self.length, self.sparse = chunk, length, sparse
+    def __init__(self, chunk: int, length: int, sparse: Sparse | None, sites: Sequence[AttentionSite], cache: PagedKVCache,
+                 use_kernel: bool) -> None:
+        self.chunk, self.length, self.sparse, self.use_kernel = chunk, length, sparse, use_kernel
         self.sizes = {} if sparse is None else {
             cache.of_layer(s.layer)[0].data_ptr(): sparse.of_layer(s.layer, s.num_heads) for s in sites}
         self.tables: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.joined: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # those of a layer, for the kernel
         self.batch: Batch  # of the step that is planned
 
     def plan(self, metadata: CommonAttentionMetadata) -> None:
         counts = metadata.query_start_loc_cpu.diff().tolist()
         lens = metadata.seq_lens_cpu.tolist()[: len(counts)]
         below = None if self.sparse is None else self.sparse.dense_below
-        self.batch = divide(counts, lens, self.chunk, self.length, metadata.seq_lens.device, below)
+        self.batch = divide(counts, lens, self.chunk, self.length, metadata.seq_lens.device, below,
+                            self.use_kernel)
 
     def learn(self, layer: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Keep the rows of cos and sin (T, R or R/2) of the tokens that stand at such positions."""
@@ -99,18 +103,26 @@ class State:
                                "KV cache: run the sequence from its start through this backend, with one cache")
         return self.tables[layer, b]
 
+    def first_tables(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tables of b < ``count``, at least, in one tensor."""
+        if layer not in self.joined or len(self.joined[layer][0]) < count:
+            cos, sin = zip(*(self.table(layer, b) for b in range(count)), strict=True)
+            self.joined[layer] = torch.cat(cos), torch.cat(sin)
+        return self.joined[layer]
+
 
 def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, use_kernel: bool | None = None
             ) -> AttentionBackend:
     """Args:
         chunk: the largest distance, in tokens.  length: of a chunk of keys (L).
         sparse: of prefills; None: they are not sparse.
-        use_kernel: for sparse prefills the Triton kernel; None: on a GPU.
+        use_kernel: for sparse prefills and for decoding the Triton kernels; None: on a GPU.
     """
     states: weakref.WeakKeyDictionary[PagedKVCache, State] = weakref.WeakKeyDictionary()
 
     def make_state(sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> State:
-        return states.setdefault(cache, State(chunk, length, sparse, sites, cache))
+        kernel = cache.k[0].is_cuda if use_kernel is None else use_kernel
+        return states.setdefault(cache, State(chunk, length, sparse, sites, cache, kernel))
 
     def state() -> State:
         step = current_step()
@@ -164,7 +176,7 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
             keys, values = (gathered(c, block_table, row.row, position) for c in (k_cache, v_cache))
             out[row.begin : row.begin + row.queries] = sparse_attention(
                 row, rotated, far_query, keys, values, known.sizes_of(k_cache), sparse.last, scale=scale, softcap=softcap,
-                use_kernel=rotated.is_cuda if use_kernel is None else use_kernel)
+                use_kernel=known.use_kernel)
         return out
 
     def rope_paged_attention(
@@ -184,6 +196,12 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
             return paged_attention(rotated, None, None, k_cache, v_cache, None, None, slot_mapping, block_table,
                                    query_start_loc, seq_lens, None, [], scale=scale, window=None, softcap=softcap, chunk=None)
         known.learn(layer, cos, sin)
+
+        if known.batch.decode:
+            longest = known.batch.longest
+            far = Rope.of(*known.first_tables(layer, far_chunks(longest, known.chunk, known.length)), q_norm_weight, None, eps)
+            return decode_by_chunk(q, rotated, far, form, k_cache, v_cache, block_table, query_start_loc, seq_lens, longest,
+                                   known.chunk, known.length, scale, softcap)
 
         def far_query(b: int, tokens: Any) -> torch.Tensor:
             query = q[tokens]

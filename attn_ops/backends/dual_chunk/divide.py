@@ -35,13 +35,15 @@ class SparseRow(NamedTuple):
 
 class Batch(NamedTuple):
     """near: keys that a query sees at the true distance. far[b]: those of chunk b, seen from CHUNK + b * L; both without sparse
-    rows. passing: (token, b) of tokens that stand there. longest: tokens of the longest sequence with queries."""
+    rows. passing: (token, b) of tokens that stand there. longest: tokens of the longest sequence with queries. decode: a kernel
+    decodes, no sequence has two queries, and there is no near and no far."""
 
     near: Part
     far: list[Part]
     passing: list[tuple[int, int]]
     longest: int
     sparse: list[SparseRow]
+    decode: bool = False
 
     def is_plain(self, chunk: int) -> bool:
         """Whether plain attention of the whole batch is the same."""
@@ -57,14 +59,19 @@ def pieces_of(count: int, total: int, chunk: int, length: int) -> tuple[list[Pie
         end = min(count, chunk + many * length - first)
         near.append((at, end, many * length, first + end))
         at = end
-    chunks = max(0, (total - 1 - chunk) // length + 1) if count else 0
+    chunks = far_chunks(total, chunk, length) if count else 0
     return near, [(max(0, chunk + b * length - first), count, b * length, (b + 1) * length) for b in range(chunks)]
 
 
+def far_chunks(total: int, chunk: int, length: int) -> int:
+    """How many chunks the last token of a sequence of ``total`` sees from CHUNK + b * L."""
+    return max(0, (total - 1 - chunk) // length + 1)
+
+
 def divide(query_lens: Sequence[int], seq_lens: Sequence[int], chunk: int, length: int, device: torch.device,
-           dense_below: int | None = None) -> Batch:
+           dense_below: int | None = None, use_kernel: bool = False) -> Batch:
     """Divide a batch, whose sequence r schedules the last query_lens[r] of its seq_lens[r] tokens, on the host. Prefills of
-    sequences longer than ``dense_below`` are sparse."""
+    sequences longer than ``dense_below`` are sparse. ``use_kernel``: batches without a prefill are for the kernel."""
     longest = max((total for count, total in zip(query_lens, seq_lens, strict=True) if count), default=0)
     if longest <= (chunk if dense_below is None else min(chunk, dense_below)):  # plain attention
         return Batch(_part([], device), [], [], longest, [])
@@ -72,19 +79,19 @@ def divide(query_lens: Sequence[int], seq_lens: Sequence[int], chunk: int, lengt
     far: list[list[tuple[int, int, int, int, int]]] = []
     passing: list[tuple[int, int]] = []
     sparse: list[SparseRow] = []
-    begin = 0
+    begin, decode = 0, use_kernel and max(query_lens) == 1
     for row, (count, total) in enumerate(zip(query_lens, seq_lens, strict=True)):
         here, there = pieces_of(count, total, chunk, length)
         if dense_below is not None and count > 1 and total > dense_below:
             sparse.append(SparseRow(row, begin, count, total, here, there))
-        else:
+        elif not decode:
             near += [(row, begin + a, begin + z, c, d) for a, z, c, d in here]
             far += [[] for _ in range(len(there) - len(far))]
             for b, (a, z, c, d) in enumerate(there):
                 far[b].append((row, begin + a, begin + z, c, d))
         passing += [(begin + position, b) for b in range(len(there)) if (position := chunk + b * length - total + count) >= 0]
         begin += count
-    return Batch(_part(near, device), [_part(some, device) for some in far], passing, longest, sparse)
+    return Batch(_part(near, device), [_part(some, device) for some in far], passing, longest, sparse, decode)
 
 
 def _part(pieces: Sequence[tuple[int, int, int, int, int]], device: torch.device) -> Part:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 
 import pytest
 import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.backends import double_sparsity as module
+from quire.attn_ops.backends.double_sparsity.decode import choose_eager, choose_triton, decode_eager, decode_triton
+from quire.attn_ops.backends.double_sparsity.labels import LayerLabels, Options, labels_of
 from quire.attn_ops.conformance.batches import Batch, Failure, check, lay_out, run
 from quire.attn_ops.conformance.checks import DECODE, MIXED
 from quire.attn_ops.conformance.report import check_backend
@@ -28,8 +31,8 @@ def ranked(heads: int = 2, dim: int = 16, layers: int = 1) -> dict[int, list[lis
 
 def make(tokens: int, dense_below: int = 0, channels: int | None = None, decode=None, **options):
     """A backend with the first ``channels`` of ``ranked``; None: whole keys."""
-    given = module.Options(tokens, dense_below, channels, None if channels is None else ranked(**options))
-    return module.backend(f"{module.NAME}:test", given, decode)
+    given = Options(tokens, dense_below, channels, None if channels is None else ranked(**options))
+    return module.backend("double_sparsity:test", given, decode)
 
 
 def batch(backend, lens=(40, 7, 100), **options) -> Batch:
@@ -49,7 +52,7 @@ def test_with_room_for_all_keys_it_passes_the_kit(only: str) -> None:
 
 @pytest.mark.slow
 def test_the_kernels_pass_the_kit_with_room_for_all_keys() -> None:
-    results = check_backend(make(1 << 20, decode=module.decode_triton), "cpu", quick=True, only="batch")
+    results = check_backend(make(1 << 20, decode=decode_triton), "cpu", quick=True, only="batch")
     assert results and not [r for r in results if r.status == "FAIL"]
 
 
@@ -71,7 +74,7 @@ def expected(case: Batch, tokens: int, limit: int, channels: torch.Tensor) -> li
     return out
 
 
-@pytest.mark.parametrize("decode", [module.decode_eager, pytest.param(module.decode_triton, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("decode", [decode_eager, pytest.param(decode_triton, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tokens, dense_below, softcap", [(8, 0, None), (8, 50, 4.0)])
 def test_attends_to_the_keys_that_labels_choose(decode, tokens: int, dense_below: int, softcap: float | None) -> None:
     backend = make(tokens, dense_below, 4, decode)
@@ -83,6 +86,68 @@ def test_attends_to_the_keys_that_labels_choose(decode, tokens: int, dense_below
     assert not torch.allclose(out.double(), case.expected, atol=1e-2), "nothing was left out"
     exact = [row for row, n in enumerate((40, 7, 100)) if n <= max(tokens, dense_below)]
     torch.testing.assert_close(out[exact].double(), case.expected[exact], atol=2e-5, rtol=0)
+
+
+def sizes(seed: int) -> dict[str, int]:
+    """Of a random decode: groups of 1 to 8 heads, tables wider than the longest sequence, a label of 1 to all channels."""
+    choose = random.Random(seed)
+    page_size, dim = choose.choice([1, 3, 4, 16]), choose.choice([8, 12, 16, 20])
+    tokens = choose.randint(1, 40)
+    return dict(page_size=page_size, dim=dim, dim_v=choose.choice([dim, 8, 24]), kv_heads=choose.randint(1, 3),
+                group=choose.randint(1, 8), channels=choose.randint(1, dim), width=choose.randint(45, 150) // page_size + 1,
+                tokens=tokens, dense_below=choose.choice([0, tokens - 1, tokens, tokens + choose.randint(1, 60)]))
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 40))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels_are_their_definition(seed: int, dtype: torch.dtype) -> None:
+    """Labels of small whole numbers: scores are exact, and many are equal."""
+    n, generator = sizes(seed), torch.Generator().manual_seed(seed)
+    limit, most = max(n["tokens"], n["dense_below"]), n["width"] * n["page_size"]
+    lens = torch.tensor([0, 1, min(limit, most), min(limit + 1, most), most - 1, most], dtype=torch.int32)
+    pages = 1 + n["width"] * len(lens)
+    q = torch.randn(len(lens), n["kv_heads"] * n["group"], 2 * n["dim"], generator=generator)[..., : n["dim"]]
+    q = q.mul(2).round().to(dtype)  # strided
+    keys, values = (torch.randn(pages, n["kv_heads"], n["page_size"], d, generator=generator).to(dtype).transpose(1, 2)
+                    for d in (n["dim"], n["dim_v"]))
+    keys.mul_(2).round_()
+    table = (1 + torch.randperm(pages - 1, generator=generator)).view(len(lens), -1).int()
+    channels = torch.stack([torch.randperm(n["dim"], generator=generator)[: n["channels"]] for _ in range(n["kv_heads"])])
+    layer = LayerLabels(labels_of(keys, channels), channels.int(), True)
+    options = Options(n["tokens"], n["dense_below"], n["channels"])
+    positions, keep = choose_eager(q, layer, table, lens, options)
+    chosen = choose_triton(q, layer, table, lens, options)
+    for row, length in enumerate(lens.tolist()):
+        if length > limit:
+            wanted = positions[row][keep[row]].view(q.shape[1], -1).sort().values
+            assert torch.equal(chosen[row].sort().values.long(), wanted)
+    case = (q, keys, values, layer, table, lens, options, 0.2, 3.0 if seed % 2 else None)
+    found, definition = decode_triton(*case), decode_eager(*case)
+    # Rounded to the dtype: the weights, of at most 1, and the output, of at most 5.
+    torch.testing.assert_close(found, definition, atol=2e-5 if dtype == torch.float32 else 1e-2, rtol=0)
+    assert not found[0].any(), "a padding token"
+
+
+def test_labels_are_stored_by_the_kernel_as_by_its_definition() -> None:
+    keys = torch.randn(5, 2, 4, 12, generator=torch.Generator().manual_seed(0)).transpose(1, 2)
+    channels = torch.tensor([[3, 0, 7, 11, 5], [1, 2, 3, 4, 0]])
+    labels = torch.zeros(5, 4, 2, 5)
+    slots = torch.tensor([7, -1, 16, 4, -1])
+    LayerLabels(labels, channels.int(), True).store_triton(keys, slots)
+    wanted = torch.zeros_like(labels).view(20, 2, 5)
+    wanted[[7, 16, 4]] = labels_of(keys, channels).reshape(20, 2, 5)[[7, 16, 4]]
+    assert torch.equal(labels.view(20, 2, 5), wanted)
+
+
+def test_copies_of_a_cache_get_labels_without_a_word_from_the_host(monkeypatch) -> None:
+    """In a CUDA graph nothing is copied to the GPU: the channels are there since the state was made."""
+    for backend in (make(4, channels=4), make(4)):
+        cache = PagedKVCache.for_sites([SITE], num_pages=4, page_size=4, device="cpu")
+        state = backend.make_state([SITE], cache, None)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "to", None)
+            copy = state.of(torch.randn_like(cache.k[0]))
+        assert copy.channels is state.of(cache.k[0]).channels
 
 
 def test_a_needle_is_found() -> None:
@@ -106,12 +171,12 @@ def test_labels_follow_the_keys() -> None:
     generator = torch.Generator().manual_seed(1)
     cache.k[0].normal_(generator=generator)
     layer.store(cache.k[0], torch.arange(4, 20))
-    assert torch.equal(layer.labels[1:5], module.labels_of(cache.k[0], layer.channels)[1:5])
+    assert torch.equal(layer.labels[1:5], labels_of(cache.k[0], layer.channels)[1:5])
     assert not layer.labels[5:].any()
     cache.copy_pages(torch.tensor([2]), torch.tensor([7]))
-    assert torch.equal(layer.labels[7], module.labels_of(cache.k[0], layer.channels)[7])
+    assert torch.equal(layer.labels[7], labels_of(cache.k[0], layer.channels)[7])
     again = backend.make_state(sites, cache, None)  # of a cache that holds keys
-    assert torch.equal(again.of(cache.k[0]).labels, module.labels_of(cache.k[0], layer.channels))
+    assert torch.equal(again.of(cache.k[0]).labels, labels_of(cache.k[0], layer.channels))
 
 
 def test_the_kit_compares_what_is_kept_with_what_is_declared() -> None:

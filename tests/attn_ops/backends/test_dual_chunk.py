@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ import quire
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.backends import dual_chunk as module
+from quire.attn_ops.backends.dual_chunk import decode as decode_module
 from quire.attn_ops.backends.dual_chunk import vertical_slash
-from quire.attn_ops.backends.dual_chunk.divide import divide
+from quire.attn_ops.backends.dual_chunk.divide import divide, far_chunks, gathered
 from quire.attn_ops.backends.dual_chunk.sparse import Sparse
 from quire.attn_ops.conformance.report import check_backend
+from quire.attn_ops.kernels.host import Rope
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.ops.rope import rotate
+from quire.attn_ops.ops.rope import RopeForm, norm_and_rotate, rotate
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.step import Step, ensure_planned, running
 from tests.attn_ops.oracle import oracle_attention
@@ -88,12 +91,83 @@ def random_sequences(lens=LENS):
     return [tuple(torch.randn(n, h, 16, generator=generator) for h in (4, 2, 2)) for n in lens]
 
 
+@pytest.mark.parametrize("use_kernel", [False, True])
 @pytest.mark.parametrize("softcap", [None, pytest.param(4.0, marks=pytest.mark.slow)])
-def test_positions_are_those_of_the_scheme(softcap: float | None) -> None:
-    sequences = random_sequences()
-    found = served(module.backend("dual_chunk:test", CHUNK, LENGTH), sequences, softcap=softcap)
+def test_positions_are_those_of_the_scheme(softcap: float | None, use_kernel: bool) -> None:
+    steps = (*STEPS, (0, 0, 1), (1, 1, 1), (0, 1, 0)) if use_kernel else STEPS
+    sequences = random_sequences([sum(counts) for counts in zip(*steps, strict=True)])
+    found = served(module.backend("dual_chunk:test", CHUNK, LENGTH, use_kernel=use_kernel), sequences, steps, softcap)
     for out, sequence in zip(found, sequences, strict=True):
         torch.testing.assert_close(out.double(), dual_chunk_oracle(*sequence, softcap), atol=3e-5, rtol=0)
+
+
+def far_oracle(q, turned, tables_of, form, norm, keys, values, chunk: int, length: int, scale: float, softcap: float | None
+               ) -> torch.Tensor:
+    """The last of the rotated ``keys`` (N, Hkv, D) is the token's own: q (H, D), one loop a key; ``turned`` for near keys."""
+    out = torch.zeros(q.shape[0], values.shape[2], dtype=torch.float64)
+    for head in range(len(q)):
+        kv_head, logits = head // (len(q) // keys.shape[1]), []
+        for j, key in enumerate(keys[:, kv_head].double()):
+            at, query = chunk + j // length * length, turned[head]
+            if at < len(keys):
+                cos, sin = tables_of(torch.tensor([at]))
+                query = norm_and_rotate(q[None, head, None], norm, cos, sin, 1e-6, form)[0, 0]
+            logits.append(query.double() @ key * scale)
+        scores = torch.stack(logits)
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        out[head] = torch.softmax(scores, 0) @ values[:, kv_head].double()
+    return out
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 24))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_decode_kernel_is_the_scheme(seed: int, dtype: torch.dtype, monkeypatch) -> None:
+    """Any group, head dims, form of the rotary embedding, page size, and chunks that are no multiple of a block; sequences
+    below and beyond CHUNK together, a sequence without queries, and padding tokens."""
+    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    kv_heads, group, page_size = choose.randint(1, 3), choose.choice([1, 2, 3, 4, 7, 8, 40]), choose.choice([1, 3, 4, 16])
+    dim, dim_v, heads = choose.choice([8, 16, 24]), choose.choice([8, 16, 20]), kv_heads * group
+    chunk = choose.randint(4, 40)
+    length = chunk - choose.randint(1, chunk // 2)
+    norm = (1 + torch.rand(dim, generator=generator)).to(dtype) if choose.random() < 0.5 else None
+    form = RopeForm(interleaved=choose.random() < 0.5, half_tables=choose.random() < 0.5,
+                    norm_after=norm is not None and choose.random() < 0.5,
+                    norm_offset=choose.choice([None, 1.0]) if norm is not None else None)
+    lens, counts = [choose.randint(chunk + 1, 150), 1, chunk, 77, chunk + 1], [1, 1, 1, 0, 1]
+    monkeypatch.setattr(decode_module, "LONGEST_SPLIT", choose.choice([16, 48, 2048]))
+
+    pairs = choose.choice([dim // 2, dim // 2 - 2])
+
+    def tables_of(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = positions[:, None] * 10.0 ** -torch.linspace(0, 2, pairs, dtype=torch.float64)
+        if not form.half_tables:
+            angles = angles.repeat_interleave(2, 1) if form.interleaved else angles.repeat(1, 2)
+        return angles.cos().float(), angles.sin().float()
+
+    width = -(-150 // page_size)
+    pages = 1 + width * len(lens)
+    k_cache, v_cache = (torch.randn(pages, kv_heads, page_size, d, generator=generator).to(dtype).transpose(1, 2)
+                        for d in (dim, dim_v))
+    table = (1 + torch.randperm(pages - 1, generator=generator)).view(len(lens), -1).int()
+    q = torch.randn(sum(counts) + 2, 2 * heads, dim, generator=generator).to(dtype)[:, ::2]  # strided; two padding tokens
+    own = torch.tensor([n - 1 for n, count in zip(lens, counts, strict=True) if count] + [0, 0])
+    turned = norm_and_rotate(q, norm, *tables_of(own), 1e-6, form).contiguous()
+    longest = max(n for n, count in zip(lens, counts, strict=True) if count)
+    positions = chunk + length * torch.arange(far_chunks(longest, chunk, length))
+    softcap = choose.choice([None, 3.0])
+    found = decode_module.decode_by_chunk(
+        q, turned, Rope.of(*tables_of(positions), norm, None, 1e-6), form, k_cache, v_cache, table,
+        torch.tensor([0, *counts]).cumsum(0).int(), torch.tensor(lens, dtype=torch.int32), longest, chunk, length, 0.3, softcap)
+    token = 0
+    for row, (total, count) in enumerate(zip(lens, counts, strict=True)):
+        if count:
+            position = torch.arange(total)
+            keys, values = (gathered(c, table, row, position) for c in (k_cache, v_cache))
+            wanted = far_oracle(q[token], turned[token], tables_of, form, norm, keys, values, chunk, length, 0.3, softcap)
+            # In float16 queries are rounded, by 2^-11 of at most 12, and logits are products of 24 of them with keys.
+            torch.testing.assert_close(found[token].double(), wanted, atol=5e-5 if dtype == torch.float32 else 3e-2, rtol=0)
+            token += 1
+    assert not found[token:].any()
 
 
 def test_below_a_chunk_it_is_full_attention() -> None:

@@ -45,6 +45,23 @@ def test_a_nan_stays_in_its_state(kit: ops.OpKit) -> None:
     assert merged[0].isnan().all() and total[0].isnan().all() and merged[1].isfinite().all()
 
 
+@pytest.mark.parametrize("states", [1, 3, 32, 33, 70])
+def test_many_states(states: int) -> None:
+    """More than are loaded at a time, some of them empty, into another dtype."""
+    generator = torch.Generator().manual_seed(states)
+    out, lse = torch.randn(2, states, 3, 20, generator=generator), 3 * torch.randn(2, states, 3, generator=generator)
+    empty = torch.rand(lse.shape, generator=generator) < 0.3
+    empty[0, :, 0], empty[1, 0] = True, False
+    out[empty], lse[empty] = float("nan"), float("-inf")
+    lse[1, states // 2, 0] += 50.0
+    wanted = merge_state.merge_states_eager(out, lse)
+    for dtype, error in ((None, 1e-6), (torch.float16, 2e-3)):  # rounding of at most 4
+        merged, total = merge_state.merge_states_triton(out, lse, dtype)
+        assert merged.dtype == (dtype or torch.float32)
+        torch.testing.assert_close(merged.float(), wanted[0], atol=error, rtol=1e-5)
+        torch.testing.assert_close(total, wanted[1], atol=1e-5, rtol=1e-6)
+
+
 def test_backends_by_name(kit: ops.OpKit, monkeypatch) -> None:
     """implementation="triton" is the op's own kernel, also where the op would not choose it."""
     monkeypatch.undo()
