@@ -145,8 +145,7 @@ class KeptTrace:
                 fakes.append(kept.value)
                 continue
             dynamic = [isinstance(size, str) for size in kept.value.shape]
-            context: Any = StatelessSymbolicContext(dynamic_sizes=[
-                DimDynamic.DYNAMIC if each else DimDynamic.STATIC for each in dynamic]) if any(dynamic) else None
+            context: Any = _context(real, dynamic) if any(dynamic) else None
             fakes.append(mode.from_tensor(real, static_shapes=context is None, source=kept.source, symbolic_context=context))
             symbols.update({str(size.node._expr): size for size in fakes[-1].shape if isinstance(size, torch.SymInt)})
         try:
@@ -154,6 +153,15 @@ class KeptTrace:
         except KeyError as error:
             raise NotPortable(f"the size {error}") from error
         return [fake if isinstance(fake, torch.SymInt) else x for x, fake in zip(inputs, fakes, strict=True)], fakes
+
+
+def _context(real: torch.Tensor, dynamic: Sequence[bool]) -> Any:
+    """Which sizes of an input are symbols, as Dynamo says it. Of a view's base none are: a symbol more would give those that
+    come later other names, under which no compilation of an earlier start is found."""
+    base = real._base
+    return StatelessSymbolicContext(
+        dynamic_sizes=[DimDynamic.DYNAMIC if each else DimDynamic.STATIC for each in dynamic],
+        view_base_context=None if base is None else _context(base, [False] * base.dim()))
 
 
 class _Tensor(NamedTuple):
