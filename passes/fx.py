@@ -58,6 +58,12 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def sizes_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, strides and offset, to compare: symbolic ones as expressions, which need no guard."""
+    return tuple(n.node.expr if isinstance(n, torch.SymInt) else n
+                 for n in (tensor.dim(), *tensor.shape, *tensor.stride(), tensor.storage_offset()))
+
+
 def symbolic(size: Any) -> bool:
     """Whether a size is a symbol (a dynamic dimension) and not a number."""
     return isinstance(size, torch.SymInt)

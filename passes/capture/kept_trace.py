@@ -36,6 +36,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from quire.attn_ops.tuning.store import cache_folder
 from quire.passes.capture.facts import TORCH_VALUES, Check, NotPortable, checks, difference, environment
+from quire.passes.capture.replay import Replay
 from quire.passes.fx import fake_mode, source_name, source_of, text_of, value
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class KeptTrace:
         gm = fx.GraphModule(torch.nn.Module(), graph)
         inputs, fakes = self._inputs(made, mode, scope)
         with mode, enable_python_dispatcher(), torch.no_grad():
-            _Replay(gm).run(*fakes)
+            Replay(gm, mode).run(*fakes)
         for kept, node in zip(self.nodes, made, strict=True):
             if kept.value != (now := _summary(value(node))):
                 raise NotPortable(f"{kept.name} is {now}, and was {kept.value}")
@@ -179,16 +180,6 @@ class _Size(NamedTuple):
     name: str
 
 
-class _Replay(fx.Interpreter):
-    """Computes the fake values of all nodes."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.op != "output":
-            n.meta["example_value"] = result
-        return result
-
-
 def _node(node: fx.Node, at: Mapping[fx.Node, int]) -> _Node:
     if node.op in ("get_attr", "call_module"):
         raise NotPortable(f"{node.name}: a part of the graph is in an attribute")
@@ -226,7 +217,10 @@ def _summary(x: Any) -> Any:
 
 
 def _size(size: Any) -> Any:
-    return str(size) if isinstance(size, torch.SymInt) else size
+    return _text(size.node.expr) if isinstance(size, torch.SymInt) else size
+
+
+_text = functools.lru_cache(maxsize=4096)(str)
 
 
 def _reference(target: Any) -> str:
