@@ -36,7 +36,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from quire.attn_ops.tuning.store import cache_folder
 from quire.passes.capture.facts import TORCH_VALUES, Check, NotPortable, checks, difference, environment
-from quire.passes.capture.replay import Replay
+from quire.passes.fake_values import Replay
 from quire.passes.fx import fake_mode, source_name, source_of, text_of, value
 
 logger = logging.getLogger(__name__)

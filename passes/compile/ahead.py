@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -118,12 +119,15 @@ def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str]
 def as_inductor_will(device: torch.device) -> None:
     """Set the environment variables that Inductor sets when it first compiles a kernel of its own, unless the user has: the
     folder of Triton's cache, and the assembler, whose version is part of each kernel's name there. If they were set half-way
-    through a start, kernels compiled before would not be found after, nor those of other processes."""
+    through a start, kernels compiled before would not be found after, nor those of other processes. The digest of Triton's own
+    files, half a gigabyte, which is part of each name too, is computed in a thread: that needs no lock of Python's."""
     with _left_to_launches():  # private functions, which a later Inductor may not have
-        from torch._inductor.runtime import cache_dir_utils, compile_tasks
+        from torch._inductor.runtime import cache_dir_utils, compile_tasks, triton_compat
 
         os.environ.setdefault("TRITON_CACHE_DIR", cache_dir_utils.triton_cache_dir(device.index or 0))
         compile_tasks._set_triton_ptxas_path()
+        if triton_compat.HAS_TRITON:
+            threading.Thread(target=triton_compat.triton_key, daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._pytree import tree_leaves
 
 from quire.passes.capture.paged_model import PagedModel
-from quire.passes.capture.replay import Replay
+from quire.passes.fake_values import Replay
 from quire.passes.fx import copy_graph, fake_mode, placeholders, storage_of, value
 from quire.passes.options import QuireOptions
 from tests.zoo.configs import SERVED, build
