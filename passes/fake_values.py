@@ -23,7 +23,8 @@ from quire.passes.fx import evaluate, sizes_of, storage_of, value, written_by
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_Make = Callable[[list[Any], FakeTensorMode], Any]  # a result like another one, of inputs like its inputs
+#: Makes a result like another one, of inputs like its inputs. It holds no fake, which would keep the mode.
+_Make = Callable[[list[Any], FakeTensorMode], Any]
 _made: weakref.WeakKeyDictionary[FakeTensorMode, dict[Any, _Make]] = weakref.WeakKeyDictionary()
 
 
@@ -96,12 +97,12 @@ def computed(node: fx.Node, of: Callable[[fx.Node], Any], mode: FakeTensorMode, 
 
 def _again(result: Any, inputs: list[Any]) -> _Make | None:
     """Makes a result like this one; None: only computing it does."""
-    if type(result) in (tuple, list):
+    if (kind := type(result)) in (tuple, list):
         each = [_again(x, inputs) if isinstance(x, torch.Tensor) else None for x in result]
         own = [storage_of(x) for x in result if isinstance(x, torch.Tensor) and _place(x, inputs) is None]
         if None in each or len(own) != len(set(own)):
             return None
-        return lambda inputs, mode: type(result)(make(inputs, mode) for make in each if make is not None)
+        return lambda inputs, mode: kind(make(inputs, mode) for make in each if make is not None)
     if not isinstance(result, torch.Tensor):
         return None  # as cheap to compute
     same = next((i for i, x in enumerate(inputs) if x is result), None)

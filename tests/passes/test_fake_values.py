@@ -3,16 +3,21 @@ that is not shared where it was, the checks of a graph would see another model t
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._pytree import tree_leaves
 
 from quire.passes.capture.paged_model import PagedModel
-from quire.passes.fake_values import Replay
+from quire.passes.fake_values import Replay, compute_value
 from quire.passes.fx import copy_graph, fake_mode, placeholders, storage_of, value
 from quire.passes.options import QuireOptions
 from tests.zoo.configs import SERVED, build
@@ -107,3 +112,20 @@ def test_nodes_that_look_alike() -> None:
     (gm,) = graphs
     graph, computed = replayed(gm)
     assert described(graph) == described(gm.graph) and computed < sum(n.op.startswith("call") for n in gm.graph.nodes)
+
+
+def test_nothing_outlives_the_trace() -> None:
+    """An engine that is closed leaves no fakes behind: they would add up where models are traced again and again."""
+    graph, mode = fx.Graph(), FakeTensorMode(shape_env=ShapeEnv())
+    x = graph.placeholder("x")
+    x.meta["example_value"] = mode.from_tensor(torch.zeros(6, 4), source=ConstantSource("x"), symbolic_context=(
+        StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])))
+    for _ in range(2):
+        for method, arguments in (("split", (2, 1)), ("t", ()), ("add", (1,))):
+            node = compute_value(graph.call_method(method, (x, *arguments)))
+    alive = weakref.ref(mode)
+    first, second = (n for n in graph.nodes if n.target == "add")
+    assert value(first) is not value(second) and storage_of(value(first)) != storage_of(value(second))
+    del graph, mode, x, node, first, second
+    gc.collect()
+    assert alive() is None
