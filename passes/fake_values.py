@@ -99,8 +99,10 @@ def _again(result: Any, inputs: list[Any]) -> _Make | None:
     """Makes a result like this one; None: only computing it does."""
     if (kind := type(result)) in (tuple, list):
         each = [_again(x, inputs) if isinstance(x, torch.Tensor) else None for x in result]
-        own = [storage_of(x) for x in result if isinstance(x, torch.Tensor) and _place(x, inputs) is None]
-        if None in each or len(own) != len(set(own)):
+        if None in each:
+            return None
+        own = [storage_of(x) for x in result if _place(x, inputs) is None]
+        if len(own) != len(set(own)):
             return None
         return lambda inputs, mode: kind(make(inputs, mode) for make in each if make is not None)
     if not isinstance(result, torch.Tensor):
