@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import inspect
 import math
 import operator
@@ -17,10 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.printers import PythonPrinter
 
 LINEAR = (F.linear, torch._C._nn.linear)
@@ -56,6 +53,12 @@ def storage_of(tensor: torch.Tensor) -> int:
     while is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor.untyped_storage()._cdata
+
+
+def sizes_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, strides and offset, to compare: symbolic ones as expressions, which need no guard."""
+    return tuple(n.node.expr if isinstance(n, torch.SymInt) else n
+                 for n in (tensor.dim(), *tensor.shape, *tensor.stride(), tensor.storage_offset()))
 
 
 def symbolic(size: Any) -> bool:
@@ -386,19 +389,3 @@ def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any]) -> None:
             env[node] = operator.attrgetter(str(node.target))(node.graph.owning_module)
         else:
             raise LookupError(f"no value for {node.op} {node.name}")
-
-
-def compute_value(node: fx.Node) -> fx.Node:
-    """Give a new node the fake value that follows from its inputs' fake values; returns the node."""
-    inputs = {n: value(n) for n in node.all_input_nodes}
-    modes = (m for x in tree_leaves(list(inputs.values())) if (m := getattr(x, "fake_mode", None)) is not None)
-    with next(modes, contextlib.nullcontext()), enable_python_dispatcher(), torch.no_grad():
-        evaluate([node], inputs)
-    node.meta["example_value"] = inputs[node]
-    return node
-
-
-def made_like(node: fx.Node, like: fx.Node) -> fx.Node:
-    """``compute_value`` of a new node, which counts as one of the module that made ``like``."""
-    node.meta["nn_module_stack"] = like.meta.get("nn_module_stack")
-    return compute_value(node)

@@ -36,6 +36,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from quire.attn_ops.tuning.store import cache_folder
 from quire.passes.capture.facts import TORCH_VALUES, Check, NotPortable, checks, difference, environment
+from quire.passes.fake_values import Replay
 from quire.passes.fx import fake_mode, source_name, source_of, text_of, value
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class KeptTrace:
         gm = fx.GraphModule(torch.nn.Module(), graph)
         inputs, fakes = self._inputs(made, mode, scope)
         with mode, enable_python_dispatcher(), torch.no_grad():
-            _Replay(gm).run(*fakes)
+            Replay(gm, mode).run(*fakes)
         for kept, node in zip(self.nodes, made, strict=True):
             if kept.value != (now := _summary(value(node))):
                 raise NotPortable(f"{kept.name} is {now}, and was {kept.value}")
@@ -145,8 +146,7 @@ class KeptTrace:
                 fakes.append(kept.value)
                 continue
             dynamic = [isinstance(size, str) for size in kept.value.shape]
-            context: Any = StatelessSymbolicContext(dynamic_sizes=[
-                DimDynamic.DYNAMIC if each else DimDynamic.STATIC for each in dynamic]) if any(dynamic) else None
+            context: Any = _context(real, dynamic) if any(dynamic) else None
             fakes.append(mode.from_tensor(real, static_shapes=context is None, source=kept.source, symbolic_context=context))
             symbols.update({str(size.node._expr): size for size in fakes[-1].shape if isinstance(size, torch.SymInt)})
         try:
@@ -154,6 +154,15 @@ class KeptTrace:
         except KeyError as error:
             raise NotPortable(f"the size {error}") from error
         return [fake if isinstance(fake, torch.SymInt) else x for x, fake in zip(inputs, fakes, strict=True)], fakes
+
+
+def _context(real: torch.Tensor, dynamic: Sequence[bool]) -> Any:
+    """Which sizes of an input are symbols, as Dynamo says it. Of a view's base none are: a symbol more would give those that
+    come later other names, under which no compilation of an earlier start is found."""
+    base = real._base
+    return StatelessSymbolicContext(
+        dynamic_sizes=[DimDynamic.DYNAMIC if each else DimDynamic.STATIC for each in dynamic],
+        view_base_context=None if base is None else _context(base, [False] * base.dim()))
 
 
 class _Tensor(NamedTuple):
@@ -169,16 +178,6 @@ class _Size(NamedTuple):
     """A size or number that is a symbol, by its expression."""
 
     name: str
-
-
-class _Replay(fx.Interpreter):
-    """Computes the fake values of all nodes."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.op != "output":
-            n.meta["example_value"] = result
-        return result
 
 
 def _node(node: fx.Node, at: Mapping[fx.Node, int]) -> _Node:
@@ -218,7 +217,10 @@ def _summary(x: Any) -> Any:
 
 
 def _size(size: Any) -> Any:
-    return str(size) if isinstance(size, torch.SymInt) else size
+    return _text(size.node.expr) if isinstance(size, torch.SymInt) else size
+
+
+_text = functools.lru_cache(maxsize=4096)(str)
 
 
 def _reference(target: Any) -> str:

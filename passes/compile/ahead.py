@@ -15,9 +15,11 @@ import inspect
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +47,11 @@ TIMEOUT = 120.0  # seconds; what takes longer is left to the first launch
 _CACHE_PAGES = 4096  # any number: no kernel depends on it
 Beside = Mapping[Any, Callable[..., Any]]
 _NOTHING: Beside = MappingProxyType({})
+
+
+_SYMBOL = re.compile(r"\b[a-z]+\d+\b")
+_UNIT = re.compile(r",? ?\b(uuid|pci_\w+)=[^,)]*")  # which GPU of its kind
+_NO_MATTER = frozenset({"QUIRE_TRACE_CACHE", "QUIRE_CACHE_DIR", "QUIRE_COMPILE_WORKERS"})  # what they change is here by itself
 
 
 @dataclass(frozen=True)
@@ -112,12 +119,15 @@ def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str]
 def as_inductor_will(device: torch.device) -> None:
     """Set the environment variables that Inductor sets when it first compiles a kernel of its own, unless the user has: the
     folder of Triton's cache, and the assembler, whose version is part of each kernel's name there. If they were set half-way
-    through a start, kernels compiled before would not be found after, nor those of other processes."""
+    through a start, kernels compiled before would not be found after, nor those of other processes. The digest of Triton's own
+    files, half a gigabyte, which is part of each name too, is computed in a thread: that needs no lock of Python's."""
     with _left_to_launches():  # private functions, which a later Inductor may not have
-        from torch._inductor.runtime import cache_dir_utils, compile_tasks
+        from torch._inductor.runtime import cache_dir_utils, compile_tasks, triton_compat
 
         os.environ.setdefault("TRITON_CACHE_DIR", cache_dir_utils.triton_cache_dir(device.index or 0))
         compile_tasks._set_triton_ptxas_path()
+        if triton_compat.HAS_TRITON:
+            threading.Thread(target=triton_compat.triton_key, daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -184,8 +194,11 @@ class CompileAhead:
             return
         with timed("kernels"), _left_to_launches():
             shapes = [s for s in self.shapes if fits(s)]
-            note = self._note(chosen, values, roles, shapes)
+            made_of = self._made_of(chosen, values, roles, shapes)
+            note = _note(made_of)
             if not note.has_file("done"):
+                logger.info("kernels: compiled ahead, for Triton's cache has no note of a start with the same %s",
+                            ", ".join(f"{name} {digest[:8]}" for name, digest in made_of.items()))
                 found = set().union(*(launches_of(node, values, roles, shapes, self.beside) for node in chosen))
                 self._batches.append(self._run(sorted(found, key=repr), note))
 
@@ -198,16 +211,17 @@ class CompileAhead:
             if found:
                 self._batches.append(self._run(sorted(found, key=repr), None))
 
-    def _note(self, nodes: list[fx.Node], values: dict[fx.Node, Any], roles: dict[str, str], shapes: list[StepShape]) -> Any:
-        """The place in Triton's cache for a note that these nodes' kernels are compiled; it goes when the kernels go.
-
-        Its name is a hash of what their launches follow from, so a start that finds it need not work them out. If something is
-        missing here, kernels are compiled when they are launched.
-        """
-        from triton.runtime.cache import get_cache_manager
+    def _made_of(self, nodes: list[fx.Node], values: dict[fx.Node, Any], roles: dict[str, str], shapes: list[StepShape]
+                 ) -> dict[str, str]:
+        """Digests of what the launches of these nodes follow from, by name. If something is missing here, kernels are compiled
+        when they are launched."""
 
         def described(x: Any) -> Any:
-            return (x.dtype, x.device.type, x.shape, x.stride()) if isinstance(x, torch.Tensor) else x
+            if isinstance(x, torch.Tensor):
+                return x.dtype, x.device.type, *(tuple(map(described, n)) for n in (x.shape, x.stride(), [x.storage_offset()]))
+            if isinstance(x, torch.SymInt):  # by what it counts, which is all that a launch depends on (``launches_of``)
+                return _SYMBOL.sub(lambda match: roles.get(match[0], "pages"), str(x.node.expr))
+            return x
 
         calls = [(node.target, tree_map(described, fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])))
                  for node in nodes]
@@ -215,9 +229,10 @@ class CompileAhead:
         folders = sorted({Path(file).parent for file in files})
         sources = [path.read_bytes() for folder in folders for path in sorted(folder.rglob("*.py"))]
         measured = [path.read_bytes() for path in tuning.STORE.files if path.exists()]
-        settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("QUIRE_"))
-        facts = (triton_version(), self.target, self.gpu, shapes, sorted(roles.items()), calls, settings)
-        return get_cache_manager(hashlib.sha256(b"".join([repr(facts).encode(), *sources, *measured])).hexdigest())
+        settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("QUIRE_") and k not in _NO_MATTER)
+        facts = {"versions": (triton_version(), torch.__version__), "GPU": (self.target, _UNIT.sub("", self.gpu)),
+                 "shapes": shapes, "calls": calls, "settings": settings, "sources": sources, "measurements": measured}
+        return {name: hashlib.sha256(repr(fact).encode()).hexdigest() for name, fact in facts.items()}
 
     def _run(self, launches: list[Launch], note: Any) -> _Batch:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "CUDA_VISIBLE_DEVICES": ""}
@@ -259,6 +274,14 @@ class CompileAhead:
         """Kill the processes."""
         self._waited = True
         _end(self._batches)
+
+
+def _note(made_of: Mapping[str, str]) -> Any:
+    """The place in Triton's cache for a note that the kernels of such launches are compiled; it goes when the kernels go. A
+    start that finds it need not work the launches out."""
+    from triton.runtime.cache import get_cache_manager
+
+    return get_cache_manager(hashlib.sha256(repr(made_of).encode()).hexdigest())
 
 
 def _end(batches: list[_Batch]) -> None:

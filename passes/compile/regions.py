@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from quire.passes.fake_values import computed
 from quire.passes.fx import ancestors, evaluate, placeholders, storage_of, value, written_by
 from quire.passes.rewrite.lower import Lowered, any_sizes, fake_input
 
@@ -187,7 +188,7 @@ class _Values:
                 for written in written_by(n):
                     if not self.is_cache(self.of[written]) and self._made_in.get(storage_of(self.of[written])) != at:
                         raise _Whole(f"{n.name} changes in place what it did not make")
-                result = interpreter.run_node(n)
+                result = computed(n, self.of.__getitem__, self._fake, interpreter.run_node)
                 if n.target is self._lowered.target.backend.prepare:
                     result = [_of_any_size(t, f"quire_{n.name}_{i}", self._fake) for i, t in enumerate(result)]
                 self._set(n, result, at)

@@ -18,7 +18,8 @@ from torch import fx
 
 from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.tuning.small_linear import LinearShape
-from quire.passes.fx import add_input, argument, is_function, made_like, placeholders, value
+from quire.passes.fake_values import made_like
+from quire.passes.fx import add_input, argument, is_function, placeholders, value
 from quire.passes.verify.quantized import addresses
 
 logger = logging.getLogger(__name__)

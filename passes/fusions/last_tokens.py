@@ -34,19 +34,9 @@ import torch.nn.functional as F
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverloadPacket
 
+from quire.passes.fake_values import compute_value, made_like
 from quire.passes.fusions.base import Fusion
-from quire.passes.fx import (
-    compute_value,
-    erase_dead,
-    is_function,
-    is_method,
-    is_tensor,
-    made_like,
-    same_shape,
-    symbolic,
-    value,
-    written_by,
-)
+from quire.passes.fx import erase_dead, is_function, is_method, is_tensor, same_shape, symbolic, value, written_by
 from quire.passes.verify.row_wise import ARITHMETIC, IN_PLACE, PRODUCTS, VIEWS, RowWise, expression, picked
 from quire.passes.verify.sites import site_nodes
 

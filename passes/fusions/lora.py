@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from quire.attn_ops.ops.lora import MAX_RANK, MAX_SEGMENTS, lora_expand
+from quire.passes.fake_values import made_like
 from quire.passes.fusions.base import Fusion, columns
 from quire.passes.fx import (
     ADD,
@@ -32,7 +33,6 @@ from quire.passes.fx import (
     is_function,
     is_method,
     is_tensor,
-    made_like,
     only_user,
     operands,
     replace_node,

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from quire.attn_ops.ops.lora_rows import MAX_KERNEL_ADAPTERS, MAX_RANK, lora_group, lora_rows
+from quire.passes.fake_values import made_like
 from quire.passes.fusions.base import Fusion, before_dropout, columns
 from quire.passes.fx import (
     ADD,
@@ -35,7 +36,6 @@ from quire.passes.fx import (
     is_function,
     is_method,
     is_tensor,
-    made_like,
     only_user,
     operands,
     replace_node,

@@ -25,11 +25,11 @@ from torch import fx
 
 from quire.attn_ops.ops.small_linear import small_linear
 from quire.attn_ops.ops.small_linear_wide import is_int4, rows_of
+from quire.passes.fake_values import compute_value
 from quire.passes.fusions.base import Fusion, before_dropout, columns
 from quire.passes.fx import (
     LINEAR,
     argument,
-    compute_value,
     is_function,
     is_method,
     only_user,

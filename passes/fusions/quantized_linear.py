@@ -31,8 +31,9 @@ from torch import fx
 from quire.attn_ops.ops.small_linear import QUANTIZED_WEIGHT_DTYPES, small_linear
 from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS
 from quire.attn_ops.tuning.launch_config import INT4, measured
+from quire.passes.fake_values import compute_value
 from quire.passes.fusions.base import Fusion
-from quire.passes.fx import LINEAR, argument, compute_value, is_function, replace_node, value
+from quire.passes.fx import LINEAR, argument, is_function, replace_node, value
 
 
 def wanted(weight: torch.Tensor) -> bool:

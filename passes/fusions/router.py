@@ -30,6 +30,7 @@ import torch
 from torch import fx
 
 from quire.attn_ops.ops.routing import KERNEL_DTYPES, MAX_GROUPS, MAX_K, MAX_ROW, route_rows
+from quire.passes.fake_values import made_like
 from quire.passes.fusions import routing
 from quire.passes.fusions.base import Fusion
 from quire.passes.fx import (
@@ -38,7 +39,6 @@ from quire.passes.fx import (
     erase_dead,
     is_function,
     is_method,
-    made_like,
     only_user,
     operands,
     replace_node,

@@ -34,7 +34,8 @@ from torch.utils._pytree import tree_leaves
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.ops.lora_rows import lora_rows
-from quire.passes.fx import compute_value, made_like, placeholders, symbolic, value, written_by
+from quire.passes.fake_values import compute_value, made_like
+from quire.passes.fx import placeholders, symbolic, value, written_by
 from quire.passes.rewrite.length_rope import longer_than
 from quire.passes.verify.row_wise import picked
 from quire.passes.verify.rows import Const, Holds, Rows

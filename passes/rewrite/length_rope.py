@@ -28,7 +28,8 @@ from torch import fx
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.step import Step
-from quire.passes.fx import erase_dead, is_function, is_method, is_tensor, made_like, source_name, value, written_by
+from quire.passes.fake_values import made_like
+from quire.passes.fx import erase_dead, is_function, is_method, is_tensor, source_name, value, written_by
 
 LIMITS = "quire_length_limits"  # in the meta of a graph: lengths beyond which sequences have other frequencies
 

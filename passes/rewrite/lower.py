@@ -244,10 +244,10 @@ def fake_input(fake: FakeTensorMode, name: str, like: torch.Tensor, dynamic: tup
     """A fake of ``like`` on ``device`` whose sizes marked ``dynamic`` are symbols."""
     context: Any = StatelessSymbolicContext(
         dynamic_sizes=[DimDynamic.DYNAMIC if d else DimDynamic.STATIC for d in dynamic])
+    sizes: Any = like.shape
+    strides: Any = like.stride()
+    if fake.shape_env is not None:
+        sizes, strides, _ = fake.shape_env.create_symbolic_sizes_strides_storage_offset(
+            like, ConstantSource(name), symbolic_context=context)
     with fake:
-        real = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-    if fake.shape_env is None:
-        return real
-    meta = fake.shape_env.create_symbolic_sizes_strides_storage_offset(real, ConstantSource(name), symbolic_context=context)
-    with fake:
-        return torch.empty_strided(meta[0], meta[1], dtype=like.dtype, device=device)
+        return torch.empty_strided(sizes, strides, dtype=like.dtype, device=device)

@@ -13,17 +13,8 @@ import torch
 from torch import fx
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import (
-    argument,
-    made_like,
-    module_path,
-    placeholders,
-    same_shape,
-    source_name,
-    symbolic,
-    target_name,
-    value,
-)
+from quire.passes.fake_values import made_like
+from quire.passes.fx import argument, module_path, placeholders, same_shape, source_name, symbolic, target_name, value
 from quire.passes.rewrite.length_rope import LIMITS
 
 #: Functions and methods that pass numbers on as they are.

@@ -32,10 +32,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from quire.attn_ops.attention import AttentionSite, Latent
 from quire.attn_ops.mla import mla_attention
+from quire.passes.fake_values import compute_value
 from quire.passes.fx import (
     LINEAR,
     ancestors,
-    compute_value,
     erase_dead,
     evaluate,
     is_function,

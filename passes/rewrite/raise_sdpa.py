@@ -31,7 +31,8 @@ from torch import fx
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from quire.attn_ops.attention import attention
-from quire.passes.fx import ancestors, compute_value, constant, erase_dead, evaluate, module_path, symbolic, target_name, value
+from quire.passes.fake_values import compute_value
+from quire.passes.fx import ancestors, constant, erase_dead, evaluate, module_path, symbolic, target_name, value
 from quire.passes.verify.mask_proof import MaskKind, MaskProver, Refusal
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import erase_dead, made_like
+from quire.passes.fake_values import made_like
+from quire.passes.fx import erase_dead
 from quire.passes.rewrite.length_rope import limit_of
 
 

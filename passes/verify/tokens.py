@@ -38,6 +38,7 @@ from quire.passes.fx import (
     is_module_tensor,
     is_stored,
     module_path,
+    sizes_of,
     storage_of,
     symbolic,
     target_name,
@@ -275,7 +276,7 @@ class TokenPass:
             if _has_order(known):
                 return None
             for t, k in zip(flat, known, strict=True):
-                parts.append((str(t.shape), str(t.stride()), t.dtype, t.device, k) if isinstance(t, torch.Tensor) else str(t))
+                parts.append((sizes_of(t), t.dtype, t.device, k) if isinstance(t, torch.Tensor) else str(t))
         number = {x: f"%{i}" for i, x in enumerate(node.all_input_nodes)}
         spelled = fx.node.map_arg((node.args, node.kwargs), lambda n: number[n])
         return (*parts, repr(spelled))

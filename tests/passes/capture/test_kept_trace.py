@@ -30,6 +30,7 @@ from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.passes.capture import facts, kept_trace
 from quire.passes.capture.paged_model import PagedModel
+from quire.passes.fx import fake_mode, text_of
 from quire.passes.options import QuireOptions
 from tests.passes.models import Tiny, tiny
 from tests.zoo.configs import SERVED, build
@@ -75,6 +76,22 @@ def test_an_equal_model_with_other_weights_takes_it(name: str) -> None:
     assert not found
     batch = reference(build(SERVED[name], seed=3, attention="eager"))
     assert error(serve(model, batch, page_size=4), batch) <= TOLERANCE
+
+
+def test_compilations_of_the_traced_model_are_found() -> None:
+    """Inductor finds what it compiled by the names of sizes, so those that come after the trace (of tables and caches) must be
+    the same: else the first start that takes a trace from the disk compiles everything again."""
+
+    def sizes() -> tuple[bool, list[str]]:
+        found, model = traced(llama, QuireOptions(compiler="eager", page_size=4))
+        mode = fake_mode(model.graph.compiled().lowered.gm.graph)
+        model.close()
+        assert mode is not None and mode.shape_env is not None
+        return found, sorted(f"{s}: {text_of(sources[0])}" for s, sources in mode.shape_env.var_to_sources.items())
+
+    first, second = sizes(), sizes()
+    assert (first[0], second[0]) == (True, False) and any("quire_k_cache_1" in each for each in first[1])
+    assert second[1] == first[1]
 
 
 def test_a_module_that_is_not_of_transformers() -> None:

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 pytest.importorskip("triton")
 
@@ -262,6 +265,36 @@ def test_what_was_compiled_is_noted(code: int, error: Exception | None, workers:
         workers[-1].code = code
         ahead.wait()
     assert note.put_as == (["done"] if (code, error) == (0, None) else [])
+
+
+def test_a_later_start_finds_the_note_under_other_names_of_sizes(workers: list[Any], monkeypatch: pytest.MonkeyPatch,
+                                                                 tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The names of symbols follow from what else was traced, and differ between a trace and one from the disk. What a launch
+    follows from counts: which size of the step a symbol is. The log says what a note that is not there would be of."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    x, node = call_of(monkeypatch)
+
+    def processes(role: str = "tokens", offset: int = 0, gpu: str = "", before: int = 0) -> int:
+        env, started = ShapeEnv(), len(workers)
+        for i in range(before):
+            env.create_symbol(7 + i, ConstantSource("n"), DimDynamic.DYNAMIC)
+        rows = env.create_symbol(5, ConstantSource("n"), DimDynamic.DYNAMIC)
+        size = env.create_symintnode(rows, hint=5)
+        with FakeTensorMode(shape_env=env):
+            fake = torch.empty(size + offset, 4)[offset:]
+        ahead = CompileAhead([StepShape(4, 2, 1)], TARGET, 1, gpu=gpu)
+        ahead.start([node], {x: fake}, {str(rows): role})
+        ahead.wait()
+        return len(workers) - started
+
+    names = "_Properties(name='H', {}multi_processor_count={})"
+    with caplog.at_level("INFO"):
+        assert processes(gpu=names.format("uuid=1-2, ", 132)) == 1
+    assert "no note" in caplog.text and "GPU" in caplog.text
+    assert processes(gpu=names.format("uuid=3-4, ", 132), before=2) == 0
+    assert processes(gpu=names.format("uuid=1-2, ", 114)) == 1
+    assert processes(gpu=names.format("uuid=1-2, ", 132), role="rows") == 1
+    assert processes(gpu=names.format("uuid=1-2, ", 132), offset=1) == 1
 
 
 def test_a_failure_is_left_to_the_launch(caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,9 +20,10 @@ from quire.attn_ops.ops.small_linear import small_linear
 from quire.attn_ops.step import Step
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.compile.regions import compile_by_regions
+from quire.passes.fake_values import compute_value
 from quire.passes.fusions.base import FusedWeights, Fusion
 from quire.passes.fusions.last_tokens import last_tokens
-from quire.passes.fx import compute_value, copy_graph, value
+from quire.passes.fx import copy_graph, value
 from quire.passes.options import QuireOptions
 from quire.passes.verify.row_wise import PRODUCTS
 from tests.passes.models import HIDDEN, VOCAB, Attention, changes, listing

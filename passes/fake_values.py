@@ -1,0 +1,173 @@
+"""The fake values of nodes, computed from those of their inputs.
+
+A model repeats its layers, its graph is rewritten and cut, and computing with symbolic sizes takes up to a millisecond per
+node. So of nodes that do the same with inputs alike only the first is computed, and the others get fakes like its result: in
+memory of their own, or in the memory of the same input. What an operation makes of fakes follows from their metadata and from
+what memory they share.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._pytree import tree_leaves
+
+from quire.passes.fx import evaluate, sizes_of, storage_of, value, written_by
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+#: Makes a result like another one, of inputs like its inputs. It holds no fake, which would keep the mode.
+_Make = Callable[[list[Any], FakeTensorMode], Any]
+_made: weakref.WeakKeyDictionary[FakeTensorMode, dict[Any, _Make]] = weakref.WeakKeyDictionary()
+
+
+class _Odd(Exception):
+    """A node of which nothing is taken from another."""
+
+
+@dataclass(frozen=True)
+class _At:
+    """Stands for an input of a node."""
+
+    index: int
+
+
+class Replay(fx.Interpreter):
+    """Sets the example_value of all nodes. Run it in ``mode``, without gradients, with fakes of that mode."""
+
+    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode) -> None:
+        super().__init__(gm)
+        self._mode = mode
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "output":
+            return super().run_node(n)
+        result = n.meta["example_value"] = computed(n, value, self._mode, super().run_node)
+        return result
+
+
+def compute_value(node: fx.Node) -> fx.Node:
+    """Give a new node the fake value that follows from its inputs' fake values; returns the node."""
+    leaves = (t for x in node.all_input_nodes for t in tree_leaves(value(x)))
+    mode = next((m for t in leaves if (m := getattr(t, "fake_mode", None)) is not None), None)
+
+    def compute(node: fx.Node) -> Any:
+        inputs = {n: value(n) for n in node.all_input_nodes}
+        evaluate([node], inputs)
+        return inputs[node]
+
+    with torch.no_grad(), enable_python_dispatcher():
+        if mode is None:
+            node.meta["example_value"] = compute(node)
+        else:
+            with mode:
+                node.meta["example_value"] = computed(node, value, mode, compute)
+    return node
+
+
+def made_like(node: fx.Node, like: fx.Node) -> fx.Node:
+    """``compute_value`` of a new node, which counts as one of the module that made ``like``."""
+    node.meta["nn_module_stack"] = like.meta.get("nn_module_stack")
+    return compute_value(node)
+
+
+def computed(node: fx.Node, of: Callable[[fx.Node], Any], mode: FakeTensorMode, compute: Callable[[fx.Node], Any]
+             ) -> Any:
+    """What ``compute`` gives for a node in ``mode``, or a value like that of an equal one. ``of``: the values of its inputs."""
+    try:
+        inputs = [leaf for x in node.all_input_nodes for leaf in tree_leaves(of(x))]
+        key = _key(node, of, inputs)
+    except _Odd:
+        return compute(node)
+    made = _made.setdefault(mode, {})
+    if key in made:
+        return made[key](inputs, mode)
+    result = compute(node)
+    if (again := _again(result, inputs)) is not None:
+        made[key] = again
+    return result
+
+
+def _again(result: Any, inputs: list[Any]) -> _Make | None:
+    """Makes a result like this one; None: only computing it does."""
+    if (kind := type(result)) in (tuple, list):
+        each = [_again(x, inputs) if isinstance(x, torch.Tensor) else None for x in result]
+        if None in each:
+            return None
+        own = [storage_of(x) for x in result if _place(x, inputs) is None]
+        if len(own) != len(set(own)):
+            return None
+        return lambda inputs, mode: kind(make(inputs, mode) for make in each if make is not None)
+    if not isinstance(result, torch.Tensor):
+        return None  # as cheap to compute
+    same = next((i for i, x in enumerate(inputs) if x is result), None)
+    if same is not None:
+        return lambda inputs, mode: inputs[same]
+    try:
+        _described(result, {})
+    except _Odd:
+        return None
+    sizes, strides, offset = result.shape, result.stride(), result.storage_offset()
+    dtype, device, at = result.dtype, result.device, _place(result, inputs)
+    if result.requires_grad or isinstance(result, torch.nn.Parameter) or not _symbols(result) <= {
+            s for x in inputs for s in _symbols(x)}:  # sizes that depend on data
+        return None
+    if offset != 0 if at is None else inputs[at].dtype != dtype or inputs[at].device != device:  # a view as another dtype
+        return None
+    count = result.untyped_storage().nbytes() // result.itemsize
+
+    def make(inputs: list[Any], mode: FakeTensorMode) -> torch.Tensor:
+        with in_kernel_invocation_manager(mode):
+            memory = torch.empty(count, dtype=dtype, device="meta") if at is None else inputs[at]
+            return FakeTensor(mode, memory.as_strided(sizes, strides, offset), device)
+
+    return make
+
+
+def _place(x: torch.Tensor, inputs: list[Any]) -> int | None:
+    """The number of the first input in whose memory a tensor is."""
+    return next((i for i, y in enumerate(inputs) if isinstance(y, torch.Tensor) and storage_of(y) == storage_of(x)), None)
+
+
+def _key(node: fx.Node, of: Callable[[fx.Node], Any], inputs: list[Any]) -> Any:
+    """Equal for nodes that give the same, up to memory. Raises _Odd for those that change something, and for inputs other than
+    plain fakes and numbers."""
+    if node.op not in ("call_function", "call_method") or written_by(node) or not any(
+            isinstance(x, torch.Tensor) for x in inputs) or torch._C._functorch.maybe_current_level() is not None:
+        raise _Odd
+    number: dict[fx.Node, Any] = {x: _At(i) for i, x in enumerate(node.all_input_nodes)}
+    # As text: True is not 1, 0.0 is not -0.0.
+    spelled = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: number[n]))
+    nested = tuple((type(of(x)), len(tree_leaves(of(x)))) for x in node.all_input_nodes)
+    memory: dict[int, int] = {}
+    return (node.op, node.target, spelled, nested, torch.is_grad_enabled(),
+            tuple(_described(x, memory) for x in inputs))
+
+
+def _described(x: Any, memory: dict[int, int]) -> Any:
+    """What computing with a value depends on. ``memory``: storages, numbered as they come."""
+    if isinstance(x, torch.Tensor):
+        if type(x) is not FakeTensor or x.constant is not None or x.layout is not torch.strided or x.is_conj() or x.is_neg():
+            raise _Odd
+        return (x.dtype, x.device, x.requires_grad, isinstance(x, torch.nn.Parameter), sizes_of(x),
+                memory.setdefault(storage_of(x), len(memory)))
+    if isinstance(x, _NUMBERS):
+        return type(x), x.node.expr
+    if type(x) in _PLAIN:
+        return type(x), repr(x)
+    raise _Odd
+
+
+def _symbols(x: Any) -> set[Any]:
+    numbers = (*x.shape, *x.stride(), x.storage_offset()) if isinstance(x, torch.Tensor) else (x,)
+    return {s for n in numbers if isinstance(n, _NUMBERS) for s in n.node.expr.free_symbols}
+
+
+__all__ = ["Replay", "compute_value", "computed", "made_like"]
