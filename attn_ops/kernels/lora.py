@@ -78,12 +78,13 @@ def rows_shrink_kernel(x, rows, a, out, t, k, x_stride, ranks, places, ADAPTERS:
 @triton.jit
 def rows_expand_kernel(bases, rows, b, shrunk, out, t, n, sizes, strides, layers, ranks, places, scalings,
                        LAYERS: tl.constexpr, ADAPTERS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr,
-                       BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr):
+                       BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, STEP: tl.constexpr,
+                       PDL: tl.constexpr):
     """Program (tile of columns, tile of tokens): base + B (A x) * scaling of each token's adapters, to its layer's columns of
     ``out`` (t, n). The tiles of a layer come after those of the layer before; its last one may be partly empty. ``bases``,
     ``sizes`` and ``strides`` have an entry for each layer, the other tuples for each adapter, whose layer is in ``layers``.
-    ``shrunk``, ``rows``, ``places``: as of ``rows_shrink_kernel``, with the same tiles of tokens. BLOCK_Q ranks at a time: all
-    of them do not fit the registers."""
+    ``shrunk``, ``rows``, ``places``: as of ``rows_shrink_kernel``, with the same tiles of tokens. BLOCK_Q ranks and STEP parts
+    at a time: all of them do not fit the registers."""
     tile = tl.program_id(0)
     layer, first, column = 0, 0, 0  # the tile's layer, and that layer's first tile and column
     next_first, next_column = 0, 0
@@ -115,9 +116,11 @@ def rows_expand_kernel(bases, rows, b, shrunk, out, t, n, sizes, strides, layers
                 for part in range(0, BLOCK_R, BLOCK_Q):
                     r = part + tl.arange(0, BLOCK_Q)
                     low = tl.zeros((BLOCK_T, BLOCK_Q), tl.float32)
-                    for split in range(SPLITS):
-                        place = ((i * SPLITS + split) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
-                        low += tl.load(shrunk + place, mask=(tokens < t)[:, None], other=0.0)
+                    for split in range(0, SPLITS, STEP):
+                        parts = split + tl.arange(0, STEP)
+                        place = ((i * SPLITS + parts[:, None]) * t + tokens[None, :]).to(tl.int64)[:, :, None] * BLOCK_R
+                        there = (parts < SPLITS)[:, None] & (tokens < t)[None, :]
+                        low += tl.sum(tl.load(shrunk + place + r[None, None, :], mask=there[:, :, None], other=0.0), 0)
                     factors = tl.load(b[i] + columns.to(tl.int64)[None, :] * ranks[i] + r[:, None],
                                       mask=(columns < size)[None, :] & (r < ranks[i])[:, None], other=0.0)
                     more += tl.dot(low.to(factors.dtype), factors, input_precision="ieee")

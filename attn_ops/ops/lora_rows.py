@@ -112,8 +112,9 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     flat, x2 = [host.rows_contiguous(base[0]) for base in bases], host.rows_contiguous(x[0])
     ranks = tuple(down.shape[0] for down in a)
     places = tuple(bit.bit_length() - 1 if bit else EVERY for bit in bits)
-    block_t, block_k, block_n = (16 if t <= 16 else 32), 64, 64
-    block_r, splits = next_power_of_2(max(ranks), 16), max(1, min(8, k // 256))  # one program would read A too slowly
+    block_t, block_n, block_r = (16 if t <= 16 else 32), 64, next_power_of_2(max(ranks), 16)
+    # A program waits for memory at each step of its loop, so it has few: two for most layers and ranks.
+    block_k, splits = max(32, min(128, 4096 // max(block_t, block_r))), max(1, min(32 // min(-(-t // block_t), 4), k // 256))
     shrunk = torch.empty(len(a), splits, t, block_r, dtype=torch.float32, device=x.device)
     sizes = tuple(base.shape[2] for base in bases)
     out = bases[0].new_empty(1, t, sum(sizes))
@@ -123,7 +124,7 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     launch(kernels.rows_expand_kernel, (sum(-(-n // block_n) for n in sizes), tiles), tuple(flat), rows, tuple(b), shrunk, out,
            t, sum(sizes), sizes, tuple(base.stride(0) for base in flat), tuple(layers), ranks, places,
            tuple(map(float, scaling)), LAYERS=len(bases), ADAPTERS=len(a), SPLITS=splits, BLOCK_T=block_t, BLOCK_N=block_n,
-           BLOCK_R=block_r, BLOCK_Q=min(block_r, 32), pdl=pdl, num_warps=4)
+           BLOCK_R=block_r, BLOCK_Q=min(block_r, 32), STEP=max(1, 4096 // (block_t * min(block_r, 32))), pdl=pdl, num_warps=4)
     return out
 
 
