@@ -122,7 +122,7 @@ def test_mla(heads):
 
 @pytest.mark.parametrize("module", [decode, mla], ids=["dense", "latent"])
 def test_a_long_block_table_costs_little(module, monkeypatch):
-    """128 sequences of 1024 tokens took a sixth longer where the table had room for 32768: most programs found no keys."""
+    """A step of 128 sequences of 1024 tokens took a twelfth longer with room for 32768: most programs found no keys."""
     programs, slots, zeros = [], 2 * MANY, functools.partial(torch.zeros, device=DEVICE)
     monkeypatch.setattr(module, "launch", lambda kernel, grid, *args, **options: programs.append(grid[0]))
     case = make_case([1] * slots, [8] * slots, **SMALL, expect=False)
