@@ -2,9 +2,10 @@
 
 From a slot per multiprocessor on, slots fill the GPU, and only a sequence that is much longer than the others should be split.
 A grid of the same number of programs for every slot would launch as many as the block table has room for, and for short
-sequences almost all of them in vain: on an H200 a step of Llama-3.1-8B at 128 x 1024 took 9.28 ms with room for 1155 tokens, and
-10.08 with room for 32768 (docs/performance.md). So the grid has a program per slot, and at most 128 per head for the *extra* parts, those beyond the first, of all items
-together. Items are tokens where T <= B, else sequences of one token. Parts and slots: NOTE [Partial results].
+sequences almost all of them in vain: on an H200 a step of Llama-3.1-8B at 128 x 1024 took 9.28 ms with room for 1155 tokens,
+and 10.08 with room for 32768. So the grid has a program per slot, and at most 128 per head for the *extra* parts, those beyond
+the first, of all items together. Items are tokens where T <= B, else sequences of one token. Parts and slots: NOTE [Partial
+results].
 
 The schedule is (1 + B + EXTRA_PARTS,) int32: keys per part; for each item, the number of extra parts of the items before it;
 for each extra part its item, or -1. Part p of an item has partial result number item + (extra parts before it) + p.
