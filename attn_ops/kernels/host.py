@@ -12,9 +12,6 @@ import torch
 
 #: Counters per forward. Kernels that merge partial results take one per slot; see NOTE [Last one merges].
 NUM_COUNTERS = 16384
-#: Parts of long sequences beyond one for each, in a decode's schedule (attn_ops/backends/triton/schedule.py): a program that
-#: finds none takes 2 ns, and there is one per head.
-EXTRA_PARTS = 128
 #: Bytes, at most, of the contiguous keys and values of a layer (attn_ops/kernels/gather_kv.py); and of the copy per second,
 #: read and written: estimated.
 MAX_GATHERED, GATHER_BANDWIDTH = 512 * 2**20, 1.9e12

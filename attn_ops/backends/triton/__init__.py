@@ -24,7 +24,7 @@ import torch
 from quire.attn_ops import mla_prefill
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_state_op
 from quire.attn_ops.backends.triton.extend_route import Route, find_route, metadata_of, possible, scratch_bytes, without_graph
-from quire.attn_ops.backends.triton.plan import Batch
+from quire.attn_ops.backends.triton.plan import EXTRA_PARTS, Batch
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches, kernel_module, rows_contiguous
 from quire.attn_ops.kernels.launch import is_recording
@@ -187,7 +187,7 @@ def _prepare(*args: Any) -> list[torch.Tensor]:
 
 def _fake_prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
                   seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
-    return [seq_lens.new_empty(n, dtype=torch.int32) for n in (host.NUM_COUNTERS, 1 + seq_lens.shape[0] + host.EXTRA_PARTS)]
+    return [seq_lens.new_empty(n, dtype=torch.int32) for n in (host.NUM_COUNTERS, 1 + seq_lens.shape[0] + EXTRA_PARTS)]
 
 
 BACKEND = AttentionBackend(

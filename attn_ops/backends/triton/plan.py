@@ -11,6 +11,9 @@ import torch
 
 from quire.attn_ops.kernels import host
 
+#: Parts of long sequences beyond one for each, in a schedule (``schedule.py``). A program that finds none takes 2 ns, and there
+#: is one per head.
+EXTRA_PARTS = 128
 C = TypeVar("C", bound=Any)
 _overrides: dict[type, dict[str, Any]] = {}
 _planners: list[Any] = []

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.attn_ops.backends.triton.plan import Batch, Plan, tuned
+from quire.attn_ops.backends.triton.plan import EXTRA_PARTS, Batch, Plan, tuned
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.launch import launch
 
@@ -42,7 +42,7 @@ def num_items(num_tokens: int, num_reqs: int) -> int:
 
 def extra_parts(items: int) -> int:
     """Programs per head for extra parts: what few items can use."""
-    return min(host.EXTRA_PARTS, 3 * items)
+    return min(EXTRA_PARTS, 3 * items)
 
 
 def is_scheduled(items: int, heads: int, num_reqs: int, capacity: int, least: int) -> bool:
@@ -100,12 +100,12 @@ def prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_l
     """[counters, zeroed: NOTE [Last one merges]; schedule]: the backend's ``prepare``."""
     num_tokens, num_reqs = slot_mapping.shape[0], seq_lens.shape[0]
     items, device = num_items(num_tokens, num_reqs), seq_lens.device
-    size = 1 + num_reqs + host.EXTRA_PARTS
+    size = 1 + num_reqs + EXTRA_PARTS
     if not items or num_reqs > MAX_REQS or block_table.shape[1] * page_size <= config().chunk:
         return [host.new_counters(device), torch.zeros(size, dtype=torch.int32, device=device)]  # nothing goes by it
     counters, schedule = (torch.empty(n, dtype=torch.int32, device=device) for n in (host.NUM_COUNTERS, size))
     launch(schedule_kernel, (1,), query_start_loc, seq_lens, counters, schedule, num_reqs, items, extra_parts(items),
-           config().chunk, num_reqs.bit_length(), num_tokens > num_reqs, host.next_power_of_2(num_reqs, 32), host.EXTRA_PARTS,
+           config().chunk, num_reqs.bit_length(), num_tokens > num_reqs, host.next_power_of_2(num_reqs, 32), EXTRA_PARTS,
            host.NUM_COUNTERS, num_warps=8)
     return [counters, schedule]
 
