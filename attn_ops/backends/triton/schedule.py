@@ -46,10 +46,15 @@ def extra_parts(items: int) -> int:
 
 
 def is_scheduled(items: int, heads: int, num_reqs: int, capacity: int, least: int) -> bool:
-    """Whether a decode of ``items`` with ``heads`` programs each goes by the schedule: from ``least`` programs on, where the
-    block table has room for more keys per row than a part has at least."""
-    slots = items * heads
-    return least <= slots <= host.NUM_COUNTERS and num_reqs <= MAX_REQS and capacity > config().chunk
+    """Whether a decode of ``items`` with ``heads`` programs each goes by the schedule: from ``least`` programs on, where there
+    is one."""
+    return least <= items * heads <= host.NUM_COUNTERS and is_made(items, num_reqs, capacity)
+
+
+def is_made(items: int, num_reqs: int, capacity: int) -> bool:
+    """Whether ``prepare`` makes a schedule: where the block table has room for more keys per row than a part has at least. One
+    item never goes by it."""
+    return items > 1 and num_reqs <= MAX_REQS and capacity > config().chunk
 
 
 @triton.jit
@@ -101,8 +106,8 @@ def prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_l
     num_tokens, num_reqs = slot_mapping.shape[0], seq_lens.shape[0]
     items, device = num_items(num_tokens, num_reqs), seq_lens.device
     size = 1 + num_reqs + EXTRA_PARTS
-    if not items or num_reqs > MAX_REQS or block_table.shape[1] * page_size <= config().chunk:
-        return [host.new_counters(device), torch.zeros(size, dtype=torch.int32, device=device)]  # nothing goes by it
+    if not is_made(items, num_reqs, block_table.shape[1] * page_size):
+        return [host.new_counters(device), torch.zeros(size, dtype=torch.int32, device=device)]
     counters, schedule = (torch.empty(n, dtype=torch.int32, device=device) for n in (host.NUM_COUNTERS, size))
     launch(schedule_kernel, (1,), query_start_loc, seq_lens, counters, schedule, num_reqs, items, extra_parts(items),
            config().chunk, num_reqs.bit_length(), num_tokens > num_reqs, host.next_power_of_2(num_reqs, 32), EXTRA_PARTS,

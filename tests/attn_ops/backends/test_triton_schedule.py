@@ -42,7 +42,7 @@ def by_definition(lens: list[int], chunk: int, most: int) -> tuple[int, list[int
 def test_the_schedule(seed):
     """A part that is missing or twice there would be a wrong output."""
     draw = random.Random(seed)
-    count, mixed = draw.choice([1, 2, 5, 33, 70]), seed % 2 == 1
+    count, mixed = draw.choice([2, 5, 33, 70]), seed % 2 == 1
     query_lens = [draw.choice([0, 1, 1, 1, 4]) for _ in range(count)] if mixed else [1] * count
     lens = [n and n + draw.choice([0, 3, 40, 500, 3000]) for n in query_lens]
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
