@@ -23,7 +23,7 @@ from quire.graph_runner.bench.record import dtype_of, model_of, script, started
 from quire.graph_runner.bench.steps import end, milliseconds, random_tokens, until_decoding
 
 STEPS = 64
-SHARES = {"none": 2, "one": 3, "each": 5}  # of the time: the first request with an adapter of its own has the model traced anew
+SHARES = {"none": 2, "one": 3, "each": 3}  # of the time
 
 
 def step_ms(engine: quire.Engine, batch: int, names: list[str | None], context: int) -> float:
@@ -56,7 +56,8 @@ def main() -> None:
         _, lora_dtype = todo.pop(0)
 
         def run() -> None:
-            with quire.Engine(of, attention=args.attention, max_num_seqs=max(args.batch), max_model_len=length) as engine:
+            with quire.Engine(of, attention=args.attention, max_num_seqs=max(args.batch), max_model_len=length,
+                              enable_lora=way == "each") as engine:
                 for batch in args.batch:
                     ms = step_ms(engine, batch, names, args.context)
                     without = [row["ms"] for row in record.rows if row.get("way") == "none" and row["batch"] == batch]

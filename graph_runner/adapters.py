@@ -1,8 +1,8 @@
 """Adapters per request: which of PEFT's LoRA adapters each request of a batch has.
 
-The first request with ``adapter=`` makes the engine trace its model again, so that each token has adapters of its own
-(``passes/capture/lora.py``); from then on requests with different adapters, and with none, share steps. A request keeps the
-adapters that it came with. Those without ``adapter=`` have the model's active ones.
+With ``enable_lora=True``, or from the first request with ``adapter=`` on, which makes the engine trace its model again, each
+token has adapters of its own (``passes/capture/lora.py``): requests with different adapters, and with none, share steps. A
+request keeps the adapters that it came with. Those without ``adapter=`` have the model's active ones.
 """
 
 from __future__ import annotations

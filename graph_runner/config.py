@@ -90,6 +90,9 @@ class EngineConfig:
         None, "compute equal beginnings of prompts once. None: of requests that wait or run together. True: pages of finished "
         "requests are kept for later ones too, until memory is needed or the weights change; after a change that PyTorch does "
         "not count (writes through p.data) call reset_prefix_cache. False: never")
+    enable_lora: bool = _option(
+        False, "trace the model so that each request may have PEFT's adapters of its own (adapter=). Without it the first such "
+        "request has the model traced again")
     max_waiting: int | None = _option(
         None, "maximum number of requests that wait for a slot; more are refused. None: no limit", least=0)
     max_logprobs: int = _option(
@@ -179,6 +182,7 @@ class EngineOptions(TypedDict, total=False):
     compiler: str
     fusions: str | Sequence[str]
     enable_prefix_caching: bool | None
+    enable_lora: bool
     max_waiting: int | None
     max_logprobs: int
     kv_sharing_fast_prefill: bool

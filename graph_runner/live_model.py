@@ -17,7 +17,7 @@ from quire.graph_runner.paged_forward import own_forward
 from quire.graph_runner.scheduler import Scheduler
 from quire.graph_runner.window_pages import WindowPages, fit_requests
 from quire.passes.capture.evaluating import ChangedWhileTraced
-from quire.passes.capture.lora import can_choose
+from quire.passes.capture.lora import can_choose, check_adapters
 
 logger = logging.getLogger(__name__)
 _ATTEMPTS = 8  # to trace a model that other threads change meanwhile
@@ -36,7 +36,9 @@ class LiveModel:
 
     def __init__(self, model: torch.nn.Module, config: EngineConfig) -> None:
         self.model, self.config = model, loading.limited(config, model)
-        self.adapters = False
+        if config.enable_lora:
+            check_adapters(model)
+        self.adapters = config.enable_lora
         self._stale: str | None = None  # a change after which the model could not be traced
         self._trace()
         self.num_pages = self.runner.cache.num_pages

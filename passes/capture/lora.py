@@ -58,7 +58,8 @@ def check_adapters(model: torch.nn.Module) -> None:
     """Raises ValueError for adapters that cannot be applied token by token; says which and why."""
     layers = adapter_layers(model)
     if not layers:
-        raise ValueError("the model has no adapters of PEFT; add one (peft.get_peft_model, add_adapter) or leave adapter= out")
+        raise ValueError("the model has no adapters of PEFT; add one (peft.get_peft_model, add_adapter), or leave adapter= and "
+                         "enable_lora out")
     if len(adapter_names(model)) > MAX_ADAPTERS:
         raise ValueError(f"the model has {len(adapter_names(model))} adapters, and requests can choose among {MAX_ADAPTERS} at "
                          "most; delete some")

@@ -75,6 +75,17 @@ def test_a_batch_with_different_adapters(schedule) -> None:
                 want("__base__", 0), want("two", 0)]
 
 
+def test_an_engine_that_expects_adapters(caplog) -> None:
+    """With ``enable_lora`` the first request with an adapter does not wait for a new trace; it is refused without adapters."""
+    with quire.Engine(adapted(small_llama(std=0.3)), enable_lora=True, **OPTIONS) as engine:
+        outputs = engine.generate([PROMPTS[i] for _, i in ROWS], PARAMS, adapter=[name for name, _ in ROWS])
+        assert tokens(outputs) == [want(name, i) for name, i in ROWS]
+        assert tokens(engine.generate(PROMPTS[:1], PARAMS)) == [want("one", 0)]
+    assert "tracing it again" not in caplog.text
+    with pytest.raises(ValueError, match="no adapters of PEFT.*enable_lora"):
+        quire.Engine(small_llama(), enable_lora=True, **OPTIONS)
+
+
 @pytest.mark.slow
 def test_a_life_with_adapters() -> None:
     """A server's adapters come and go; trained ones change in place; a request of a deleted one fails by name."""
