@@ -2,8 +2,9 @@
 
 A model repeats its layers, its graph is rewritten and cut, and computing with symbolic sizes takes up to a millisecond per
 node. So of nodes that do the same with inputs alike only the first is computed, and the others get fakes like its result: in
-memory of their own, or in the memory of the same input. What an operation makes of fakes follows from their metadata and from
-what memory they share.
+memory of their own, or in the memory of the same input. What an operation makes of fakes follows from their metadata, from what
+memory they share, and from the state of PyTorch: gradients, autocast and the like. A node that gives neither tensors nor
+numbers may be there to change that state, so after one nothing is taken from another node any more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_structure
 
 from quire.passes.fx import evaluate, sizes_of, storage_of, value, written_by
 
@@ -25,7 +26,8 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 #: Makes a result like another one, of inputs like its inputs. It holds no fake, which would keep the mode.
 _Make = Callable[[list[Any], FakeTensorMode], Any]
-_made: weakref.WeakKeyDictionary[FakeTensorMode, dict[Any, _Make]] = weakref.WeakKeyDictionary()
+#: None: a node has perhaps changed the state of PyTorch.
+_made: weakref.WeakKeyDictionary[FakeTensorMode, dict[Any, _Make] | None] = weakref.WeakKeyDictionary()
 
 
 class _Odd(Exception):
@@ -81,12 +83,19 @@ def made_like(node: fx.Node, like: fx.Node) -> fx.Node:
 def computed(node: fx.Node, of: Callable[[fx.Node], Any], mode: FakeTensorMode, compute: Callable[[fx.Node], Any]
              ) -> Any:
     """What ``compute`` gives for a node in ``mode``, or a value like that of an equal one. ``of``: the values of its inputs."""
+    made = _made.setdefault(mode, {})
     try:
+        if made is None:
+            raise _Odd
         inputs = [leaf for x in node.all_input_nodes for leaf in tree_leaves(of(x))]
         key = _key(node, of, inputs)
     except _Odd:
-        return compute(node)
-    made = _made.setdefault(mode, {})
+        result = compute(node)
+        if not isinstance(node.target, torch._ops.OpOverload) and not all(  # operators change tensors at most
+                isinstance(x, (torch.Tensor, *_NUMBERS)) or type(x) in _PLAIN and x is not None
+                for x in tree_leaves(result, is_leaf=lambda x: x is None)):
+            _made[mode] = None
+        return result
     if key in made:
         return made[key](inputs, mode)
     result = compute(node)
@@ -145,10 +154,11 @@ def _key(node: fx.Node, of: Callable[[fx.Node], Any], inputs: list[Any]) -> Any:
     number: dict[fx.Node, Any] = {x: _At(i) for i, x in enumerate(node.all_input_nodes)}
     # As text: True is not 1, 0.0 is not -0.0.
     spelled = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: number[n]))
-    nested = tuple((type(of(x)), len(tree_leaves(of(x)))) for x in node.all_input_nodes)
+    nested = tuple(repr(tree_structure(of(x))) for x in node.all_input_nodes)
+    state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *(
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")))
     memory: dict[int, int] = {}
-    return (node.op, node.target, spelled, nested, torch.is_grad_enabled(),
-            tuple(_described(x, memory) for x in inputs))
+    return node.op, node.target, spelled, nested, state, tuple(_described(x, memory) for x in inputs)
 
 
 def _described(x: Any, memory: dict[int, int]) -> Any:

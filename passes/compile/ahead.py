@@ -127,7 +127,7 @@ def as_inductor_will(device: torch.device) -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", cache_dir_utils.triton_cache_dir(device.index or 0))
         compile_tasks._set_triton_ptxas_path()
         if triton_compat.HAS_TRITON:
-            threading.Thread(target=triton_compat.triton_key, daemon=True).start()
+            threading.Thread(target=_left_to_launches()(triton_compat.triton_key), daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -62,7 +62,8 @@ def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False,
 
     Args:
         always: cut the graph even if no two of its pieces are equal.
-        look: called before anything is compiled, with the nodes of one piece of each kind and the fake values of all nodes.
+        look: called before anything is compiled, with the nodes before all pieces, those of one piece of each kind, and the
+            fake values of all nodes.
     """
     graph = lowered.gm.graph
     try:
@@ -87,7 +88,7 @@ def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False,
         logger.info("regions: compiled whole: %s", why)
         return compile(lowered.gm, [value(n) for n in placeholders(graph)])
     if look is not None:
-        look([n for piece in first.values() for n in piece.nodes], values.of)
+        look([*before, *(n for piece in first.values() for n in piece.nodes)], values.of)
     compiled = {signature: compile(_graph_of(piece, values.of), [values.of[n] for n in piece.inputs])
                 for signature, piece in first.items()}
     logger.info("regions: %d pieces, %d different", len(pieces), len(first))

@@ -6,7 +6,8 @@ NOTE [Partial results]: where a query's keys are split among ``splits`` programs
 numbered 0 to active - 1, without gaps) writes a normalized output and the log2 of its softmax denominator, ``lse``, to a
 float32 workspace: first all outputs, then all lse. A slot is what one program would have computed alone. The number of active
 splits follows from the lengths, on the device; the grid never does. Merging goes in the order of the splits, whichever
-program does it, so results do not depend on timing.
+program does it, so results do not depend on timing. Where slots are many, a schedule says how many parts each has, and where
+their results lie (``schedule.py``).
 
 NOTE [Last one merges]: every active program of a slot adds 1 to the slot's counter after its partial result is written; the
 one that finds active - 1 there merges, then sets the counter back to 0. This is correct because

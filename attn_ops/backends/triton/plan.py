@@ -11,8 +11,8 @@ import torch
 
 from quire.attn_ops.kernels import host
 
-#: Parts of long sequences beyond one for each, in a schedule (``schedule.py``). A program that finds none takes 2 ns, and there
-#: is one per head.
+#: Parts of long sequences beyond one for each, in a schedule (``schedule.py``): there is a program for each of them and each
+#: block of heads, which takes 2 ns if it finds no part.
 EXTRA_PARTS = 128
 C = TypeVar("C", bound=Any)
 _overrides: dict[type, dict[str, Any]] = {}

@@ -3,9 +3,9 @@
 From a slot per multiprocessor on, slots fill the GPU, and only a sequence that is much longer than the others should be split.
 A grid of the same number of programs for every slot would launch as many as the block table has room for, and for short
 sequences almost all of them in vain: on an H200 a step of Llama-3.1-8B at 128 x 1024 took 9.28 ms with room for 1155 tokens,
-and 10.08 with room for 32768. So the grid has a program per slot, and at most 128 per head for the *extra* parts, those beyond
-the first, of all items together. Items are tokens where T <= B, else sequences of one token. Parts and slots: NOTE [Partial
-results].
+and 10.08 with room for 32768. So the grid has a program per slot, and for each block of heads at most 128 for the *extra*
+parts, those beyond the first, of all items together. Items are tokens where T <= B, else sequences of one token. Parts and
+slots: NOTE [Partial results].
 
 The schedule is (1 + B + EXTRA_PARTS,) int32: keys per part; for each item, the number of extra parts of the items before it;
 for each extra part its item, or -1. Part p of an item has partial result number item + (extra parts before it) + p.
@@ -66,7 +66,7 @@ def parts_of(keys, size):
 def schedule_kernel(query_start_loc, seq_lens, counters, schedule, num_reqs, items, most, chunk, BITS: tl.constexpr,
                     BY_ROW: tl.constexpr, N: tl.constexpr, EXTRA: tl.constexpr, COUNTERS: tl.constexpr):
     """One program: zeroes the counters, and writes the schedule of ``items`` <= num_reqs <= N, with ``most`` <= EXTRA extra
-    parts. BITS: of num_reqs."""
+    parts. BITS: enough for num_reqs."""
     zeros = tl.zeros([2048], tl.int32)
     for begin in range(0, COUNTERS, 2048):
         tl.store(counters + begin + tl.arange(0, 2048), zeros)
@@ -108,18 +108,23 @@ def prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_l
     size = 1 + num_reqs + EXTRA_PARTS
     if not is_made(items, num_reqs, block_table.shape[1] * page_size):
         return [host.new_counters(device), torch.zeros(size, dtype=torch.int32, device=device)]
+    size_2 = host.next_power_of_2(num_reqs, 32)
     counters, schedule = (torch.empty(n, dtype=torch.int32, device=device) for n in (host.NUM_COUNTERS, size))
     launch(schedule_kernel, (1,), query_start_loc, seq_lens, counters, schedule, num_reqs, items, extra_parts(items),
-           config().chunk, num_reqs.bit_length(), num_tokens > num_reqs, host.next_power_of_2(num_reqs, 32), EXTRA_PARTS,
+           config().chunk, 0 if num_tokens > num_reqs else size_2.bit_length(), num_tokens > num_reqs, size_2, EXTRA_PARTS,
            host.NUM_COUNTERS, num_warps=8)
     return [counters, schedule]
 
 
 def buffers(plan: Plan, prepared: list[torch.Tensor], batch: Batch, page_size: int
             ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Workspace, counters and schedule of a launch: what ``prepare`` made for the forward, if it did; None if not needed."""
+    """Workspace, counters and schedule of a launch: what ``prepare`` made for the forward, if it did; None if not needed.
+    Raises ValueError for what it made for another number of sequences."""
     device = batch.seq_lens.device
     if not plan.scheduled:
         return (*plan.buffers(prepared, device), None)
     counters, schedule = prepared or prepare(*batch, page_size)
+    if schedule.shape[0] != 1 + batch.seq_lens.shape[0] + EXTRA_PARTS:
+        raise ValueError(f"prepared is of a batch of {schedule.shape[0] - 1 - EXTRA_PARTS} sequences, and this one has "
+                         f"{batch.seq_lens.shape[0]}; give the op what the backend's prepare makes of its tables")
     return torch.empty(plan.workspace, dtype=torch.float32, device=device), counters, schedule

@@ -63,11 +63,20 @@ def test_the_schedule(seed):
     assert made.tolist() == [size, *before, *items, *[-1] * (made.numel() - 1 - rows - len(items))]
 
 
+@pytest.fixture
+def used(monkeypatch):
+    """How many launches went by a schedule."""
+    seen, buffers = [], schedule.buffers
+    monkeypatch.setattr(schedule, "buffers", lambda plan, *args: seen.append(plan.scheduled) or buffers(plan, *args))
+    return lambda: sum(seen)
+
+
 @pytest.mark.parametrize("features", [
     {}, dict(sinks=True, softcap=4.0), dict(num_heads=6, head_dim=24, head_dim_v=40), dict(write=False),
+    dict(dtype=torch.float16, num_heads=8, head_dim=128), dict(dtype=torch.float16, head_dim=64, kv_dtype=torch.int8),
     *(pytest.param(dict(kv_dtype=kind), marks=[pytest.mark.slow] * (kind != torch.int8), id=str(kind))
       for kind in sorted(QUANTIZED_KV_DTYPES, key=str))], ids=str)
-def test_decodes(features):
+def test_decodes(features, used):
     """Short sequences and long ones, tokens that are not alone in their sequence, padding, decodes among prompts."""
     shape = SMALL | features
     rest = [3] * (MANY - 4)
@@ -76,27 +85,33 @@ def test_decodes(features):
         check_case(BACKEND, make_case([1] * MANY, [16, 150, 1, 90, *rest], **shape, pad_tokens=2, pad_reqs=2))
         check_case(BACKEND, make_case([3, 1, 0, 0, *[1] * (MANY - 4)], [200, 70, 0, 0, *rest], **shape, pad_reqs=1))
         check_case(BACKEND, make_case([1, 9, 1, *[1] * (MANY - 3)], [150, 40, 90, 5, *rest], **shape, pad_tokens=1))
+    assert used() == 4
 
 
-def test_sequences_that_are_all_long():
+def test_sequences_that_are_all_long(used):
     """More parts than there are programs for: each has more keys then."""
     with overridden(schedule.ScheduleConfig, **SHORT), overridden(decode.DecodeConfig, block_n=16):
         check_case(BACKEND, make_case([1] * MANY, [400 + i for i in range(MANY)], **SMALL))
+    assert used() == 1
 
 
-def test_with_and_without_what_was_prepared():
-    """A step makes the schedule once for all layers, and leaves the counters at zero; a call alone makes its own."""
+def test_with_and_without_what_was_prepared(used):
+    """A step makes the schedule once for all layers, and leaves the counters at zero; a call alone makes its own. What was made
+    for another batch is refused."""
     case = make_case([1] * MANY, [150, 20, *[60] * (MANY - 2)], **SMALL)
     m = case.metadata
     with overridden(schedule.ScheduleConfig, **SHORT), overridden(decode.DecodeConfig, block_n=16):
         prepared = BACKEND.prepare(m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens, m.page_size)
         for given in (prepared, [], prepared):
             check_output(BACKEND.op(*case.arguments(given), **case.options), case)
-        assert not prepared[0].any()
+        assert not prepared[0].any() and used() == 3
+        with pytest.raises(ValueError, match=f"batch of 2 sequences, and this one has {MANY}"):
+            few = (m.slot_mapping[:2], m.block_table_tensor[:2], m.query_start_loc[:3], m.seq_lens[:2], m.page_size)
+            BACKEND.op(*case.arguments(BACKEND.prepare(*few)), **case.options)
 
 
 @pytest.mark.parametrize("heads", [16, 3, 40])
-def test_mla(heads):
+def test_mla(heads, used):
     """On the latent cache, as the definition on all keys."""
     latent, nope, dim_v = Latent(32, 16), 8, 8
     site = AttentionSite(layer=0, num_heads=heads, num_kv_heads=heads, head_dim=nope + latent.rope, head_dim_v=dim_v,
@@ -118,6 +133,7 @@ def test_mla(heads):
     # float32 sums of some 150 products of numbers of order 1, in another order.
     torch.testing.assert_close(outputs[0], outputs[1], atol=2e-5, rtol=2e-5)
     assert torch.equal(outputs[0], outputs[2])
+    assert used() == (0 if heads == 3 else 2)  # tiles of several tokens are not split by it
 
 
 @pytest.mark.parametrize("module", [decode, mla], ids=["dense", "latent"])

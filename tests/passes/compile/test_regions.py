@@ -178,6 +178,28 @@ def test_inductor() -> None:
     assert served(trace(net, compiler="inductor"), net, attention="torch_native") <= TOLERANCE
 
 
+class Gated(nn.Module):
+    """A product outside autocast and the same one inside, both read behind attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gate = Attention(4, 2, is_causal=True), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, extra: Any) -> torch.Tensor:
+        outside = self.gate(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside = self.gate(x)
+        return self.inner(x, position_ids, extra) + 0.1 * outside + inside.float()
+
+
+def test_dtypes_across_cuts_are_those_of_autocast(compiled: list[fx.GraphModule]) -> None:
+    """A piece that is compiled for float32 and gets bfloat16 reads past its memory: NaN, and no error."""
+    net = Tiny(*(Gated() for _ in range(3))).eval()
+    # The inner product may round to the next bfloat16, 2**-8 of numbers of order 1.
+    assert served(trace(net, compiler="inductor"), net, attention="torch_native") < 1e-2
+    assert len(compiled) == 3
+
+
 def test_values_are_dropped_after_their_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """The joined pieces keep no activation alive longer than a whole graph would."""
     alive: list[weakref.ref[torch.Tensor]] = []
