@@ -30,11 +30,13 @@ def test_kernels_compile_for_hopper() -> None:
     # What large models run most must keep its numbers in registers while it loops: a spill there is a slow kernel. (16 bytes
     # are four numbers that wait from before a loop until after it: the assembler does so where one more program fits a
     # multiprocessor.) Prefill attention spills around its loops, and a few numbers in them: with twice the warps it does not,
-    # but reads each key from shared memory twice as often.
+    # but reads each key from shared memory twice as often. So does attention to 64 latent vectors at a time: on an H200 it was
+    # faster than to 32, or with twice the warps.
     hot = [line for line in lines if line.startswith((
         "llama-8b", "qwen3", "small_linear qkv", "small_linear gate_up", "sample", "experts", "quantized linear", "mla", "lora",
         "logprobs", "topk", "sparse", "state", "merge", "contiguous"))]
     spilled = [(line, float(found[2])) for line in hot
                if (found := re.search(r"SPILLED (\d+) bytes \(([\d.]+)%", line)) and int(found[1]) > 16]
-    slow = [line for line, share in spilled if share > (7 if " extend_kernel " in line else 0)]
+    most = {"extend_kernel": 7, "attend_kernel": 1}  # percent of the loop
+    slow = [line for line, share in spilled if share > next((n for name, n in most.items() if f" {name} " in line), 0)]
     assert len(hot) > 50 and not slow
