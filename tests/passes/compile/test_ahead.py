@@ -81,11 +81,15 @@ def test_one_side_stream_for_each_device(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("layout", ["NHD", pytest.param("HND", marks=pytest.mark.slow)])
 def test_what_is_noted_is_what_steps_launch(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the attention kernels, which run in the interpreter as they do on a GPU."""
+    """Of the attention kernels, which run in the interpreter as they do on a GPU, and of what is prepared for them."""
     backend = get_backend("triton")
     why = backend.available(torch.device("cpu"))
     if why:
         pytest.skip(why)
+    from quire.attn_ops.backends.triton import decode, extend, schedule
+    from quire.attn_ops.kernels import kv_write
+
+    monkeypatch.setattr(schedule, "config", lambda: schedule.ScheduleConfig(16))  # keys per part: contexts are short here
     model = load_model()
     ahead = CompileAhead([], ("cuda", 90, 32), 1)
     noted: dict[StepShape, set[Launch]] = {}
@@ -94,18 +98,15 @@ def test_what_is_noted_is_what_steps_launch(layout: Any, monkeypatch: pytest.Mon
     def start(nodes: Any, values: Any, roles: Any, fits: Any) -> None:
         for shape in shapes:
             for node in nodes:
-                if node.target in backend.ops:
+                if node.target in (*backend.ops, backend.prepare):
                     noted.setdefault(shape, set()).update(launches_of(node, values, roles, [shape]))
 
     monkeypatch.setattr(ahead, "start", start)
     # Its compiler is Inductor, which would need no kernel of the backend here: what is compiled does not matter.
     monkeypatch.setattr("quire.passes.compile.inductor.inductor", lambda gm, inputs: gm.forward)
     paged = PagedModel(model, QuireOptions(attention="triton", page_size=16, layout=layout), ahead=ahead)
-    from quire.attn_ops.backends.triton import decode, extend
-    from quire.attn_ops.kernels import kv_write
-
     launched: set[Launch] = set()
-    for module in (decode, extend, kv_write):
+    for module in (decode, extend, kv_write, schedule):
         def record(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
             with recording() as found:
                 launch(kernel, grid, *args, **options)
