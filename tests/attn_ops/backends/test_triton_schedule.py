@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+import quire
 from quire.attn_ops.attention import AttentionSite, Latent
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.backends.triton import BACKEND
@@ -16,6 +17,7 @@ from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from tests.attn_ops.backends.test_triton import DEVICE, SMALL
 from tests.attn_ops.cases import check_case, check_output, make_case
+from tests.tiny import small_llama, tokens
 
 from quire.attn_ops.backends.triton import decode, mla, schedule  # isort: skip  (after test_triton, which sees to Triton)
 from quire.attn_ops.backends.triton.plan import overridden  # isort: skip
@@ -154,3 +156,16 @@ def test_a_long_block_table_costs_little(module, monkeypatch):
     few, many = programs[0], programs[-1]
     heads = 2 if module is decode else 1
     assert slots * heads <= few <= many <= (slots + 128) * heads
+
+
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_an_engine(compiler, used):
+    """Prompts and decodes of a whole model, step by step on one schedule for all layers."""
+    model = small_llama(std=0.3, max_position_embeddings=4096).to(DEVICE)
+    prompts = [[3 + i % 50 for i in range(n)] for n in (90, 4, 30, *[9] * (MANY - 3))]
+    found, params = [], quire.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for options in (dict(attention="torch_native"), dict(attention="triton", compiler=compiler)):
+        with overridden(schedule.ScheduleConfig, **SHORT), quire.Engine(
+                model, num_pages=40 * MANY, max_num_seqs=MANY, max_model_len=3000, **options) as engine:
+            found.append(tokens(engine.generate(prompts, params)))
+    assert found[0] == found[1] and used()
