@@ -243,7 +243,7 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
             rank = 256 if model == "minicpm3" else 512
             yield f"mla {model} {batch} {dtype}", partial(mla, heads, rank, rope, tokens, rows, dtype)
     for kv_dtype, heads, tokens, rows in ((torch.float8_e4m3fn, 16, 32, 32), (torch.float8_e4m3fn, 128, 256, 256),
-                                          (torch.int8, 16, 512, 1)):
+                                          (torch.float8_e4m3fn, 16, 256, 256), (torch.int8, 16, 512, 1)):
         yield f"quantized mla H={heads} {tokens} of {rows} {kv_dtype}", partial(
             mla, heads, 512, 64, tokens, rows, HALF, kv_dtype)
     for name, sizes, options in (

@@ -30,8 +30,8 @@ def test_kernels_compile_for_hopper() -> None:
     # What large models run most must keep its numbers in registers while it loops: a spill there is a slow kernel. (16 bytes
     # are four numbers that wait from before a loop until after it: the assembler does so where one more program fits a
     # multiprocessor.) Prefill attention spills around its loops, and a few numbers in them: with twice the warps it does not,
-    # but reads each key from shared memory twice as often. So does attention to 64 latent vectors at a time: on an H200 it was
-    # faster than to 32, or with twice the warps.
+    # but reads each key from shared memory twice as often. So does attention to 64 latent vectors at a time, which
+    # `backend_kernels.py mla --set block_n=32,stages=5` or `--set warps=8` compares with others.
     hot = [line for line in lines if line.startswith((
         "llama-8b", "qwen3", "small_linear qkv", "small_linear gate_up", "sample", "experts", "quantized linear", "mla", "lora",
         "logprobs", "topk", "sparse", "state", "merge", "contiguous"))]

@@ -97,9 +97,15 @@ def merge_rows(partial, lse, first, step, active, live, ROWS: tl.constexpr, DIM:
 
 
 @triton.jit
-def extra_item(schedule, num_reqs, number):
-    """The item of an extra part, or -1: see ``schedule.py``."""
-    return tl.load(schedule + 1 + num_reqs + number)
+def scheduled_part(schedule, num_reqs, items, number):
+    """(item, split, extra parts of the items before it) that program ``number`` of a block of heads serves; item -1: no part.
+    See ``schedule.py``."""
+    extra = number - items
+    item = number
+    if extra >= 0:
+        item = tl.load(schedule + 1 + num_reqs + extra)
+    before = tl.load(schedule + 1 + tl.maximum(item, 0))
+    return item, tl.where(extra >= 0, extra - before + 1, 0), before
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.attn_ops.backends.triton.common import arrived_last, extra_item, first_key, merge_partials
+from quire.attn_ops.backends.triton.common import arrived_last, first_key, merge_partials, scheduled_part
 from quire.attn_ops.kernels.constants import next_power_of_2
 from quire.attn_ops.kernels.kv_quant import code_format, encode, joined, store_rows, unpack, widen
 from quire.attn_ops.kernels.paged import find_row, load_keys, load_scales
@@ -75,14 +75,9 @@ def decode_kernel(
     split = 0
     before = 0
     if schedule is not None:
-        extra = item - items
-        if extra >= 0:
-            item = extra_item(schedule, num_reqs, extra)
-            if item < 0:
-                return
-        before = tl.load(schedule + 1 + item)
-        if extra >= 0:
-            split = extra - before + 1
+        item, split, before = scheduled_part(schedule, num_reqs, items, item)
+        if item < 0:
+            return
     elif TILE.split:
         # First splits first: programs without keys, which a long block table makes many of, do not delay those with keys.
         split = item // items

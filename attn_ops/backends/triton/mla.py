@@ -79,7 +79,7 @@ def config(rank: int, itemsize: int, heads: int, num_tokens: int, num_reqs: int,
     else:
         block_m, block_n, warps, stages = host.next_power_of_2(heads, 16), 32, 4, 5
     tiles = num_tokens * -(-heads // block_m)
-    if itemsize == 2 and block_m <= 32 and tiles >= ALONE * sms:  # a program per multiprocessor, with longer steps
+    if itemsize == 2 and block_m == 16 and tiles >= ALONE * sms:  # a program per multiprocessor, with longer steps
         block_n, stages = 64, 2
     wave = max(1, min(128, (1 if block_m > 32 else 2) * sms // tiles))
     return tuned(MlaConfig(block_m, block_n, warps, stages, 64, 128, 2048, wave))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.attn_ops.backends.triton.common import arrived_last, extra_item, merge_partials, merge_rows
+from quire.attn_ops.backends.triton.common import arrived_last, merge_partials, merge_rows, scheduled_part
 from quire.attn_ops.kernels.constants import next_power_of_2
 from quire.attn_ops.kernels.kv_quant import code_format, widen
 from quire.attn_ops.kernels.paged import find_block, find_row, load_rows
@@ -83,15 +83,9 @@ def attend_kernel(q, q_rope, cache, c_scale, rope_scale, batch, out, partial, co
     before = 0
     if made is not None:
         head_block = tl.program_id(0) % TILE.blocks
-        block = tl.program_id(0) // TILE.blocks
-        extra = block - num_tokens
-        if extra >= 0:
-            block = extra_item(made, num_reqs, extra)
-            if block < 0:
-                return
-        before = tl.load(made + 1 + block)
-        if extra >= 0:
-            split = extra - before + 1
+        block, split, before = scheduled_part(made, num_reqs, num_tokens, tl.program_id(0) // TILE.blocks)
+        if block < 0:
+            return
     else:
         program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles have the most keys: start with them
         head_block = program % TILE.blocks

@@ -1,4 +1,4 @@
-"""Which programs of a decode serve which keys, where there are more sequences than multiprocessors: made once per step.
+"""Which programs of a decode serve which keys, where slots are more than multiprocessors: made once per step.
 
 From a slot per multiprocessor on, slots fill the GPU, and only a sequence that is much longer than the others should be split.
 A grid of the same number of programs for every slot would launch as many as the block table has room for, and for short
@@ -34,10 +34,6 @@ class ScheduleConfig(NamedTuple):
 
 def config() -> ScheduleConfig:
     return tuned(ScheduleConfig(2048))
-
-
-def num_items(num_tokens: int, num_reqs: int) -> int:
-    return min(num_tokens, num_reqs)
 
 
 def extra_parts(items: int) -> int:
@@ -104,7 +100,7 @@ def prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_l
             page_size: int) -> list[torch.Tensor]:
     """[counters, zeroed: NOTE [Last one merges]; schedule]: the backend's ``prepare``."""
     num_tokens, num_reqs = slot_mapping.shape[0], seq_lens.shape[0]
-    items, device = num_items(num_tokens, num_reqs), seq_lens.device
+    items, device = min(num_tokens, num_reqs), seq_lens.device
     size = 1 + num_reqs + EXTRA_PARTS
     if not is_made(items, num_reqs, block_table.shape[1] * page_size):
         return [host.new_counters(device), torch.zeros(size, dtype=torch.int32, device=device)]
