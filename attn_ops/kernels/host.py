@@ -67,6 +67,25 @@ class Rope(NamedTuple):
         return cls(cos, sin, q_norm, k_norm, eps, cos.stride(0), sin.stride(0))
 
 
+class Adapters(NamedTuple):
+    """LoRA's adapters of a linear layer, for a kernel (attn_ops/ops/lora_linear.py). The tuples have an entry per adapter.
+
+    Args:
+        rows: (T,) int64, the adapters of each token as bits; None if every token has all.  shrunk: (adapters, parts, T, R)
+            float32, parts of ``A x`` that add up to it.  b: (N_i, r_i).  starts, sizes: the weight's rows that it adds to.
+        ranks: r_i.  places: the number of its bit in ``rows``; 63: every token has it.  scalings: factors.
+    """
+
+    rows: Any
+    shrunk: Any
+    b: Any
+    starts: Any
+    sizes: Any
+    ranks: Any
+    places: Any
+    scalings: Any
+
+
 def cache_layout(caches: Caches) -> CacheLayout:
     k, v, scale, _ = caches
     return _cache_layout(k.shape, k.stride(), v.shape, v.stride(), (0, 0, 0) if scale is None else scale.stride())

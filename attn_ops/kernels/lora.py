@@ -1,4 +1,4 @@
-"""Kernels of ``attn_ops/ops/lora.py`` and ``lora_rows.py``."""
+"""Kernels of ``attn_ops/ops/lora.py``, ``lora_rows.py`` and ``lora_linear.py``."""
 
 from __future__ import annotations
 
@@ -47,11 +47,12 @@ def expand_kernel(base, shrunk, b, residual, out, m, n, base_stride, shrunk_stri
 
 
 @triton.jit
-def rows_shrink_kernel(x, rows, a, out, t, k, x_stride, ranks, places, ADAPTERS: tl.constexpr, SPLITS: tl.constexpr,
+def rows_shrink_kernel(x, norm, rows, a, out, t, k, x_stride, ranks, places, ADAPTERS: tl.constexpr, SPLITS: tl.constexpr,
                        BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):
     """Program (adapter, part of k, tile of tokens): ``A x`` over its part of k, to ``out`` (ADAPTERS, SPLITS, t, BLOCK_R)
     float32. Nothing where no token of the tile has the adapter. The tuples have an entry for each adapter. ``places``: the
-    number of its bit in ``rows``; 63: every token has it. ``rows`` is None if that is so of all."""
+    number of its bit in ``rows``; 63: every token has it. ``rows`` is None if that is so of all. ``norm``: factors of the
+    columns of x, or None. BLOCK_T is 1 for one token, which needs no tensor cores."""
     split, tokens = tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     wait_for_previous(PDL)
     mine = tl.zeros((BLOCK_T,), tl.int64)
@@ -62,16 +63,31 @@ def rows_shrink_kernel(x, rows, a, out, t, k, x_stride, ranks, places, ADAPTERS:
         if tl.program_id(0) == i:
             on = tl.where(places[i] == 63, 1, (mine >> places[i]) & 1)
             if tl.max(on.to(tl.int32), axis=0) > 0:
-                total = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-                for start in range(split * BLOCK_K, k, SPLITS * BLOCK_K):
-                    at = start + tl.arange(0, BLOCK_K)
-                    tile = tl.load(x + tokens.to(tl.int64)[:, None] * x_stride + at[None, :],
-                                   mask=(tokens < t)[:, None] & (at < k)[None, :], other=0.0)
-                    factors = tl.load(a[i] + r.to(tl.int64)[None, :] * k + at[:, None],
-                                      mask=(r < ranks[i])[None, :] & (at < k)[:, None], other=0.0)
-                    total += tl.dot(tile.to(factors.dtype), factors, input_precision="ieee")
-                place = ((i * SPLITS + split) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
-                tl.store(out + place, total, mask=(tokens < t)[:, None])
+                if BLOCK_T == 1:
+                    products = tl.zeros((BLOCK_R, BLOCK_K), tl.float32)
+                    for start in range(split * BLOCK_K, k, SPLITS * BLOCK_K):
+                        at = start + tl.arange(0, BLOCK_K)
+                        factors = tl.load(a[i] + r.to(tl.int64)[:, None] * k + at[None, :],
+                                          mask=(r < ranks[i])[:, None] & (at < k)[None, :], other=0.0)
+                        row = tl.load(x + at, mask=at < k, other=0.0).to(tl.float32)
+                        if norm is not None:
+                            row *= tl.load(norm + at, mask=at < k, other=0.0).to(tl.float32)
+                        products += factors.to(tl.float32) * row[None, :]
+                    tl.store(out + (i * SPLITS + split) * BLOCK_R + r, tl.sum(products, 1))
+                else:
+                    total = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+                    for start in range(split * BLOCK_K, k, SPLITS * BLOCK_K):
+                        at = start + tl.arange(0, BLOCK_K)
+                        tile = tl.load(x + tokens.to(tl.int64)[:, None] * x_stride + at[None, :],
+                                       mask=(tokens < t)[:, None] & (at < k)[None, :], other=0.0)
+                        if norm is not None:
+                            scale = tl.load(norm + at, mask=at < k, other=0.0).to(tl.float32)
+                            tile = (tile.to(tl.float32) * scale[None, :]).to(tile.dtype)
+                        factors = tl.load(a[i] + r.to(tl.int64)[None, :] * k + at[:, None],
+                                          mask=(r < ranks[i])[None, :] & (at < k)[:, None], other=0.0)
+                        total = tl.dot(tile.to(factors.dtype), factors, total, input_precision="tf32x3")
+                    place = ((i * SPLITS + split) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
+                    tl.store(out + place, total, mask=(tokens < t)[:, None])
     let_next_start(PDL)
 
 
@@ -123,8 +139,60 @@ def rows_expand_kernel(bases, rows, b, shrunk, out, t, n, sizes, strides, layers
                         low += tl.sum(tl.load(shrunk + place + r[None, None, :], mask=there[:, :, None], other=0.0), 0)
                     factors = tl.load(b[i] + columns.to(tl.int64)[None, :] * ranks[i] + r[:, None],
                                       mask=(columns < size)[None, :] & (r < ranks[i])[:, None], other=0.0)
-                    more += tl.dot(low.to(factors.dtype), factors, input_precision="ieee")
+                    more = tl.dot(low.to(factors.dtype), factors, more, input_precision="tf32x3")
                 more *= scalings[i]
                 total = tl.where((on != 0)[:, None], total + more, total)
     let_next_start(PDL)
     tl.store(out + tokens.to(tl.int64)[:, None] * n + (column + columns)[None, :], total.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def expand_one(rows, first, lora, BLOCK_N: tl.constexpr, ADAPTERS: tl.constexpr, PARTS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """(BLOCK_N,) float32: ``B (A x) * scaling`` of one token, for the weight's ``rows``, the first of which is ``first``.
+    ``lora``: host.Adapters, whose ``shrunk`` has PARTS parts of BLOCK_R ranks. Loads do not wait for each other: an adapter
+    that the token does not have is read too, and left out of the sum."""
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    mine = tl.zeros((1,), tl.int64)
+    if lora.rows is not None:
+        mine = tl.load(lora.rows + tl.arange(0, 1))
+    r, parts = tl.arange(0, BLOCK_R), tl.arange(0, PARTS)
+    for i in tl.static_range(ADAPTERS):
+        if (first < lora.starts[i] + lora.sizes[i]) & (first + BLOCK_N > lora.starts[i]):
+            on = tl.where(lora.places[i] == 63, 1, (mine >> lora.places[i]) & 1)
+            at, known = rows - lora.starts[i], r < lora.ranks[i]
+            inside = (at >= 0) & (at < lora.sizes[i])
+            low = tl.sum(tl.load(lora.shrunk + (i * PARTS + parts)[:, None] * BLOCK_R + r[None, :]), 0)
+            factors = tl.load(lora.b[i] + at.to(tl.int64)[:, None] * lora.ranks[i] + r[None, :],
+                              mask=inside[:, None] & known[None, :], other=0.0).to(tl.float32)
+            more = tl.sum(factors * low[None, :], 1) * lora.scalings[i]
+            total = tl.where(inside & (on != 0), total + more, total)
+    return total
+
+
+@triton.jit
+def expand_tile(rows, first, tokens, t, lora, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, ADAPTERS: tl.constexpr,
+                PARTS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """(BLOCK_N, BLOCK_T) float32: as ``expand_one``, of the ``tokens`` below ``t``. Adapters that none of them has are not
+    read."""
+    total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    mine = tl.zeros((BLOCK_T,), tl.int64)
+    if lora.rows is not None:
+        mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
+    for i in tl.static_range(ADAPTERS):
+        on = tl.where(lora.places[i] == 63, 1, (mine >> lora.places[i]) & 1)
+        if (first < lora.starts[i] + lora.sizes[i]) & (first + BLOCK_N > lora.starts[i]):
+            if tl.max(on.to(tl.int32), axis=0) > 0:
+                at = rows - lora.starts[i]
+                inside = (at >= 0) & (at < lora.sizes[i])
+                more = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+                for start in range(0, BLOCK_R, 16):  # all ranks at once do not fit the registers
+                    r = start + tl.arange(0, 16)
+                    low = tl.zeros((16, BLOCK_T), tl.float32)
+                    for part in tl.static_range(PARTS):
+                        place = ((i * PARTS + part) * t + tokens).to(tl.int64)[None, :] * BLOCK_R + r[:, None]
+                        low += tl.load(lora.shrunk + place, mask=(tokens < t)[None, :], other=0.0)
+                    factors = tl.load(lora.b[i] + at.to(tl.int64)[:, None] * lora.ranks[i] + r[None, :],
+                                      mask=inside[:, None] & (r < lora.ranks[i])[None, :], other=0.0)
+                    more = tl.dot(factors, low.to(factors.dtype), more, input_precision="tf32x3")
+                total = tl.where(inside[:, None] & (on != 0)[None, :], total + more * lora.scalings[i], total)
+    return total

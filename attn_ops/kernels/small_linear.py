@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.kernels.kv_quant import widen
+from quire.attn_ops.kernels.lora import expand_one, expand_tile
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
 from quire.attn_ops.kernels.wgmma import wait_for_products
 
@@ -38,11 +39,19 @@ def _load_weights(w, scale, like, rows, cols, stride, N, K, EVEN_N: tl.constexpr
 
 
 @triton.jit
-def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                  SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr):
-    """One token: BLOCK_N outputs per program, each the sum of K products."""
+def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                  SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+                  ADAPTERS: tl.constexpr = 0, PARTS: tl.constexpr = 1, BLOCK_R: tl.constexpr = 16):
+    """One token: BLOCK_N outputs per program, each the sum of K products. ``lora`` (None: no adapters) and what follows
+    PDL: attn_ops/kernels/lora.py."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     wait_for_previous(PDL)
+    low_rank = tl.zeros((BLOCK_N,), tl.float32)
+    low_rank_up = tl.zeros((BLOCK_N,), tl.float32)
+    if lora is not None:
+        low_rank = expand_one(rows, tl.program_id(0) * BLOCK_N, lora, BLOCK_N, ADAPTERS, PARTS, BLOCK_R)
+        if SWIGLU:
+            low_rank_up = expand_one(N + rows, N + tl.program_id(0) * BLOCK_N, lora, BLOCK_N, ADAPTERS, PARTS, BLOCK_R)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
@@ -64,8 +73,8 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, BLOCK_
             acc_up += _load_weights(w + N.to(tl.int64) * stride_w, scale, given, rows, cols, stride_w, N, K, EVEN_N,
                                     EVEN_K).to(tl.float32) * xs[None, :]
     let_next_start(PDL)
-    y = tl.sum(acc, 1)
-    up = tl.sum(acc_up, 1)
+    y = tl.sum(acc, 1) + low_rank
+    up = tl.sum(acc_up, 1) + low_rank_up
     if norm is not None:
         rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         y *= rms
@@ -87,9 +96,10 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, BLOCK_
 
 
 @triton.jit(do_not_specialize=["M"])  # else 16 and 32 tokens would be separate kernels
-def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, BLOCK_M: tl.constexpr,
+def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora, BLOCK_M: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-                SPLITS: tl.constexpr, PDL: tl.constexpr):
+                SPLITS: tl.constexpr, PDL: tl.constexpr, ADAPTERS: tl.constexpr = 0, PARTS: tl.constexpr = 1,
+                BLOCK_R: tl.constexpr = 16):
     """BLOCK_M tokens and BLOCK_N weight rows per program, the latter as the left operand of the tensor cores (the long side).
 
     With SPLITS > 1 a program has a part of the columns, out is (SPLITS, M, N) float32, and ``add_up_kernel`` does the rest."""
@@ -98,6 +108,11 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if lora is not None:  # sums begin with the adapters' part; the norm's factor is that of all of it
+        acc = expand_tile(rows, tl.program_id(0) * BLOCK_N, tokens, M, lora, BLOCK_N, BLOCK_M, ADAPTERS, PARTS, BLOCK_R)
+        if SWIGLU:
+            acc_up = expand_tile(N + rows, N + tl.program_id(0) * BLOCK_N, tokens, M, lora, BLOCK_N, BLOCK_M, ADAPTERS, PARTS,
+                                 BLOCK_R)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     if SPLITS == 1:
         first, last = 0, K

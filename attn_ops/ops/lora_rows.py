@@ -48,7 +48,7 @@ def lora_rows_eager(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Te
     Raises:
         RuntimeError: no step is in progress, or it does not say which adapters its tokens have.
     """
-    rows = _rows(x, bits)
+    rows = adapters_of(x, bits)
     result = base.clone()
     for down, up, scale, bit in zip(a, b, scaling, bits, strict=True):
         on = None if rows is None or not bit else ((rows & bit) != 0)[None, :, None]
@@ -70,7 +70,7 @@ def lora_group_eager(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b:
     return torch.cat(found, -1)
 
 
-def _rows(x: Tensor, bits: Sequence[int]) -> Tensor | None:
+def adapters_of(x: Tensor, bits: Sequence[int]) -> Tensor | None:
     """(T,) int64: the adapters of each token as bits; None if every token has all of them."""
     if not any(bits):
         return None
@@ -100,32 +100,57 @@ def lora_group_cuda(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: 
 
 
 def _in_range(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    fits = 0 < x.shape[1] <= MAX_TOKENS and len(x) == 1 and 0 < len(a) <= MAX_KERNEL_ADAPTERS
-    return fits and all(
+    return 0 < x.shape[1] <= MAX_TOKENS and adapters_fit(x, a, b) and all(y.dtype in _DTYPES for y in (*bases, x))
+
+
+def adapters_fit(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    """Whether the kernels take these adapters, for an input x (1, T, K)."""
+    return x.dim() == 3 and len(x) == 1 and 0 < len(a) <= MAX_KERNEL_ADAPTERS and all(
         down.shape[0] <= MAX_RANK and down.is_contiguous() and up.is_contiguous() and down.dtype == up.dtype
-        for down, up in zip(a, b, strict=True)) and all(y.dtype in _DTYPES for y in (*bases, x, *a))
+        and down.dtype in _DTYPES for down, up in zip(a, b, strict=True))
 
 
 def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], layers: Sequence[int],
             scaling: Sequence[float], bits: Sequence[int]) -> Tensor:
-    rows, t, k = _rows(x, bits), x.shape[1], x.shape[2]
-    flat, x2 = [host.rows_contiguous(base[0]) for base in bases], host.rows_contiguous(x[0])
-    ranks = tuple(down.shape[0] for down in a)
-    places = tuple(bit.bit_length() - 1 if bit else EVERY for bit in bits)
-    block_t, block_n, block_r = (16 if t <= 16 else 32), 64, next_power_of_2(max(ranks), 16)
-    # A program waits for memory at each step of its loop, so it has few: two for most layers and ranks.
-    block_k, splits = max(32, min(128, 4096 // max(block_t, block_r))), max(1, min(32 // min(-(-t // block_t), 4), k // 256))
-    shrunk = torch.empty(len(a), splits, t, block_r, dtype=torch.float32, device=x.device)
+    t = x.shape[1]
+    flat = [host.rows_contiguous(base[0]) for base in bases]
+    rows, shrunk, ranks, places = shrink(x, None, a, bits)
+    splits, block_r = shrunk.shape[1], shrunk.shape[3]
+    block_t, block_n, tiles, pdl = _block_t(t), 64, -(-t // _block_t(t)), host.use_pdl(x.device, t)
     sizes = tuple(base.shape[2] for base in bases)
     out = bases[0].new_empty(1, t, sum(sizes))
-    kernels, tiles, pdl = host.kernel_module("kernels.lora"), -(-t // block_t), host.use_pdl(x.device, t)
-    launch(kernels.rows_shrink_kernel, (len(a), splits, tiles), x2, rows, tuple(a), shrunk, t, k, x2.stride(0), ranks, places,
-           ADAPTERS=len(a), SPLITS=splits, BLOCK_T=block_t, BLOCK_K=block_k, BLOCK_R=block_r, pdl=pdl, num_warps=4)
-    launch(kernels.rows_expand_kernel, (sum(-(-n // block_n) for n in sizes), tiles), tuple(flat), rows, tuple(b), shrunk, out,
-           t, sum(sizes), sizes, tuple(base.stride(0) for base in flat), tuple(layers), ranks, places,
-           tuple(map(float, scaling)), LAYERS=len(bases), ADAPTERS=len(a), SPLITS=splits, BLOCK_T=block_t, BLOCK_N=block_n,
+    launch(host.kernel_module("kernels.lora").rows_expand_kernel, (sum(-(-n // block_n) for n in sizes), tiles), tuple(flat),
+           rows, tuple(b), shrunk, out, t, sum(sizes), sizes, tuple(base.stride(0) for base in flat), tuple(layers), ranks,
+           places, tuple(map(float, scaling)), LAYERS=len(bases), ADAPTERS=len(a), SPLITS=splits, BLOCK_T=block_t, BLOCK_N=block_n,
            BLOCK_R=block_r, BLOCK_Q=min(block_r, 32), STEP=max(1, 4096 // (block_t * min(block_r, 32))), pdl=pdl, num_warps=4)
     return out
+
+
+def _block_t(tokens: int) -> int:
+    return 16 if tokens <= 16 else 32
+
+
+def shrink(x: Tensor, norm_weight: Tensor | None, a: Sequence[Tensor], bits: Sequence[int]
+           ) -> tuple[Tensor | None, Tensor, tuple[int, ...], tuple[int, ...]]:
+    """The first products, ``A (x * norm_weight)``, in one launch.
+
+    Returns:
+        rows (T,) int64, or None if every token has all adapters; parts (adapters, parts, T, R) float32, whose sum over dim 1 is
+        the product, undefined for tiles of tokens without the adapter; the ranks; the places of bits.
+    """
+    rows, t, k, x2 = adapters_of(x, bits), x.shape[1], x.shape[2], host.rows_contiguous(x[0])
+    ranks = tuple(down.shape[0] for down in a)
+    places = tuple(bit.bit_length() - 1 if bit else EVERY for bit in bits)
+    block_t, block_r = 1 if t == 1 else _block_t(t), next_power_of_2(max(ranks), 16)
+    # A program waits for memory at each step of its loop, so it has few. All parts are read by each program of the next kernel,
+    # so there are few of them too.
+    splits = next_power_of_2(max(1, min(k // 512, 16 if t == 1 else 8)))
+    block_k = max(32, min(512 if t == 1 else 128, (8192 if t == 1 else 4096) // block_r))
+    shrunk = torch.empty(len(a), splits, t, block_r, dtype=torch.float32, device=x.device)
+    launch(host.kernel_module("kernels.lora").rows_shrink_kernel, (len(a), splits, -(-t // block_t)), x2, norm_weight, rows,
+           tuple(a), shrunk, t, k, x2.stride(0), ranks, places, ADAPTERS=len(a), SPLITS=splits, BLOCK_T=block_t,
+           BLOCK_K=block_k, BLOCK_R=block_r, pdl=host.use_pdl(x.device, t), num_warps=4)
+    return rows, shrunk, ranks, places
 
 
 def _fake(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float], bits: Sequence[int]

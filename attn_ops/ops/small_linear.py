@@ -88,14 +88,15 @@ def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm
 def small_linear_cuda(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
     residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None, widths: Sequence[int] = (),
-    config: Config | None = None, pdl: bool | None = None,
+    config: Config | None = None, pdl: bool | None = None, lora: host.Adapters | None = None,
 ) -> torch.Tensor:
     """The op on CUDA. Runs the definition for more than MAX_TOKENS tokens (MAX_TOKENS_QUANTIZED with scales), for fp32, and
     where it was measured to be faster.
 
     Args:
         config: launch parameters; None: the measured ones (``attn_ops/tuning/launch_config.py``). pdl: see
-            attn_ops/kernels/pdl.py; None: ``host.use_pdl``.
+            attn_ops/kernels/pdl.py; None: ``host.use_pdl``. lora: added to the product, of up to MAX_TOKENS tokens in half
+            precision and without a scale: see attn_ops/ops/lora_linear.py.
     """
     k = x.shape[-1]
     m = x.numel() // max(1, k)
@@ -115,8 +116,9 @@ def small_linear_cuda(
     out = x.new_empty(m, n)
     if config is None:
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
-    if config is None:
+    if config is None and lora is None:
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
+    config = config or by_rule(m, weight.shape[0], k, swiglu)
     if config.block_m:
         if scale is not None and norm_weight is None and not swiglu and fits_wide(k, config):
             return launch_wide(x2, weight, scale, bias, res, config, pdl).view(*x.shape[:-1], n)
@@ -125,10 +127,12 @@ def small_linear_cuda(
     options: dict[str, Any] = {"SWIGLU": swiglu, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "pdl": pdl,
                                "EVEN_N": n % config.block_n == 0, "EVEN_K": k % config.block_k == 0,
                                "num_warps": config.num_warps, "num_stages": config.num_stages}
+    if lora is not None:
+        options |= {"ADAPTERS": len(lora.b), "PARTS": lora.shrunk.shape[1], "BLOCK_R": lora.shrunk.shape[3]}
     pointers = (x2, weight, scale, bias, norm_weight, res, out)
     rows = -(-n // config.block_n)
     if m == 1 and (scale is None or config.block_n < 16):
-        launch(kernels.vector_kernel, (rows,), *pointers, n, k, weight.stride(0), eps, **options)
+        launch(kernels.vector_kernel, (rows,), *pointers, n, k, weight.stride(0), eps, lora, **options)
     else:
         block_m = min(padded(max(m, 2)), MAX_TOKENS_PER_TILE)
         sizes = (m, n, k, weight.stride(0), x2.stride(0), res.stride(0) if res is not None else 0, eps)
@@ -136,11 +140,11 @@ def small_linear_cuda(
         if scale is not None and m <= MAX_TOKENS:
             options["EVEN_K"] = k % (config.block_k * config.num_warps) == 0
             launch(kernels.sliced_kernel, grid, *pointers, *sizes, BLOCK_M=block_m, SLICES=config.num_warps, **options)
-        elif config.splits == 1 or norm_weight is not None or swiglu:  # these need whole sums in one program
-            launch(kernels.tile_kernel, grid, *pointers, *sizes, BLOCK_M=block_m, SPLITS=1, **options)
+        elif config.splits == 1 or norm_weight is not None or swiglu or lora is not None:  # whole sums in one program
+            launch(kernels.tile_kernel, grid, *pointers, *sizes, lora, BLOCK_M=block_m, SPLITS=1, **options)
         else:
             parts = x.new_empty(config.splits, m, n, dtype=torch.float32)
-            launch(kernels.tile_kernel, (*grid, config.splits), *pointers[:-1], parts, *sizes, BLOCK_M=block_m,
+            launch(kernels.tile_kernel, (*grid, config.splits), *pointers[:-1], parts, *sizes, None, BLOCK_M=block_m,
                    SPLITS=config.splits, **options)
             launch(kernels.add_up_kernel, (-(-n // 256), -(-m // 4)), parts, scale, bias, res, out, m, n, sizes[-2], BLOCK_M=4,
                    BLOCK_N=256, SPLITS=config.splits, pdl=pdl)

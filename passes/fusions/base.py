@@ -11,7 +11,7 @@ import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -19,7 +19,7 @@ from torch import fx
 from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.tuning.small_linear import LinearShape
 from quire.passes.fake_values import made_like
-from quire.passes.fx import add_input, argument, is_function, placeholders, value
+from quire.passes.fx import LINEAR, add_input, argument, is_function, placeholders, value
 from quire.passes.verify.quantized import addresses
 
 logger = logging.getLogger(__name__)
@@ -171,6 +171,22 @@ def columns(product: fx.Node, sizes: Sequence[int]) -> list[fx.Node]:
         return [product]
     split = made_like(product.graph.call_function(torch.split, (product, list(sizes)), {"dim": -1}), product)
     return [product.graph.call_function(operator.getitem, (split, i)) for i in range(len(sizes))]
+
+
+class Part(NamedTuple):
+    """Columns of a linear layer's product: the product, and where they begin."""
+
+    product: fx.Node
+    start: int
+
+
+def part_of(node: Any) -> Part | None:
+    """Columns of a product that was split, or all of one."""
+    split: Any = node.args[0] if is_function(node, (operator.getitem,)) else None
+    if is_function(split, (torch.split, torch.functional.split)) and isinstance(split.args[1], (list, tuple)) \
+            and argument(split, 2, "dim", 0) in (-1, value(split.args[0]).dim() - 1):
+        return Part(split.args[0], sum(split.args[1][: node.args[1]]))
+    return Part(node, 0) if is_function(node, LINEAR) else None
 
 
 def before_dropout(x: Any) -> Any:

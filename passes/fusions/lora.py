@@ -16,7 +16,6 @@ which something is changed in place. Adapters in float32 on a model in bf16, PEF
 
 from __future__ import annotations
 
-import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from torch import fx
 
 from quire.attn_ops.ops.lora import MAX_RANK, MAX_SEGMENTS, lora_expand
 from quire.passes.fake_values import made_like
-from quire.passes.fusions.base import Fusion, columns
+from quire.passes.fusions.base import Fusion, Part, columns, part_of
 from quire.passes.fx import (
     ADD,
     LINEAR,
@@ -44,19 +43,12 @@ from quire.passes.fx import (
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-class _Part(NamedTuple):
-    """Columns of a product: the product, and where they begin."""
-
-    product: fx.Node
-    start: int
-
-
 class _Layer(NamedTuple):
     """``total = base + linear(shrunk, b) * scaling``."""
 
     total: fx.Node
-    base: _Part
-    shrunk: _Part
+    base: Part
+    shrunk: Part
     b: fx.Node
     real: torch.Tensor
     scaling: float
@@ -79,27 +71,18 @@ def _layer(node: fx.Node, fusion: Fusion) -> _Layer | None:
     if not is_function(node, LINEAR) or len(node.args) < 2 or argument(node, 2, "bias") is not None:
         return None
     b: Any = node.args[1]
-    real, shrunk, scaled = fusion.tensor(b), _part(node.args[0]), only_user(node)
+    real, shrunk, scaled = fusion.tensor(b), part_of(node.args[0]), only_user(node)
     if real is None or type(real) not in (torch.Tensor, torch.nn.Parameter) or real.dim() != 2 or real.dtype not in DTYPES \
             or real.shape[1] > MAX_RANK or not real.is_contiguous() or only_user(b) is None or shrunk is None:
         return None
     scaling = next((s for x, s in operands(scaled, MUL) if x is node and isinstance(s, (int, float))), None)
     total = only_user(scaled) if scaling is not None and scaled is not None else None
     other = next((x for x, y in operands(total, ADD) if y is scaled and x is not scaled), None)
-    base = _part(other)
+    base = part_of(other)
     if total is None or base is None or scaling is None or not same_shape(value(other).shape, value(node).shape) \
             or {value(x).dtype for x in (total, other, node.args[0])} != {real.dtype}:
         return None
     return _Layer(total, base, shrunk, b, real, float(scaling))
-
-
-def _part(node: Any) -> _Part | None:
-    """Columns of a product that was split, or all of one."""
-    split: Any = node.args[0] if is_function(node, (operator.getitem,)) else None
-    if is_function(split, (torch.split, torch.functional.split)) and isinstance(split.args[1], (list, tuple)) \
-            and argument(split, 2, "dim", 0) in (-1, value(split.args[0]).dim() - 1):
-        return _Part(split.args[0], sum(split.args[1][: node.args[1]]))
-    return _Part(node, 0) if is_function(node, LINEAR) else None
 
 
 def _fuse(fusion: Fusion, layers: list[_Layer]) -> int:

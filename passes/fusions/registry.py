@@ -16,6 +16,7 @@ from quire.passes.fusions.float_linear import fuse_float_linear
 from quire.passes.fusions.last_tokens import last_tokens
 from quire.passes.fusions.lora import fuse_lora
 from quire.passes.fusions.lora_group import group_lora
+from quire.passes.fusions.lora_linear import fuse_lora_linear
 from quire.passes.fusions.projections import fuse_projections
 from quire.passes.fusions.quantized_linear import quantized_linear
 from quire.passes.fusions.rope import fuse_rope
@@ -53,6 +54,7 @@ FUSIONS = (
     FusionPass("last_tokens", last_tokens, batches="large"),
     FusionPass("lora", fuse_lora, batches="small"),
     FusionPass("lora_group", group_lora, batches="small"),
+    FusionPass("lora_linear", fuse_lora_linear, batches="small"),
     FusionPass("small_linear", fuse_small_linear, batches="small"),
     FusionPass("rope", fuse_rope, stage="lowered"),
     FusionPass("complex", real_products, stage="lowered"),

@@ -19,11 +19,13 @@ its inputs where the last folded operation stood. Norms stay outside layers with
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from quire.attn_ops.ops.lora_linear import lora_linear
 from quire.attn_ops.ops.small_linear import small_linear
 from quire.attn_ops.ops.small_linear_wide import is_int4, rows_of
 from quire.attn_ops.tuning.launch_config import INT4
@@ -55,7 +57,10 @@ def fuse_small_linear(fusion: Fusion) -> int:
         if is_function(node, (small_linear,)):  # by passes/fusions/quantized_linear.py
             given = schema_arguments(node)
             _rewrite(fusion, node, given["weight"], given["bias"], given["scale"], given.get("widths", ()))
-        elif is_function(node, LINEAR) and len(node.args) > 1 and _fits(fusion.tensor(node.args[1])):
+        elif is_function(node, (lora_linear,)):  # by passes/fusions/lora_linear.py
+            given = schema_arguments(node)
+            _rewrite(fusion, node, given["weight"], given["bias"], adapters=node.args[7:])
+        elif is_function(node, LINEAR) and len(node.args) > 1 and is_half(fusion.tensor(node.args[1])):
             _rewrite(fusion, node, node.args[1], argument(node, 2, "bias"))
         else:
             continue
@@ -63,12 +68,14 @@ def fuse_small_linear(fusion: Fusion) -> int:
     return count
 
 
-def _fits(weight: torch.Tensor | None) -> bool:
+def is_half(weight: torch.Tensor | None) -> bool:
+    """Whether the kernels take this tensor as a weight without scales."""
     return weight is not None and type(weight) in (torch.nn.Parameter, torch.Tensor) and weight.dim() == 2 \
         and weight.stride(1) == 1 and weight.dtype in (torch.bfloat16, torch.float16)
 
 
-def _rewrite(fusion: Fusion, node: fx.Node, weight: Any, bias: Any, scale: Any = None, widths: Any = ()) -> None:
+def _rewrite(fusion: Fusion, node: fx.Node, weight: Any, bias: Any, scale: Any = None, widths: Any = (),
+             adapters: Sequence[Any] = ()) -> None:
     x, dtype = node.args[0], value(node).dtype
     norm = _norm(x) if scale is None else None  # the kernel for codes has no instructions to spare
     real = fusion.tensor(weight)
@@ -79,9 +86,9 @@ def _rewrite(fusion: Fusion, node: fx.Node, weight: Any, bias: Any, scale: Any =
     if written_between(norm.x if norm else node, end):
         end, norm, swiglu, residual = node, None, False, None
     with fusion.graph.inserting_before(end):
-        new = fusion.graph.call_function(small_linear, (
+        new = fusion.graph.call_function(lora_linear if adapters else small_linear, (
             norm.x if norm else x, weight, bias, norm.weight if norm else None, norm.eps if norm else 0.0, residual, swiglu,
-            *([] if scale is None else [scale]), *([widths] if widths else [])))
+            *adapters, *([] if scale is None else [scale]), *([widths] if widths else [])))
     replace_node(end, new)
     codes = None if scale is None else INT4 if is_int4(held) else held.dtype
     fusion.weights.small_linears.add(LinearShape(

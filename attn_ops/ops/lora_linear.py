@@ -1,0 +1,83 @@
+"""A linear layer with LoRA's adapters in two launches, for small batches: ``torch.ops.quire.lora_linear``.
+
+Legend: T tokens, K and N the inputs and outputs of the layer, r the rank of an adapter.
+
+LoRA (Hu et al., 2021) adds ``B A x * scaling`` to ``W x``. ``A x`` needs one small kernel. B is read by the kernel of
+``small_linear`` itself, whose sums begin with the adapters' part: so norm, SwiGLU and residual fold as they do without
+adapters. The norm's factor per token is applied to both products at once, since ``B A (x s) = (B A x) s``.
+
+In half precision on CUDA, for up to small_linear's MAX_TOKENS tokens; elsewhere the op runs its eager definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.attn_ops.kernels import host
+from quire.attn_ops.library import define_op
+from quire.attn_ops.ops.lora_rows import adapters_fit, lora_rows_eager, shrink
+from quire.attn_ops.ops.small_linear import MAX_TOKENS, small_linear_cuda
+
+
+def lora_linear_eager(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float, residual: Tensor | None,
+    swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float], bits: Sequence[int],
+) -> Tensor:
+    """The definition: x (1, T, K) -> (1, T, N), or (1, T, N / 2) with ``swiglu``.
+
+    Args:
+        weight, bias, norm_weight, eps, residual, swiglu: as of ``small_linear_eager``, without a scale.
+        a, b, scaling, bits: of each adapter, as of ``lora_rows_eager``.
+        starts: the first row of ``weight`` that the adapter's b (N_i, r_i) adds to.
+
+    Raises:
+        RuntimeError: the step does not say which adapters its tokens have, and an adapter is not that of every token.
+    """
+    if norm_weight is not None:
+        wide = x.float()
+        x = norm_weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    out = F.linear(x, weight, bias)
+    for start in sorted(set(starts)):
+        mine = [i for i, at in enumerate(starts) if at == start]
+        part = out[..., start : start + b[mine[0]].shape[0]]
+        part.copy_(lora_rows_eager(part, x, [a[i] for i in mine], [b[i] for i in mine], [scaling[i] for i in mine],
+                                   [bits[i] for i in mine]))
+    if swiglu:
+        gate, up = out.chunk(2, dim=-1)
+        out = F.silu(gate) * up
+    return out if residual is None else residual + out
+
+
+def lora_linear_cuda(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float, residual: Tensor | None,
+    swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float], bits: Sequence[int],
+) -> Tensor:
+    """The op on CUDA: sums in float32, rounded once. Runs the definition outside the kernels' range."""
+    alike = all(t is None or t.dtype == x.dtype for t in (weight, bias, norm_weight, residual))
+    if not adapters_fit(x, a, b) or not 0 < x.shape[1] <= MAX_TOKENS or x.dtype not in (torch.bfloat16, torch.float16) \
+            or weight.stride(1) != 1 or not alike:
+        return lora_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, a, b, starts, scaling, bits)
+    norm_weight = norm_weight if norm_weight is None else norm_weight.contiguous()
+    rows, shrunk, ranks, places = shrink(x, norm_weight, a, bits)
+    lora = host.Adapters(rows, shrunk, tuple(b), tuple(starts), tuple(len(up) for up in b), ranks, places,
+                         tuple(map(float, scaling)))
+    return small_linear_cuda(x, weight, bias, norm_weight, eps, residual, swiglu, lora=lora)
+
+
+def _fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float, residual: Tensor | None,
+    swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float], bits: Sequence[int],
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // (2 if swiglu else 1))
+
+
+lora_linear = define_op(
+    "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu, "
+    "Tensor[] a, Tensor[] b, int[] starts, float[] scaling, int[] bits) -> Tensor",
+    cpu=lora_linear_eager, cuda=lora_linear_cuda, fake=_fake, launches=True)
+
+__all__ = ["lora_linear", "lora_linear_cuda", "lora_linear_eager"]

@@ -1,0 +1,113 @@
+"""Linear layers with adapters in one op: the formula, with all that folds into the layer."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+import quire
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.ops.lora_linear import lora_linear, lora_linear_cuda, lora_linear_eager
+from quire.attn_ops.ops.lora_rows import MAX_KERNEL_ADAPTERS
+from quire.attn_ops.ops.small_linear import MAX_TOKENS
+from quire.attn_ops.step import Step, running
+
+K, SIZES, SETS = 80, (48, 16, 32), (0, 1, 5, 2**62)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALVES = [torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]  # the interpreter's dot is wrong for bfloat16
+
+
+def step(rows: torch.Tensor) -> Step:
+    cache = PagedKVCache(num_layers=1, num_pages=2, page_size=4, num_kv_heads=1, head_dim=4, dtype=torch.float32, device="cpu")
+    return Step(cache, quire.CommonAttentionMetadata.build([1], [1], [[1]], page_size=4), adapters=rows)
+
+
+class Case:
+    """A layer of three parts: the first has two adapters, the second none, the third two, one of them of every token. One more
+    is of nobody."""
+
+    def __init__(self, tokens: int, own: torch.dtype, dtype: torch.dtype = torch.float16, every: bool = False,
+                 width: int = K, ranks: tuple[int, ...] = (4, 16, 1, 40)) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int, of: torch.dtype = dtype, fan: int = 1) -> torch.Tensor:
+            return (torch.randn(*shape, generator=generator) / fan**0.5).to(DEVICE, of)
+
+        places = (0, 2, 0, 2)
+        n = sum(SIZES)
+        self.x, self.weight, self.bias = normal(1, tokens, width), normal(n, width, fan=width), normal(n)
+        self.norm, self.residual = 1 + normal(width) / 4, normal(1, tokens, n)
+        self.a = [normal(r, width, of=own, fan=width) for r in ranks]
+        self.b = [normal(SIZES[i], r, of=own, fan=r) for i, r in zip(places, ranks, strict=True)]
+        self.starts = [sum(SIZES[:i]) for i in places]
+        self.scaling, self.bits = [0.5, 2.0, -1.0, 1.0], [0] * 4 if every else [1, 0, 4, 2**62]
+        if not every:  # one that nobody has must not be read into a result
+            self.a.append(torch.full_like(self.a[0], float("nan")))
+            self.b.append(torch.full_like(self.b[0], float("nan")))
+            self.starts, self.scaling, self.bits = [*self.starts, 0], [*self.scaling, 1.0], [*self.bits, 2]
+        rows = torch.tensor(SETS)[torch.randint(4, (tokens,), generator=generator)]
+        self.step = contextlib.nullcontext() if every else running(step(torch.cat([rows, torch.tensor([-1])]).to(DEVICE)))
+        self.rows = rows
+
+    def run(self, op, swiglu: bool = False, dtype: torch.dtype | None = None, fold: bool = True) -> torch.Tensor:
+        def of(x: torch.Tensor) -> torch.Tensor:
+            return x if dtype is None else x.to(dtype)
+
+        half = self.residual[..., : self.residual.shape[-1] // 2].contiguous() if swiglu else self.residual
+        return op(of(self.x), of(self.weight), of(self.bias) if fold else None, of(self.norm) if fold else None, 1e-5,
+                  of(half) if fold else None, swiglu, [of(y) for y in self.a], [of(y) for y in self.b], self.starts,
+                  self.scaling, self.bits)
+
+
+def test_the_formula() -> None:
+    """Token by token and adapter by adapter."""
+    case = Case(5, torch.float32, torch.float32)
+    with case.step:
+        got = case.run(lora_linear_eager, dtype=torch.float64, fold=False)
+    for t, mine in enumerate(case.rows.tolist()):
+        want = case.weight.double() @ case.x[0, t].double()
+        for a, b, start, s, bit in zip(case.a, case.b, case.starts, case.scaling, case.bits, strict=True):
+            if not bit or mine & bit:
+                want[start : start + len(b)] += b.double() @ (a.double() @ case.x[0, t].double()) * s
+        torch.testing.assert_close(got[0, t], want)
+
+
+@pytest.mark.parametrize("own", [torch.float32, None], ids=["float32", "the layer's dtype"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("tokens", "swiglu", "fold", "every", "width"), [
+    (1, False, True, False, K), (1, True, True, False, K), (1, False, False, True, 1100), (3, True, True, False, K),
+    (17, False, True, False, 1100), (MAX_TOKENS, True, False, True, K), (MAX_TOKENS + 1, False, True, False, K)])
+def test_kernels(tokens, swiglu, fold, every, width, dtype, own) -> None:
+    """Against the definition in float64: with norm, bias, SwiGLU and residual, for parts whose rows end inside a tile, and more
+    columns than a program takes at once. An adapter of NaN that no token has leaves no trace, nor do rows past the tokens."""
+    pytest.importorskip("triton")
+    case = Case(tokens, own or dtype, dtype, every=every, width=width)
+    with case.step:
+        got = case.run(lora_linear_cuda, swiglu, fold=fold)
+        want = case.run(lora_linear_eager, swiglu, torch.float64, fold)
+    # Roundings of x times the norm, of A x and of the result, of values below 32: SwiGLU multiplies two sums.
+    atol = (4 if swiglu else 3) * 32 * (2**-11 if dtype == torch.float16 else 2**-8) / 4
+    torch.testing.assert_close(got.double(), want, atol=atol, rtol=2**-9 if dtype == torch.float16 else 2**-6)
+    assert got.dtype == dtype and not got.isnan().any()
+
+
+def test_outside_the_kernels_range() -> None:
+    """More adapters than the kernels take, and no step."""
+    case = Case(2, torch.float32, every=True)
+    many = MAX_KERNEL_ADAPTERS // 4 + 1
+    case.a, case.b = case.a * many, case.b * many
+    case.starts, case.scaling, case.bits = case.starts * many, case.scaling * many, case.bits * many
+    torch.testing.assert_close(case.run(lora_linear_cuda).double(), case.run(lora_linear_eager, dtype=torch.float64), atol=0.2,
+                               rtol=0.01)
+    case.bits[0] = 1
+    with pytest.raises(RuntimeError, match="does not say which adapters"):
+        case.run(lora_linear_cuda)
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_is_an_op(swiglu) -> None:
+    case = Case(3, torch.float32, torch.float32)
+    with case.step:
+        torch.library.opcheck(lora_linear, case.run(lambda *args: args, swiglu), test_utils=("test_schema", "test_faketensor"))

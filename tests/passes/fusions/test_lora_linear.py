@@ -1,0 +1,140 @@
+"""The fusion of a linear layer with its adapters: what becomes one op, what folds into it, and that the numbers stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import quire
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.ops.lora_linear import lora_linear
+from quire.attn_ops.ops.lora_rows import lora_group, lora_rows
+from quire.attn_ops.step import Step, running
+from quire.passes.backend import QuireBackend
+from quire.passes.fusions.base import Fusion
+from quire.passes.fusions.lora_group import group_lora
+from quire.passes.fusions.lora_linear import fuse_lora_linear
+from quire.passes.fusions.projections import fuse_projections
+from quire.passes.fusions.small_linear import fuse_small_linear
+from quire.passes.fx import copy_graph, is_function, schema_arguments
+from quire.passes.options import QuireOptions
+from tests.passes.fusions.test_lora_group import TOKENS, WIDTH, Adapted, Chosen
+
+
+class Norm(nn.Module):
+    """Llama's, as transformers has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH, dtype=torch.bfloat16) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return self.weight * wide.to(x.dtype)
+
+
+class Layer(nn.Module):
+    """Half a decoder layer: q and k with a norm, gate and up with another and SwiGLU, down with the residual."""
+
+    def __init__(self, kind: type[Adapted], **options: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norms = nn.ModuleList([Norm(), Norm()])
+        self.q, self.k = kind(48, 2.0, **options), kind(16, 0.5, **options)
+        self.gate, self.up, self.down = (kind(WIDTH, s, **options) for s in (1.0, 0.5, 0.3))
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norms[0](x)
+        q, k = self.q(y), self.k(y)
+        x = x + nn.functional.pad(q[..., :16] * k, (0, 16))
+        y = self.norms[1](x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class Bare(Layer):
+    """The product without its adapters is read too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bare = nn.Linear.forward(self.q, x)
+        rows = lora_rows(bare, x, [self.q.a[0].weight], [self.q.b[0].weight], [1.0], [1])
+        return rows + bare
+
+
+class Changed(Layer):
+    """x changes between the product and the adapters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        bare = nn.Linear.forward(self.q, x)
+        x.mul_(2)
+        return lora_rows(bare, x, [self.q.a[0].weight], [self.q.b[0].weight], [1.0], [1])
+
+
+class Another(Layer):
+    """The adapters read another input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return lora_rows(nn.Linear.forward(self.q, x), x + 1, [self.q.a[0].weight], [self.q.b[0].weight], [1.0], [1])
+
+
+class Made(Layer):
+    """An adapter that the graph computes is not there where the product is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bare = nn.Linear.forward(self.q, x)
+        return lora_rows(bare, x, [self.q.a[0].weight * 2], [self.q.b[0].weight], [1.0], [1])
+
+
+def fused(model: nn.Module) -> tuple[int, list[dict], int, torch.Tensor, torch.Tensor]:
+    """Matches, the arguments of the ops made, other ops of adapters left, the graph's result, and the model's."""
+    x = torch.randn(1, TOKENS, WIDTH).bfloat16()
+    backend = QuireBackend(QuireOptions(compiler="eager"))
+    torch._dynamo.mark_dynamic(x, 1)
+    cache = PagedKVCache(num_layers=1, num_pages=2, page_size=4, num_kv_heads=1, head_dim=4, dtype=torch.float32, device="cpu")
+    step = Step(cache, quire.CommonAttentionMetadata.build([1], [1], [[1]], page_size=4), adapters=torch.tensor([1, 0, 3]))
+    with torch.no_grad():
+        try:
+            torch.compile(model, backend=backend, fullgraph=True)(x)
+        except RuntimeError as e:  # outside a step; the graph is there
+            assert "does not say which adapters" in str(e)
+    with torch.no_grad(), running(step):
+        want = model(x)
+        graph = backend.graphs[0]
+        gm = copy_graph(graph.gm)
+        work = Fusion(gm, graph.inputs, backend.weights)
+        fuse_projections(work)
+        group_lora(work)
+        matches = fuse_lora_linear(work)
+        gm.graph.lint()
+        fuse_small_linear(work)
+        gm.graph.lint()
+        gm.recompile()
+        made = [schema_arguments(n) for n in gm.graph.nodes if is_function(n, (lora_linear,))]
+        left = sum(is_function(n, (lora_group, lora_rows)) for n in gm.graph.nodes)
+        out = gm(*[x.shape[1] if isinstance(e, (int, torch.SymInt)) else e for e in graph.inputs], *work.added)[0]
+        backend.weights.restore()
+        return matches, made, left, out, want
+
+
+@pytest.mark.parametrize("names", [1, 2])
+@pytest.mark.parametrize("kind", [Adapted, Chosen])
+def test_layers_keep_what_folds_into_them(kind, names) -> None:
+    """With adapters a layer costs one launch more, and its norm, SwiGLU and residual none."""
+    matches, made, left, got, want = fused(Layer(kind, names=names))
+    assert matches == 3 and left == 0
+    qk, gate_up, down = made
+    assert qk["norm_weight"] is not None and not qk["swiglu"] and sorted(qk["starts"]) == sorted([0, 48] * names)
+    assert gate_up["norm_weight"] is not None and gate_up["swiglu"] and sorted(gate_up["starts"]) == sorted([0, WIDTH] * names)
+    assert down["residual"] is not None and down["starts"] == [0] * names
+    # One rounding where the layer has several: of results up to ``want``, and of what SwiGLU makes of them.
+    torch.testing.assert_close(got, want, rtol=0, atol=float(want.abs().max()) * 2**-6)
+
+
+@pytest.mark.parametrize("model", [Bare, Changed, Another, Made], ids=lambda c: c.__doc__)
+def test_what_is_left_alone(model) -> None:
+    matches, made, left, got, want = fused(model(Chosen))
+    assert (matches, made, left) == (0, [], 1)
+    torch.testing.assert_close(got, want, rtol=0, atol=float(want.abs().max()) * 2**-7)
