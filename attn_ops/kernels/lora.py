@@ -1,4 +1,10 @@
-"""Kernels of ``attn_ops/ops/lora.py``, ``lora_rows.py`` and ``lora_linear.py``."""
+"""Kernels of ``attn_ops/ops/lora.py``, ``lora_rows.py`` and ``lora_linear.py``.
+
+NOTE [Two kernels at once]: with PDL the kernel of a layer's weight runs while ``rows_shrink_kernel`` computes what it adds at
+its end. The latter lets it start only after waiting itself: so what ran before both has completed, x is there, and the layer
+may read x without waiting. It does so past the L1 cache, which holds what a program of another kernel read. It waits before it
+reads ``shrunk`` and before it writes, so its own end still implies the end of all before (NOTE [Everyone waits]).
+"""
 
 from __future__ import annotations
 
@@ -55,6 +61,7 @@ def rows_shrink_kernel(x, norm, rows, a, out, t, k, x_stride, ranks, places, ADA
     columns of x, or None. BLOCK_T is 1 for one token, which needs no tensor cores."""
     split, tokens = tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     wait_for_previous(PDL)
+    let_next_start(PDL)  # see NOTE [Two kernels at once]
     mine = tl.zeros((BLOCK_T,), tl.int64)
     if rows is not None:
         mine = tl.load(rows + tokens, mask=tokens < t, other=0)
@@ -85,10 +92,9 @@ def rows_shrink_kernel(x, norm, rows, a, out, t, k, x_stride, ranks, places, ADA
                             tile = (tile.to(tl.float32) * scale[None, :]).to(tile.dtype)
                         factors = tl.load(a[i] + r.to(tl.int64)[None, :] * k + at[:, None],
                                           mask=(r < ranks[i])[None, :] & (at < k)[:, None], other=0.0)
-                        total = tl.dot(tile.to(factors.dtype), factors, total, input_precision="tf32x3")
+                        total = dot_float32(tile, factors, total)
                     place = ((i * SPLITS + split) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
                     tl.store(out + place, total, mask=(tokens < t)[:, None])
-    let_next_start(PDL)
 
 
 @triton.jit
@@ -147,34 +153,50 @@ def rows_expand_kernel(bases, rows, b, shrunk, out, t, n, sizes, strides, layers
 
 
 @triton.jit
-def expand_one(rows, first, lora, BLOCK_N: tl.constexpr, ADAPTERS: tl.constexpr, PARTS: tl.constexpr, BLOCK_R: tl.constexpr):
-    """(BLOCK_N,) float32: ``B (A x) * scaling`` of one token, for the weight's ``rows``, the first of which is ``first``.
-    ``lora``: host.Adapters, whose ``shrunk`` has PARTS parts of BLOCK_R ranks. Loads do not wait for each other: an adapter
-    that the token does not have is read too, and left out of the sum."""
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    mine = tl.zeros((1,), tl.int64)
+def expand_one(rows, lora, BLOCK_N: tl.constexpr, ADAPTERS: tl.constexpr, PARTS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """(BLOCK_N,) float32: ``B (A x) * scaling`` of one token, for the weight's ``rows``. ``lora``: host.Adapters, whose
+    ``shrunk`` has PARTS parts of BLOCK_R ranks.
+
+    A sum over threads is expensive in a small program: so there is one, and parts are not added up before they are multiplied.
+    Loads do not wait for each other: an adapter that the token does not have is read too, and left out."""
+    LANES: tl.constexpr = 128
+    acc = tl.zeros((BLOCK_N, LANES), tl.float32)
+    mine = 0
     if lora.rows is not None:
-        mine = tl.load(lora.rows + tl.arange(0, 1))
-    r, parts = tl.arange(0, BLOCK_R), tl.arange(0, PARTS)
+        mine = tl.load(lora.rows)
     for i in tl.static_range(ADAPTERS):
-        if (first < lora.starts[i] + lora.sizes[i]) & (first + BLOCK_N > lora.starts[i]):
-            on = tl.where(lora.places[i] == 63, 1, (mine >> lora.places[i]) & 1)
-            at, known = rows - lora.starts[i], r < lora.ranks[i]
-            inside = (at >= 0) & (at < lora.sizes[i])
-            low = tl.sum(tl.load(lora.shrunk + (i * PARTS + parts)[:, None] * BLOCK_R + r[None, :]), 0)
-            factors = tl.load(lora.b[i] + at.to(tl.int64)[:, None] * lora.ranks[i] + r[None, :],
-                              mask=inside[:, None] & known[None, :], other=0.0).to(tl.float32)
-            more = tl.sum(factors * low[None, :], 1) * lora.scalings[i]
-            total = tl.where(inside & (on != 0), total + more, total)
-    return total
+        on = tl.where(lora.places[i] == 63, 1, (mine >> lora.places[i]) & 1)
+        at = rows - lora.starts[i]
+        inside = (at >= 0) & (at < lora.sizes[i])
+        for start in tl.static_range(0, PARTS * BLOCK_R, LANES):
+            place = start + tl.arange(0, LANES)
+            r = place % BLOCK_R
+            live = inside[:, None] & ((place < PARTS * BLOCK_R) & (r < lora.ranks[i]))[None, :]
+            low = tl.load(lora.shrunk + i * PARTS * BLOCK_R + place[None, :], mask=live, other=0.0) * lora.scalings[i]
+            factors = tl.load(lora.b[i] + at.to(tl.int64)[:, None] * lora.ranks[i] + r[None, :], mask=live, other=0.0)
+            acc = tl.where(on != 0, acc + factors.to(tl.float32) * low, acc)
+    return tl.sum(acc, 1)
 
 
 @triton.jit
-def expand_tile(rows, first, tokens, t, lora, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, ADAPTERS: tl.constexpr,
+def dot_float32(x, y, acc):
+    """``acc + x @ y``, as exact as products in float32 are: a float32 factor of one in bf16 is a sum of three in bf16; else
+    each factor is a sum of two in TF32."""
+    if x.dtype == tl.bfloat16 and y.dtype == tl.float32:
+        high = y.to(tl.bfloat16)
+        rest = y - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        acc = tl.dot(x, high, acc)
+        acc = tl.dot(x, middle, acc)
+        return tl.dot(x, (rest - middle.to(tl.float32)).to(tl.bfloat16), acc)
+    return tl.dot(x.to(y.dtype), y, acc, input_precision="tf32x3")
+
+
+@triton.jit
+def expand_tile(acc, rows, first, tokens, t, lora, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, ADAPTERS: tl.constexpr,
                 PARTS: tl.constexpr, BLOCK_R: tl.constexpr):
-    """(BLOCK_N, BLOCK_T) float32: as ``expand_one``, of the ``tokens`` below ``t``. Adapters that none of them has are not
-    read."""
-    total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    """``acc`` (BLOCK_N, BLOCK_T) float32 with what ``expand_one`` computes added, of the ``tokens`` below ``t``; ``first``: of
+    the rows. Adapters that none of the tokens has are not read."""
     mine = tl.zeros((BLOCK_T,), tl.int64)
     if lora.rows is not None:
         mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
@@ -194,5 +216,5 @@ def expand_tile(rows, first, tokens, t, lora, BLOCK_N: tl.constexpr, BLOCK_T: tl
                     factors = tl.load(lora.b[i] + at.to(tl.int64)[:, None] * lora.ranks[i] + r[None, :],
                                       mask=inside[:, None] & (r < lora.ranks[i])[None, :], other=0.0)
                     more = tl.dot(factors, low.to(factors.dtype), more, input_precision="tf32x3")
-                total = tl.where(inside[:, None] & (on != 0)[None, :], total + more * lora.scalings[i], total)
-    return total
+                acc = tl.where(inside[:, None] & (on != 0)[None, :], acc + more * lora.scalings[i], acc)
+    return acc

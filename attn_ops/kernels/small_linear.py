@@ -45,22 +45,18 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, 
     """One token: BLOCK_N outputs per program, each the sum of K products. ``lora`` (None: no adapters) and what follows
     PDL: attn_ops/kernels/lora.py."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    wait_for_previous(PDL)
-    low_rank = tl.zeros((BLOCK_N,), tl.float32)
-    low_rank_up = tl.zeros((BLOCK_N,), tl.float32)
-    if lora is not None:
-        low_rank = expand_one(rows, tl.program_id(0) * BLOCK_N, lora, BLOCK_N, ADAPTERS, PARTS, BLOCK_R)
-        if SWIGLU:
-            low_rank_up = expand_one(N + rows, N + tl.program_id(0) * BLOCK_N, lora, BLOCK_N, ADAPTERS, PARTS, BLOCK_R)
+    if ADAPTERS == 0:
+        wait_for_previous(PDL)
+    CACHE: tl.constexpr = ".cg" if ADAPTERS > 0 else ""  # NOTE [Two kernels at once] in attn_ops/kernels/lora.py
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for start in range(0, K, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
         if EVEN_K:
-            given = tl.load(x + cols)
+            given = tl.load(x + cols, cache_modifier=CACHE)
         else:
-            given = tl.load(x + cols, mask=cols < K, other=0.0)
+            given = tl.load(x + cols, mask=cols < K, other=0.0, cache_modifier=CACHE)
         xs = given.to(tl.float32)
         if norm is not None:
             squares += xs * xs
@@ -73,8 +69,13 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, 
             acc_up += _load_weights(w + N.to(tl.int64) * stride_w, scale, given, rows, cols, stride_w, N, K, EVEN_N,
                                     EVEN_K).to(tl.float32) * xs[None, :]
     let_next_start(PDL)
-    y = tl.sum(acc, 1) + low_rank
-    up = tl.sum(acc_up, 1) + low_rank_up
+    y = tl.sum(acc, 1)
+    up = tl.sum(acc_up, 1)
+    if ADAPTERS > 0:  # the norm's factor is that of the adapters' part too
+        wait_for_previous(PDL)
+        y += expand_one(rows, lora, BLOCK_N, ADAPTERS, PARTS, BLOCK_R)
+        if SWIGLU:
+            up += expand_one(N + rows, lora, BLOCK_N, ADAPTERS, PARTS, BLOCK_R)
     if norm is not None:
         rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         y *= rms
@@ -104,15 +105,12 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
 
     With SPLITS > 1 a program has a part of the columns, out is (SPLITS, M, N) float32, and ``add_up_kernel`` does the rest."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    wait_for_previous(PDL)
+    if ADAPTERS == 0:
+        wait_for_previous(PDL)
+    CACHE: tl.constexpr = ".cg" if ADAPTERS > 0 else ""  # as above
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if lora is not None:  # sums begin with the adapters' part; the norm's factor is that of all of it
-        acc = expand_tile(rows, tl.program_id(0) * BLOCK_N, tokens, M, lora, BLOCK_N, BLOCK_M, ADAPTERS, PARTS, BLOCK_R)
-        if SWIGLU:
-            acc_up = expand_tile(N + rows, N + tl.program_id(0) * BLOCK_N, tokens, M, lora, BLOCK_N, BLOCK_M, ADAPTERS, PARTS,
-                                 BLOCK_R)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     if SPLITS == 1:
         first, last = 0, K
@@ -123,7 +121,7 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
     for start in range(first, last, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
         mask = (tokens < M)[None, :] & (cols < K)[:, None]
-        xs = tl.load(x + tokens[None, :] * stride_x + cols[:, None], mask=mask, other=0.0)
+        xs = tl.load(x + tokens[None, :] * stride_x + cols[:, None], mask=mask, other=0.0, cache_modifier=CACHE)
         if norm is not None:
             wide = xs.to(tl.float32)
             squares += tl.sum(wide * wide, 0)
@@ -135,6 +133,12 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
         if scale is not None:
             wait_for_products()
     let_next_start(PDL)
+    if ADAPTERS > 0:
+        wait_for_previous(PDL)
+        first_row = tl.program_id(0) * BLOCK_N
+        acc = expand_tile(acc, rows, first_row, tokens, M, lora, BLOCK_N, BLOCK_M, ADAPTERS, PARTS, BLOCK_R)
+        if SWIGLU:
+            acc_up = expand_tile(acc_up, N + rows, N + first_row, tokens, M, lora, BLOCK_N, BLOCK_M, ADAPTERS, PARTS, BLOCK_R)
     if SPLITS == 1:
         _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU)
     else:

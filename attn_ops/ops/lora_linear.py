@@ -25,7 +25,8 @@ from quire.attn_ops.ops.small_linear import MAX_TOKENS, small_linear_cuda
 
 def lora_linear_eager(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float, residual: Tensor | None,
-    swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float], bits: Sequence[int],
+    swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],
+    bits: Sequence[int],
 ) -> Tensor:
     """The definition: x (1, T, K) -> (1, T, N), or (1, T, N / 2) with ``swiglu``.
 
@@ -54,23 +55,27 @@ def lora_linear_eager(
 
 def lora_linear_cuda(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float, residual: Tensor | None,
-    swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float], bits: Sequence[int],
+    swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],
+    bits: Sequence[int], pdl: bool | None = None,
 ) -> Tensor:
-    """The op on CUDA: sums in float32, rounded once. Runs the definition outside the kernels' range."""
+    """The op on CUDA: sums in float32, rounded once. Runs the definition outside the kernels' range. ``pdl``: see
+    attn_ops/kernels/pdl.py; None: for any number of tokens, since the second kernel runs beside the first."""
     alike = all(t is None or t.dtype == x.dtype for t in (weight, bias, norm_weight, residual))
     if not adapters_fit(x, a, b) or not 0 < x.shape[1] <= MAX_TOKENS or x.dtype not in (torch.bfloat16, torch.float16) \
             or weight.stride(1) != 1 or not alike:
         return lora_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, a, b, starts, scaling, bits)
+    pdl = host.use_pdl(x.device, 1) if pdl is None else pdl
     norm_weight = norm_weight if norm_weight is None else norm_weight.contiguous()
-    rows, shrunk, ranks, places = shrink(x, norm_weight, a, bits)
+    rows, shrunk, ranks, places = shrink(x, norm_weight, a, bits, pdl)
     lora = host.Adapters(rows, shrunk, tuple(b), tuple(starts), tuple(len(up) for up in b), ranks, places,
                          tuple(map(float, scaling)))
-    return small_linear_cuda(x, weight, bias, norm_weight, eps, residual, swiglu, lora=lora)
+    return small_linear_cuda(x, weight, bias, norm_weight, eps, residual, swiglu, pdl=pdl, lora=lora)
 
 
 def _fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float, residual: Tensor | None,
-    swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float], bits: Sequence[int],
+    swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],
+    bits: Sequence[int],
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // (2 if swiglu else 1))
 

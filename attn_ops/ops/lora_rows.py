@@ -121,8 +121,9 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     out = bases[0].new_empty(1, t, sum(sizes))
     launch(host.kernel_module("kernels.lora").rows_expand_kernel, (sum(-(-n // block_n) for n in sizes), tiles), tuple(flat),
            rows, tuple(b), shrunk, out, t, sum(sizes), sizes, tuple(base.stride(0) for base in flat), tuple(layers), ranks,
-           places, tuple(map(float, scaling)), LAYERS=len(bases), ADAPTERS=len(a), SPLITS=splits, BLOCK_T=block_t, BLOCK_N=block_n,
-           BLOCK_R=block_r, BLOCK_Q=min(block_r, 32), STEP=max(1, 4096 // (block_t * min(block_r, 32))), pdl=pdl, num_warps=4)
+           places, tuple(map(float, scaling)), LAYERS=len(bases), ADAPTERS=len(a), SPLITS=splits, BLOCK_T=block_t,
+           BLOCK_N=block_n, BLOCK_R=block_r, BLOCK_Q=min(block_r, 32), STEP=max(1, 4096 // (block_t * min(block_r, 32))),
+           pdl=pdl, num_warps=4)
     return out
 
 
@@ -130,7 +131,7 @@ def _block_t(tokens: int) -> int:
     return 16 if tokens <= 16 else 32
 
 
-def shrink(x: Tensor, norm_weight: Tensor | None, a: Sequence[Tensor], bits: Sequence[int]
+def shrink(x: Tensor, norm_weight: Tensor | None, a: Sequence[Tensor], bits: Sequence[int], pdl: bool | None = None
            ) -> tuple[Tensor | None, Tensor, tuple[int, ...], tuple[int, ...]]:
     """The first products, ``A (x * norm_weight)``, in one launch.
 
@@ -149,7 +150,8 @@ def shrink(x: Tensor, norm_weight: Tensor | None, a: Sequence[Tensor], bits: Seq
     shrunk = torch.empty(len(a), splits, t, block_r, dtype=torch.float32, device=x.device)
     launch(host.kernel_module("kernels.lora").rows_shrink_kernel, (len(a), splits, -(-t // block_t)), x2, norm_weight, rows,
            tuple(a), shrunk, t, k, x2.stride(0), ranks, places, ADAPTERS=len(a), SPLITS=splits, BLOCK_T=block_t,
-           BLOCK_K=block_k, BLOCK_R=block_r, pdl=host.use_pdl(x.device, t), num_warps=4)
+           BLOCK_K=block_k, BLOCK_R=block_r, pdl=host.use_pdl(x.device, t) if pdl is None else pdl,
+           num_warps=4)
     return rows, shrunk, ranks, places
 
 
