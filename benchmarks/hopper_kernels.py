@@ -221,14 +221,14 @@ def lora_of_tokens(tokens: int, sizes: tuple[int, ...], rank: int, adapters: int
                         layers, [2.0] * len(layers), [0 if every else 1 << (i % adapters) for i in range(len(layers))])
 
 
-def lora_layer(tokens: int, sizes: tuple[int, ...], swiglu: bool, rank: int, own: torch.dtype) -> None:
-    """A layer with two adapters of each part, with its norm or residual."""
+def lora_layer(tokens: int, sizes: tuple[int, ...], swiglu: bool, rank: int, own: torch.dtype, every: bool) -> None:
+    """A layer with two adapters of each part, of every token or of each token's own, with its norm or residual."""
     of, n = [i for i in range(len(sizes)) for _ in range(2)], sum(sizes)
     norm, residual = (zeros(4096), None) if len(sizes) > 1 else (None, zeros(1, tokens, n))
     with running(SimpleNamespace(adapters=zeros(tokens, dtype=torch.int64))):  # type: ignore[arg-type]
         lora_linear_cuda(zeros(1, tokens, 4096), zeros(n, 4096), None, norm, 1e-5, residual, swiglu,
                          [zeros(rank, 4096, dtype=own) for _ in of], [zeros(sizes[i], rank, dtype=own) for i in of],
-                         [sum(sizes[:i]) for i in of], [2.0] * len(of), [1 << (j % 2) for j in range(len(of))])
+                         [sum(sizes[:i]) for i in of], [2.0] * len(of), [0 if every else 1 << (j % 2) for j in range(len(of))])
 
 
 def logprobs(rows: int, vocabulary: int, dtype: torch.dtype, filtered: bool, pdl: bool) -> None:
@@ -294,7 +294,7 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
     for (name, sizes, swiglu), rank, tokens, own in product(
             (("qkv", (4096, 1024, 1024), False), ("gate_up", (14336, 14336), True), ("o", (4096,), False)), (16, 128),
             (1, 16, 32), (torch.bfloat16, torch.float32)):
-        yield f"lora linear {name} {rank} {tokens} {own}", partial(lora_layer, tokens, sizes, swiglu, rank, own)
+        yield f"lora linear {name} {rank} {tokens} {own}", partial(lora_layer, tokens, sizes, swiglu, rank, own, rank > 16)
     for (rows, vocabulary, pdl), dtype, filtered in product(((1, 128256, True), (256, 50257, False)), (HALF, FULL),
                                                              (False, True)):
         name = f"logprobs {rows} x {vocabulary} {dtype}{' filtered' if filtered else ''}{' pdl' if pdl else ''}"

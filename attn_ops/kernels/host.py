@@ -71,7 +71,7 @@ class Adapters(NamedTuple):
     """LoRA's adapters of a linear layer, for a kernel (attn_ops/ops/lora_linear.py). The tuples have an entry per adapter.
 
     Args:
-        rows: (T,) int64, the adapters of each token as bits; None if every token has all.  shrunk: (adapters, parts, T, R)
+        rows: T or more int64 numbers, the adapters of each token as bits.  shrunk: (adapters, parts, T, R)
             float32, parts of ``A x`` that add up to it.  b: (N_i, r_i).  starts, sizes: the weight's rows that it adds to.
         ranks: r_i.  places: the number of its bit in ``rows``; 63: every token has it.  scalings: factors.
     """

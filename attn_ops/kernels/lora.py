@@ -1,10 +1,4 @@
-"""Kernels of ``attn_ops/ops/lora.py``, ``lora_rows.py`` and ``lora_linear.py``.
-
-NOTE [Two kernels at once]: with PDL the kernel of a layer's weight runs while ``rows_shrink_kernel`` computes what it adds at
-its end. The latter lets it start only after waiting itself: so what ran before both has completed, x is there, and the layer
-may read x without waiting. It does so past the L1 cache, which holds what a program of another kernel read. It waits before it
-reads ``shrunk`` and before it writes, so its own end still implies the end of all before (NOTE [Everyone waits]).
-"""
+"""Kernels of ``attn_ops/ops/lora.py``, ``lora_rows.py`` and ``lora_linear.py``."""
 
 from __future__ import annotations
 
@@ -61,7 +55,7 @@ def rows_shrink_kernel(x, norm, rows, a, out, t, k, x_stride, ranks, places, ADA
     columns of x, or None. BLOCK_T is 1 for one token, which needs no tensor cores."""
     split, tokens = tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     wait_for_previous(PDL)
-    let_next_start(PDL)  # see NOTE [Two kernels at once]
+    let_next_start(PDL)
     mine = tl.zeros((BLOCK_T,), tl.int64)
     if rows is not None:
         mine = tl.load(rows + tokens, mask=tokens < t, other=0)
@@ -161,9 +155,7 @@ def expand_one(rows, lora, BLOCK_N: tl.constexpr, ADAPTERS: tl.constexpr, PARTS:
     Loads do not wait for each other: an adapter that the token does not have is read too, and left out."""
     LANES: tl.constexpr = 128
     acc = tl.zeros((BLOCK_N, LANES), tl.float32)
-    mine = 0
-    if lora.rows is not None:
-        mine = tl.load(lora.rows)
+    mine = tl.load(lora.rows)
     for i in tl.static_range(ADAPTERS):
         on = tl.where(lora.places[i] == 63, 1, (mine >> lora.places[i]) & 1)
         at = rows - lora.starts[i]
@@ -197,9 +189,7 @@ def expand_tile(acc, rows, first, tokens, t, lora, BLOCK_N: tl.constexpr, BLOCK_
                 PARTS: tl.constexpr, BLOCK_R: tl.constexpr):
     """``acc`` (BLOCK_N, BLOCK_T) float32 with what ``expand_one`` computes added, of the ``tokens`` below ``t``; ``first``: of
     the rows. Adapters that none of the tokens has are not read."""
-    mine = tl.zeros((BLOCK_T,), tl.int64)
-    if lora.rows is not None:
-        mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
+    mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
     for i in tl.static_range(ADAPTERS):
         on = tl.where(lora.places[i] == 63, 1, (mine >> lora.places[i]) & 1)
         if (first < lora.starts[i] + lora.sizes[i]) & (first + BLOCK_N > lora.starts[i]):

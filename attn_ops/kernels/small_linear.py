@@ -45,18 +45,16 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, 
     """One token: BLOCK_N outputs per program, each the sum of K products. ``lora`` (None: no adapters) and what follows
     PDL: attn_ops/kernels/lora.py."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if ADAPTERS == 0:
-        wait_for_previous(PDL)
-    CACHE: tl.constexpr = ".cg" if ADAPTERS > 0 else ""  # NOTE [Two kernels at once] in attn_ops/kernels/lora.py
+    wait_for_previous(PDL)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for start in range(0, K, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
         if EVEN_K:
-            given = tl.load(x + cols, cache_modifier=CACHE)
+            given = tl.load(x + cols)
         else:
-            given = tl.load(x + cols, mask=cols < K, other=0.0, cache_modifier=CACHE)
+            given = tl.load(x + cols, mask=cols < K, other=0.0)
         xs = given.to(tl.float32)
         if norm is not None:
             squares += xs * xs
@@ -72,7 +70,6 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, 
     y = tl.sum(acc, 1)
     up = tl.sum(acc_up, 1)
     if ADAPTERS > 0:  # the norm's factor is that of the adapters' part too
-        wait_for_previous(PDL)
         y += expand_one(rows, lora, BLOCK_N, ADAPTERS, PARTS, BLOCK_R)
         if SWIGLU:
             up += expand_one(N + rows, lora, BLOCK_N, ADAPTERS, PARTS, BLOCK_R)
@@ -105,9 +102,7 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
 
     With SPLITS > 1 a program has a part of the columns, out is (SPLITS, M, N) float32, and ``add_up_kernel`` does the rest."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if ADAPTERS == 0:
-        wait_for_previous(PDL)
-    CACHE: tl.constexpr = ".cg" if ADAPTERS > 0 else ""  # as above
+    wait_for_previous(PDL)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -121,7 +116,7 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
     for start in range(first, last, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
         mask = (tokens < M)[None, :] & (cols < K)[:, None]
-        xs = tl.load(x + tokens[None, :] * stride_x + cols[:, None], mask=mask, other=0.0, cache_modifier=CACHE)
+        xs = tl.load(x + tokens[None, :] * stride_x + cols[:, None], mask=mask, other=0.0)
         if norm is not None:
             wide = xs.to(tl.float32)
             squares += tl.sum(wide * wide, 0)
@@ -134,7 +129,6 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
             wait_for_products()
     let_next_start(PDL)
     if ADAPTERS > 0:
-        wait_for_previous(PDL)
         first_row = tl.program_id(0) * BLOCK_N
         acc = expand_tile(acc, rows, first_row, tokens, M, lora, BLOCK_N, BLOCK_M, ADAPTERS, PARTS, BLOCK_R)
         if SWIGLU:

@@ -3,7 +3,7 @@
 Legend: T tokens, K and N the inputs and outputs of the layer, r the rank of an adapter.
 
 LoRA (Hu et al., 2021) adds ``B A x * scaling`` to ``W x``. ``A x`` needs one small kernel. B is read by the kernel of
-``small_linear`` itself, whose sums begin with the adapters' part: so norm, SwiGLU and residual fold as they do without
+``small_linear`` itself, which adds the adapters' part to its sums: so norm, SwiGLU and residual fold as they do without
 adapters. The norm's factor per token is applied to both products at once, since ``B A (x s) = (B A x) s``.
 
 In half precision on CUDA, for up to small_linear's MAX_TOKENS tokens; elsewhere the op runs its eager definition.
@@ -56,20 +56,20 @@ def lora_linear_eager(
 def lora_linear_cuda(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float, residual: Tensor | None,
     swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],
-    bits: Sequence[int], pdl: bool | None = None,
+    bits: Sequence[int],
 ) -> Tensor:
-    """The op on CUDA: sums in float32, rounded once. Runs the definition outside the kernels' range. ``pdl``: see
-    attn_ops/kernels/pdl.py; None: for any number of tokens, since the second kernel runs beside the first."""
+    """The op on CUDA: sums in float32, rounded once. Runs the definition outside the kernels' range."""
     alike = all(t is None or t.dtype == x.dtype for t in (weight, bias, norm_weight, residual))
     if not adapters_fit(x, a, b) or not 0 < x.shape[1] <= MAX_TOKENS or x.dtype not in (torch.bfloat16, torch.float16) \
             or weight.stride(1) != 1 or not alike:
         return lora_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, a, b, starts, scaling, bits)
-    pdl = host.use_pdl(x.device, 1) if pdl is None else pdl
     norm_weight = norm_weight if norm_weight is None else norm_weight.contiguous()
-    rows, shrunk, ranks, places = shrink(x, norm_weight, a, bits, pdl)
+    rows, shrunk, ranks, places = shrink(x, norm_weight, a, bits)
+    if rows is None:  # no bit is looked at; Triton 3.6 mixes up the numbers of a tuple with None in it
+        rows = shrunk.view(torch.int64)
     lora = host.Adapters(rows, shrunk, tuple(b), tuple(starts), tuple(len(up) for up in b), ranks, places,
                          tuple(map(float, scaling)))
-    return small_linear_cuda(x, weight, bias, norm_weight, eps, residual, swiglu, pdl=pdl, lora=lora)
+    return small_linear_cuda(x, weight, bias, norm_weight, eps, residual, swiglu, lora=lora)
 
 
 def _fake(

@@ -131,7 +131,7 @@ def _block_t(tokens: int) -> int:
     return 16 if tokens <= 16 else 32
 
 
-def shrink(x: Tensor, norm_weight: Tensor | None, a: Sequence[Tensor], bits: Sequence[int], pdl: bool | None = None
+def shrink(x: Tensor, norm_weight: Tensor | None, a: Sequence[Tensor], bits: Sequence[int]
            ) -> tuple[Tensor | None, Tensor, tuple[int, ...], tuple[int, ...]]:
     """The first products, ``A (x * norm_weight)``, in one launch.
 
@@ -150,8 +150,7 @@ def shrink(x: Tensor, norm_weight: Tensor | None, a: Sequence[Tensor], bits: Seq
     shrunk = torch.empty(len(a), splits, t, block_r, dtype=torch.float32, device=x.device)
     launch(host.kernel_module("kernels.lora").rows_shrink_kernel, (len(a), splits, -(-t // block_t)), x2, norm_weight, rows,
            tuple(a), shrunk, t, k, x2.stride(0), ranks, places, ADAPTERS=len(a), SPLITS=splits, BLOCK_T=block_t,
-           BLOCK_K=block_k, BLOCK_R=block_r, pdl=host.use_pdl(x.device, t) if pdl is None else pdl,
-           num_warps=4)
+           BLOCK_K=block_k, BLOCK_R=block_r, pdl=host.use_pdl(x.device, t), num_warps=4)
     return rows, shrunk, ranks, places
 
 
