@@ -49,9 +49,9 @@ def float_linear_cuda(x: torch.Tensor, weight: torch.Tensor, *, pdl: bool | None
         "EVEN_K": k % found.block_k == 0, "num_warps": found.num_warps, "num_stages": found.num_stages,
         "pdl": host.use_pdl(x.device, m) if pdl is None else pdl}
     if m == 1:
-        launch(kernels.vector_kernel, (blocks,), *pointers, n, k, weight.stride(0), 0.0, **options)
+        launch(kernels.vector_kernel, (blocks,), *pointers, n, k, weight.stride(0), 0.0, None, **options)
     else:
-        launch(kernels.tile_kernel, (blocks, 1), *pointers, m, n, k, weight.stride(0), rows.stride(0), 0, 0.0,
+        launch(kernels.tile_kernel, (blocks, 1), *pointers, m, n, k, weight.stride(0), rows.stride(0), 0, 0.0, None,
                BLOCK_M=padded(m), SPLITS=1, **options)
     return out.view(*x.shape[:-1], n)
 
