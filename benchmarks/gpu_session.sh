@@ -25,7 +25,7 @@ MODELS_TESTS="tests/gpu/test_zoo_gpu.py tests/gpu/test_flashinfer_gpu.py tests/g
      tests/gpu/test_bench_matrix_gpu.py"
 KERNELS_TESTS="tests/gpu/test_triton_gpu.py tests/gpu/test_experts_gpu.py tests/gpu/test_sampler_gpu.py
      tests/gpu/test_small_linear_gpu.py tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py
-     tests/attn_ops/ops/test_lora.py tests/attn_ops/ops/test_lora_rows.py tests/attn_ops/backends/test_triton_schedule.py
+     tests/attn_ops/ops/test_lora.py tests/attn_ops/ops/test_lora_rows.py tests/attn_ops/ops/test_lora_linear.py tests/attn_ops/backends/test_triton_schedule.py
      tests/attn_ops/kernels/test_select.py"
 
 measure() { benchmarks/measure.sh "$@"; }
