@@ -64,10 +64,10 @@ def _fold(fusion: Fusion, node: fx.Node) -> bool:
             product.args[0], product.args[1], argument(product, 2, "bias"), None, 0.0, None, False, given["a"], given["b"],
             [starts[layer] for layer in layers], given["scaling"], given["bits"]))
         made_like(new, product)
+    replace_node(product, new)
     for result, base in zip(results, bases, strict=True):
         result.replace_all_uses_with(new if base is product else base)
     erase_dead(fusion.graph, results)
-    replace_node(product, new)
     return True
 
 
