@@ -225,7 +225,8 @@ def lora_layer(tokens: int, sizes: tuple[int, ...], swiglu: bool, rank: int, own
     """A layer with two adapters of each part, of every token or of each token's own, with its norm or residual."""
     of, n = [i for i in range(len(sizes)) for _ in range(2)], sum(sizes)
     norm, residual = (zeros(4096), None) if len(sizes) > 1 else (None, zeros(1, tokens, n))
-    with running(SimpleNamespace(adapters=zeros(tokens, dtype=torch.int64))):  # type: ignore[arg-type]
+    step: Any = SimpleNamespace(adapters=zeros(tokens, dtype=torch.int64))
+    with running(step):
         lora_linear_cuda(zeros(1, tokens, 4096), zeros(n, 4096), None, norm, 1e-5, residual, swiglu,
                          [zeros(rank, 4096, dtype=own) for _ in of], [zeros(sizes[i], rank, dtype=own) for i in of],
                          [sum(sizes[:i]) for i in of], [2.0] * len(of), [0 if every else 1 << (j % 2) for j in range(len(of))])

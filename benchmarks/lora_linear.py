@@ -3,12 +3,13 @@
     python benchmarks/lora_linear.py --tokens 1,8,32 --json lora_linear.json
 
 The layers are llama-8b's, with the norm, SwiGLU or residual that folds into them. Each sibling layer has two adapters;
-every third token has the first, every third the second, and the others have none. Weights come
-from memory: calls rotate over copies.
+every third token has the first, every third the second, and the others have none. Weights come from memory: calls rotate over
+copies.
 """
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,33 +28,35 @@ LAYERS = {"qkv": (4096, (4096, 1024, 1024), True, False, False), "o": (4096, (40
 COPIES = 6  # of the weights: more bytes than the L2 cache has
 
 
-def main() -> None:
-    args = script(__doc__, None, tokens=[1, 8, 32], rank=16,
-                  lora_dtype=("float32,bfloat16", "of the adapters")).parse_args()
-    record, device = started(args), torch.device("cuda")
+def times(name: str, tokens: int, own: torch.dtype, rank: int) -> dict[str, float]:
+    """Microseconds of a layer alone, of the first products, and of both."""
+    k, sizes, norm, swiglu, residual = LAYERS[name]
+    of = [i for i in range(len(sizes)) for _ in range(2)]
+    starts, bits, scaling = [sum(sizes[:i]) for i in of], [1 << (j % 2) for j in range(len(of))], [2.0] * len(of)
 
     def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.randn(*shape, device=device, dtype=dtype) * 0.02
+        return torch.randn(*shape, device="cuda", dtype=dtype) * 0.02
 
-    for name, (k, sizes, norm, swiglu, residual) in LAYERS.items():
-        weights = [normal(sum(sizes), k) for _ in range(COPIES)]
-        of = [i for i in range(len(sizes)) for _ in range(2)]
-        starts, bits = [sum(sizes[:i]) for i in of], [1 << (j % 2) for j in range(len(of))]
-        for tokens in args.tokens:
-            x, rows = normal(1, tokens, k), (torch.arange(tokens, device=device) + 1) % 3
-            around: tuple[Any, ...] = (None, normal(k) if norm else None, 1e-5,
-                                       normal(1, tokens, sum(sizes)) if residual else None, swiglu)
-            for own in (getattr(torch, name) for name in args.lora_dtype.split(",")):
-                a = [[normal(args.rank, k, dtype=own) for _ in of] for _ in range(COPIES)]
-                b = [[normal(sizes[i], args.rank, dtype=own) for i in of] for _ in range(COPIES)]
-                scaling = [2.0] * len(of)
-                with running(SimpleNamespace(adapters=rows)):  # type: ignore[arg-type]
-                    alone = on_the_device(lambda i: small_linear_cuda(x, weights[i % COPIES], *around)).us  # noqa: B023
-                    first = on_the_device(lambda i: shrink(x, around[1], a[i % COPIES], bits)).us  # noqa: B023
-                    both = on_the_device(lambda i: lora_linear_cuda(x, weights[i % COPIES], *around, a[i % COPIES],  # noqa: B023
-                                                                    b[i % COPIES], starts, scaling, bits)).us  # noqa: B023
-                record.keep({"layer": name, "tokens": tokens, "dtype": f"{own}", "alone_us": alone, "first_us": first,
-                             "both_us": both})
+    weights = [normal(sum(sizes), k) for _ in range(COPIES)]
+    a = [[normal(rank, k, dtype=own) for _ in of] for _ in range(COPIES)]
+    b = [[normal(sizes[i], rank, dtype=own) for i in of] for _ in range(COPIES)]
+    x, norm_weight = normal(1, tokens, k), normal(k) if norm else None
+    around = (None, norm_weight, 1e-5, normal(1, tokens, sum(sizes)) if residual else None, swiglu)
+    step: Any = SimpleNamespace(adapters=(torch.arange(tokens, device="cuda") + 1) % 3)
+    with running(step):
+        return {
+            "alone_us": on_the_device(lambda i: small_linear_cuda(x, weights[i % COPIES], *around)).us,
+            "first_us": on_the_device(lambda i: shrink(x, norm_weight, a[i % COPIES], bits)).us,
+            "both_us": on_the_device(lambda i: lora_linear_cuda(
+                x, weights[i % COPIES], *around, a[i % COPIES], b[i % COPIES], starts, scaling, bits)).us}
+
+
+def main() -> None:
+    args = script(__doc__, None, tokens=[1, 8, 32], rank=16, lora_dtype=("float32,bfloat16", "of the adapters")).parse_args()
+    record = started(args)
+    for name, tokens, dtype in itertools.product(LAYERS, args.tokens, args.lora_dtype.split(",")):
+        record.keep({"layer": name, "tokens": tokens, "dtype": dtype,
+                     **times(name, tokens, getattr(torch, dtype), args.rank)})
 
 
 if __name__ == "__main__":

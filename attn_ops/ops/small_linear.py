@@ -107,6 +107,7 @@ def small_linear_cuda(
     if m > most or m == 0 or x.dtype not in (torch.bfloat16, torch.float16) \
             or weight.dtype not in dtypes or weight.stride(1) != 1 \
             or any(t is not None and t.dtype != x.dtype for t in (bias, norm_weight, residual)):
+        assert lora is None, "the definition has no adapters"
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
     pdl = host.use_pdl(x.device, m) if pdl is None else pdl
     n = weight.shape[0] // (2 if swiglu else 1)

@@ -53,7 +53,7 @@ def _fold(fusion: Fusion, node: fx.Node) -> bool:
     product: Any = parts[0].product if parts[0] else None
     if results is None or not is_function(product, LINEAR) \
             or any(part is None or part.product is not product for part in parts) \
-            or any(set(base.users) != {node} for base in bases) or len(product.args) < 2 or product.args[0] is not given["x"] \
+            or not _only_read_by(node, product, bases) or len(product.args) < 2 or product.args[0] is not given["x"] \
             or not is_half(fusion.tensor(product.args[1])) or value(given["x"]).dtype != value(product).dtype \
             or value(given["x"]).dim() != 3 or any(each.op != "placeholder" for each in (*given["a"], *given["b"])) \
             or written_between(product, node):
@@ -69,6 +69,17 @@ def _fold(fusion: Fusion, node: fx.Node) -> bool:
         result.replace_all_uses_with(new if base is product else base)
     erase_dead(fusion.graph, results)
     return True
+
+
+def _only_read_by(node: fx.Node, product: fx.Node, bases: list[fx.Node]) -> bool:
+    """Whether nothing else reads the columns of ``product`` that are ``bases``, each of them once: the adapters go into them."""
+    if len(set(bases)) < len(bases) or any(set(base.users) != {node} for base in bases):
+        return False
+    split = only_user(product)
+    if bases == [product] or split is None:
+        return bases == [product]
+    indices = [user.args[1] for user in split.users if is_function(user, (operator.getitem,))]
+    return all(base.args[0] is split for base in bases) and len(set(indices)) == len(split.users)
 
 
 def _results(node: fx.Node, number: int) -> list[fx.Node] | None:

@@ -7,21 +7,15 @@ import contextlib
 import pytest
 import torch
 
-import quire
-from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.ops.lora_linear import lora_linear, lora_linear_cuda, lora_linear_eager
 from quire.attn_ops.ops.lora_rows import MAX_KERNEL_ADAPTERS
 from quire.attn_ops.ops.small_linear import MAX_TOKENS
-from quire.attn_ops.step import Step, running
+from quire.attn_ops.step import running
+from tests.attn_ops.ops.test_lora_rows import step
 
 K, SIZES, SETS = 80, (48, 16, 32), (0, 1, 5, 2**62)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALVES = [torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]  # the interpreter's dot is wrong for bfloat16
-
-
-def step(rows: torch.Tensor) -> Step:
-    cache = PagedKVCache(num_layers=1, num_pages=2, page_size=4, num_kv_heads=1, head_dim=4, dtype=torch.float32, device="cpu")
-    return Step(cache, quire.CommonAttentionMetadata.build([1], [1], [[1]], page_size=4), adapters=rows)
 
 
 class Case:

@@ -63,6 +63,15 @@ class Bare(Layer):
         return rows + bare
 
 
+class BarePart(Layer):
+    """A part of the product without its adapters is read too, by another split."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bare = nn.Linear.forward(self.q, x)
+        rows = lora_rows(torch.split(bare, [16, 32], -1)[0], x, [self.k.a[0].weight], [self.k.b[0].weight], [1.0], [1])
+        return rows + torch.split(bare, [16, 16, 16], -1)[0]
+
+
 class Changed(Layer):
     """x changes between the product and the adapters."""
 
@@ -133,7 +142,7 @@ def test_layers_keep_what_folds_into_them(kind, names) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=float(want.abs().max()) * 2**-6)
 
 
-@pytest.mark.parametrize("model", [Bare, Changed, Another, Made], ids=lambda c: c.__doc__)
+@pytest.mark.parametrize("model", [Bare, BarePart, Changed, Another, Made], ids=lambda c: c.__doc__)
 def test_what_is_left_alone(model) -> None:
     matches, made, left, got, want = fused(model(Chosen))
     assert (matches, made, left) == (0, [], 1)
