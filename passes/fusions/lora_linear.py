@@ -72,7 +72,7 @@ def _fold(fusion: Fusion, node: fx.Node) -> bool:
 
 
 def _only_read_by(node: fx.Node, product: fx.Node, bases: list[fx.Node]) -> bool:
-    """Whether nothing else reads the columns of ``product`` that are ``bases``, each of them once: the adapters go into them."""
+    """Nothing else reads the columns of ``product`` that are ``bases``, each of them once: the adapters go into them."""
     if len(set(bases)) < len(bases) or any(set(base.users) != {node} for base in bases):
         return False
     split = only_user(product)
