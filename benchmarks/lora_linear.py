@@ -1,10 +1,10 @@
-"""What adapters cost a linear layer of a decode step: us of the layer alone, of its adapters' first products, and of both.
+"""What adapters cost a linear layer of a decode step: us of the layer alone, and with adapters.
 
     python benchmarks/lora_linear.py --tokens 1,8,32 --json lora_linear.json
 
-The layers are llama-8b's, with the norm, SwiGLU or residual that folds into them. Each sibling layer has two adapters;
-every third token has the first, every third the second, and the others have none. Weights come from memory: calls rotate over
-copies.
+The layers are llama-8b's, with the norm, SwiGLU or residual that folds into them. ``one``: an adapter of every token. ``each``:
+two adapters; every third token has the first, every third the second, and the others have none. ``pdl``: with programmatic
+dependent launch also for several tokens. Weights come from memory: calls rotate over copies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from quire.attn_ops.ops.lora_linear import lora_linear_cuda
-from quire.attn_ops.ops.lora_rows import shrink
 from quire.attn_ops.ops.small_linear import small_linear_cuda
 from quire.attn_ops.step import running
 from quire.graph_runner.bench.attention_op import on_the_device
@@ -28,11 +27,12 @@ LAYERS = {"qkv": (4096, (4096, 1024, 1024), True, False, False), "o": (4096, (40
 COPIES = 6  # of the weights: more bytes than the L2 cache has
 
 
-def times(name: str, tokens: int, own: torch.dtype, rank: int) -> dict[str, float]:
-    """Microseconds of a layer alone, of the first products, and of both."""
+def times(name: str, tokens: int, own: torch.dtype, rank: int, adapters: int) -> dict[str, float]:
+    """Microseconds of a layer alone and with ``adapters`` per sibling layer, without and with PDL."""
     k, sizes, norm, swiglu, residual = LAYERS[name]
-    of = [i for i in range(len(sizes)) for _ in range(2)]
-    starts, bits, scaling = [sum(sizes[:i]) for i in of], [1 << (j % 2) for j in range(len(of))], [2.0] * len(of)
+    of = [i for i in range(len(sizes)) for _ in range(adapters)]
+    starts, scaling = [sum(sizes[:i]) for i in of], [2.0] * len(of)
+    bits = [0 if adapters == 1 else 1 << (j % 2) for j in range(len(of))]
 
     def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=dtype) * 0.02
@@ -43,20 +43,22 @@ def times(name: str, tokens: int, own: torch.dtype, rank: int) -> dict[str, floa
     x, norm_weight = normal(1, tokens, k), normal(k) if norm else None
     around = (None, norm_weight, 1e-5, normal(1, tokens, sum(sizes)) if residual else None, swiglu)
     step: Any = SimpleNamespace(adapters=(torch.arange(tokens, device="cuda") + 1) % 3)
+
+    def adapted(pdl: bool) -> float:
+        return on_the_device(lambda i: lora_linear_cuda(x, weights[i % COPIES], *around, a[i % COPIES], b[i % COPIES], starts,
+                                                        scaling, bits, pdl=pdl)).us
+
     with running(step):
-        return {
-            "alone_us": on_the_device(lambda i: small_linear_cuda(x, weights[i % COPIES], *around)).us,
-            "first_us": on_the_device(lambda i: shrink(x, norm_weight, a[i % COPIES], bits)).us,
-            "both_us": on_the_device(lambda i: lora_linear_cuda(
-                x, weights[i % COPIES], *around, a[i % COPIES], b[i % COPIES], starts, scaling, bits)).us}
+        return {"alone_us": on_the_device(lambda i: small_linear_cuda(x, weights[i % COPIES], *around)).us,
+                "adapted_us": adapted(False), "adapted_pdl_us": adapted(True)}
 
 
 def main() -> None:
     args = script(__doc__, None, tokens=[1, 8, 32], rank=16, lora_dtype=("float32,bfloat16", "of the adapters")).parse_args()
     record = started(args)
-    for name, tokens, dtype in itertools.product(LAYERS, args.tokens, args.lora_dtype.split(",")):
-        record.keep({"layer": name, "tokens": tokens, "dtype": dtype,
-                     **times(name, tokens, getattr(torch, dtype), args.rank)})
+    for name, tokens, dtype, adapters in itertools.product(LAYERS, args.tokens, args.lora_dtype.split(","), (1, 2)):
+        record.keep({"layer": name, "tokens": tokens, "dtype": dtype, "adapters": "one" if adapters == 1 else "each",
+                     **times(name, tokens, getattr(torch, dtype), args.rank, adapters)})
 
 
 if __name__ == "__main__":

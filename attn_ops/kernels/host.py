@@ -68,17 +68,21 @@ class Rope(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """LoRA's adapters of a linear layer, for a kernel (attn_ops/ops/lora_linear.py). The tuples have an entry per adapter.
+    """LoRA's adapters of layers with one input, for the kernels (attn_ops/kernels/lora.py). The tuples have an entry per
+    adapter. Nothing is None: Triton 3.6 mixes up the numbers of a tuple with None in it.
 
     Args:
-        rows: T or more int64 numbers, the adapters of each token as bits.  shrunk: (adapters, parts, T, R)
-            float32, parts of ``A x`` that add up to it.  b: (N_i, r_i).  starts, sizes: the weight's rows that it adds to.
-        ranks: r_i.  places: the number of its bit in ``rows``; 63: every token has it.  scalings: factors.
+        rows: T or more int64 numbers, the adapters of each token as bits.  a, b: (r_i, K) and (N_i, r_i).
+        shrunk: (adapters, parts, T, R) float32, parts of ``A x`` that add up to it.  rms: (T,) float32, what the norm before
+            the layer multiplies each token by.  starts, sizes: the output columns that an adapter adds to.  ranks: r_i.
+        places: the number of its bit in ``rows``; 63: every token has it.  scalings: factors.
     """
 
     rows: Any
-    shrunk: Any
+    a: Any
     b: Any
+    shrunk: Any
+    rms: Any
     starts: Any
     sizes: Any
     ranks: Any

@@ -47,60 +47,61 @@ def expand_kernel(base, shrunk, b, residual, out, m, n, base_stride, shrunk_stri
 
 
 @triton.jit
-def rows_shrink_kernel(x, norm, rows, a, out, t, k, x_stride, ranks, places, ADAPTERS: tl.constexpr, SPLITS: tl.constexpr,
-                       BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):
-    """Program (adapter, part of k, tile of tokens): ``A x`` over its part of k, to ``out`` (ADAPTERS, SPLITS, t, BLOCK_R)
-    float32. Nothing where no token of the tile has the adapter. The tuples have an entry for each adapter. ``places``: the
-    number of its bit in ``rows``; 63: every token has it. ``rows`` is None if that is so of all. ``norm``: factors of the
-    columns of x, or None. BLOCK_T is 1 for one token, which needs no tensor cores."""
-    split, tokens = tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+def rows_shrink_kernel(x, lora, t, k, x_stride, ADAPTERS: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
+                       BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr):
+    """Program (adapter and ranks, part of k, tile of tokens): ``shrink``. ``lora``: host.Adapters."""
     wait_for_previous(PDL)
     let_next_start(PDL)
-    mine = tl.zeros((BLOCK_T,), tl.int64)
-    if rows is not None:
-        mine = tl.load(rows + tokens, mask=tokens < t, other=0)
-    r = tl.arange(0, BLOCK_R)
+    shrink(tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T), x, None, lora, t, k, x_stride,
+           ADAPTERS, PARTS, BLOCK_T, BLOCK_K, BLOCK_R, RANKS)
+
+
+@triton.jit
+def shrink(program, part, tokens, x, norm, lora, t, k, x_stride, ADAPTERS: tl.constexpr, PARTS: tl.constexpr,
+           BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RANKS: tl.constexpr):
+    """``A (x * norm)`` of RANKS ranks of one adapter, over one part of k, to ``lora.shrunk`` (ADAPTERS, PARTS, t, BLOCK_R).
+    ``program``: the adapter's number times BLOCK_R / RANKS, plus that of the ranks. Nothing where no token has the adapter.
+    ``norm``: factors of the columns of x, or None. BLOCK_T is 1 for one token, which needs no tensor cores."""
+    mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
+    r = program % (BLOCK_R // RANKS) * RANKS + tl.arange(0, RANKS)
     for i in tl.static_range(ADAPTERS):
-        if tl.program_id(0) == i:
-            on = tl.where(places[i] == 63, 1, (mine >> places[i]) & 1)
+        if program // (BLOCK_R // RANKS) == i:
+            on = tl.where(lora.places[i] == 63, 1, (mine >> lora.places[i]) & 1)
             if tl.max(on.to(tl.int32), axis=0) > 0:
                 if BLOCK_T == 1:
-                    products = tl.zeros((BLOCK_R, BLOCK_K), tl.float32)
-                    for start in range(split * BLOCK_K, k, SPLITS * BLOCK_K):
+                    products = tl.zeros((RANKS, BLOCK_K), tl.float32)
+                    for start in range(part * BLOCK_K, k, PARTS * BLOCK_K):
                         at = start + tl.arange(0, BLOCK_K)
-                        factors = tl.load(a[i] + r.to(tl.int64)[:, None] * k + at[None, :],
-                                          mask=(r < ranks[i])[:, None] & (at < k)[None, :], other=0.0)
+                        factors = tl.load(lora.a[i] + r.to(tl.int64)[:, None] * k + at[None, :],
+                                          mask=(r < lora.ranks[i])[:, None] & (at < k)[None, :], other=0.0)
                         row = tl.load(x + at, mask=at < k, other=0.0).to(tl.float32)
                         if norm is not None:
                             row *= tl.load(norm + at, mask=at < k, other=0.0).to(tl.float32)
                         products += factors.to(tl.float32) * row[None, :]
-                    tl.store(out + (i * SPLITS + split) * BLOCK_R + r, tl.sum(products, 1))
+                    tl.store(lora.shrunk + (i * PARTS + part) * BLOCK_R + r, tl.sum(products, 1))
                 else:
-                    total = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-                    for start in range(split * BLOCK_K, k, SPLITS * BLOCK_K):
+                    total = tl.zeros((BLOCK_T, RANKS), tl.float32)
+                    for start in range(part * BLOCK_K, k, PARTS * BLOCK_K):
                         at = start + tl.arange(0, BLOCK_K)
                         tile = tl.load(x + tokens.to(tl.int64)[:, None] * x_stride + at[None, :],
                                        mask=(tokens < t)[:, None] & (at < k)[None, :], other=0.0)
                         if norm is not None:
                             scale = tl.load(norm + at, mask=at < k, other=0.0).to(tl.float32)
                             tile = (tile.to(tl.float32) * scale[None, :]).to(tile.dtype)
-                        factors = tl.load(a[i] + r.to(tl.int64)[None, :] * k + at[:, None],
-                                          mask=(r < ranks[i])[None, :] & (at < k)[:, None], other=0.0)
+                        factors = tl.load(lora.a[i] + r.to(tl.int64)[None, :] * k + at[:, None],
+                                          mask=(r < lora.ranks[i])[None, :] & (at < k)[:, None], other=0.0)
                         total = dot_float32(tile, factors, total)
-                    place = ((i * SPLITS + split) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
-                    tl.store(out + place, total, mask=(tokens < t)[:, None])
+                    place = ((i * PARTS + part) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
+                    tl.store(lora.shrunk + place, total, mask=(tokens < t)[:, None])
 
 
 @triton.jit
-def rows_expand_kernel(bases, rows, b, shrunk, out, t, n, sizes, strides, layers, ranks, places, scalings,
-                       LAYERS: tl.constexpr, ADAPTERS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr,
-                       BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, STEP: tl.constexpr,
+def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.constexpr, ADAPTERS: tl.constexpr, PARTS: tl.constexpr,
+                       BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr,
                        PDL: tl.constexpr):
     """Program (tile of columns, tile of tokens): base + B (A x) * scaling of each token's adapters, to its layer's columns of
     ``out`` (t, n). The tiles of a layer come after those of the layer before; its last one may be partly empty. ``bases``,
-    ``sizes`` and ``strides`` have an entry for each layer, the other tuples for each adapter, whose layer is in ``layers``.
-    ``shrunk``, ``rows``, ``places``: as of ``rows_shrink_kernel``, with the same tiles of tokens. BLOCK_Q ranks and STEP parts
-    at a time: all of them do not fit the registers."""
+    ``sizes`` and ``strides`` have an entry for each layer; the adapters' ``starts`` are columns of ``out``."""
     tile = tl.program_id(0)
     layer, first, column = 0, 0, 0  # the tile's layer, and that layer's first tile and column
     next_first, next_column = 0, 0
@@ -113,61 +114,90 @@ def rows_expand_kernel(bases, rows, b, shrunk, out, t, n, sizes, strides, layers
         first = tl.where(later, next_first, first)
         column = tl.where(later, next_column, column)
         size = tl.where(later, sizes[i], size)
-    columns, tokens = (tile - first) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    start, tokens = (tile - first) * BLOCK_N, tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = start + tl.arange(0, BLOCK_N)
     live = (tokens < t)[:, None] & (columns < size)[None, :]
     wait_for_previous(PDL)
-    mine = tl.zeros((BLOCK_T,), tl.int64)
-    if rows is not None:
-        mine = tl.load(rows + tokens, mask=tokens < t, other=0)
     total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for i in tl.static_range(LAYERS):
         if layer == i:
             total = tl.load(bases[i] + tokens.to(tl.int64)[:, None] * strides[i] + columns[None, :], mask=live,
                             other=0.0).to(tl.float32)
-    for i in tl.static_range(ADAPTERS):
-        on = tl.where(places[i] == 63, 1, (mine >> places[i]) & 1)
-        if layers[i] == layer:
-            if tl.max(on.to(tl.int32), axis=0) > 0:
-                more = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-                for part in range(0, BLOCK_R, BLOCK_Q):
-                    r = part + tl.arange(0, BLOCK_Q)
-                    low = tl.zeros((BLOCK_T, BLOCK_Q), tl.float32)
-                    for split in range(0, SPLITS, STEP):
-                        parts = split + tl.arange(0, STEP)
-                        place = ((i * SPLITS + parts[:, None]) * t + tokens[None, :]).to(tl.int64)[:, :, None] * BLOCK_R
-                        there = (parts < SPLITS)[:, None] & (tokens < t)[None, :]
-                        low += tl.sum(tl.load(shrunk + place + r[None, None, :], mask=there[:, :, None], other=0.0), 0)
-                    factors = tl.load(b[i] + columns.to(tl.int64)[None, :] * ranks[i] + r[:, None],
-                                      mask=(columns < size)[None, :] & (r < ranks[i])[:, None], other=0.0)
-                    more = tl.dot(low.to(factors.dtype), factors, more, input_precision="tf32x3")
-                more *= scalings[i]
-                total = tl.where((on != 0)[:, None], total + more, total)
+    total = expand(total, column + start, column + size, tokens, t, lora, ADAPTERS, PARTS, BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q,
+                   False)
     let_next_start(PDL)
     tl.store(out + tokens.to(tl.int64)[:, None] * n + (column + columns)[None, :], total.to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit
-def expand_one(rows, lora, BLOCK_N: tl.constexpr, ADAPTERS: tl.constexpr, PARTS: tl.constexpr, BLOCK_R: tl.constexpr):
-    """(BLOCK_N,) float32: ``B (A x) * scaling`` of one token, for the weight's ``rows``. ``lora``: host.Adapters, whose
-    ``shrunk`` has PARTS parts of BLOCK_R ranks.
+@triton.jit(do_not_specialize=["t"])
+def finish_kernel(base, lora, res, out, t, n, stride_r, ADAPTERS: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
+                  BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, SWIGLU: tl.constexpr,
+                  NORM: tl.constexpr, PDL: tl.constexpr):
+    """Program (tile of columns, tile of tokens) of ``out`` (t, n): base + B (A x) * scaling of each token's adapters, then SwiGLU
+    and the residual. ``base`` (t, n), or (t, 2 n) with SWIGLU. NORM: ``A x`` is without the norm's factors ``lora.rms``."""
+    start, tokens = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = start + tl.arange(0, BLOCK_N)
+    live = (tokens < t)[:, None] & (columns < n)[None, :]
+    at = tokens.to(tl.int64)[:, None] * (2 * n if SWIGLU else n) + columns[None, :]
+    wait_for_previous(PDL)
+    y = tl.load(base + at, mask=live, other=0.0).to(tl.float32)
+    y = expand(y, start, n, tokens, t, lora, ADAPTERS, PARTS, BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q, NORM)
+    if SWIGLU:
+        up = tl.load(base + n + at, mask=live, other=0.0).to(tl.float32)
+        up = expand(up, n + start, 2 * n, tokens, t, lora, ADAPTERS, PARTS, BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q, NORM)
+        y = y * tl.sigmoid(y) * up
+    let_next_start(PDL)
+    if res is not None:
+        y += tl.load(res + tokens.to(tl.int64)[:, None] * stride_r + columns[None, :], mask=live, other=0.0).to(tl.float32)
+    tl.store(out + tokens.to(tl.int64)[:, None] * n + columns[None, :], y.to(out.dtype.element_ty), mask=live)
 
-    A sum over threads is expensive in a small program: so there is one, and parts are not added up before they are multiplied.
-    Loads do not wait for each other: an adapter that the token does not have is read too, and left out."""
-    LANES: tl.constexpr = 128
-    acc = tl.zeros((BLOCK_N, LANES), tl.float32)
-    mine = tl.load(lora.rows)
-    for i in tl.static_range(ADAPTERS):
-        on = tl.where(lora.places[i] == 63, 1, (mine >> lora.places[i]) & 1)
-        at = rows - lora.starts[i]
-        inside = (at >= 0) & (at < lora.sizes[i])
-        for start in tl.static_range(0, PARTS * BLOCK_R, LANES):
-            place = start + tl.arange(0, LANES)
-            r = place % BLOCK_R
-            live = inside[:, None] & ((place < PARTS * BLOCK_R) & (r < lora.ranks[i]))[None, :]
-            low = tl.load(lora.shrunk + i * PARTS * BLOCK_R + place[None, :], mask=live, other=0.0) * lora.scalings[i]
-            factors = tl.load(lora.b[i] + at.to(tl.int64)[:, None] * lora.ranks[i] + r[None, :], mask=live, other=0.0)
-            acc = tl.where(on != 0, acc + factors.to(tl.float32) * low, acc)
-    return tl.sum(acc, 1)
+
+@triton.jit
+def expand(total, start, end, tokens, t, lora, ADAPTERS: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
+           BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, NORM: tl.constexpr):
+    """``total`` (BLOCK_T, BLOCK_N) float32 plus ``B (A x) * scaling`` of each token's adapters, for the columns from ``start``
+    to ``end``. BLOCK_Q ranks at a time: all of them do not fit the registers. BLOCK_T is 1 for one token: then loads do not
+    wait for each other, and an adapter that the token does not have reads nothing."""
+    mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
+    columns = start + tl.arange(0, BLOCK_N)
+    factor = tl.full((BLOCK_T,), 1.0, tl.float32)
+    if NORM:
+        factor = tl.load(lora.rms + tokens, mask=tokens < t, other=0.0)
+    if BLOCK_T == 1:
+        one = tl.max(mine, axis=0)
+        r = tl.arange(0, BLOCK_R)
+        products = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
+        for i in tl.static_range(ADAPTERS):
+            on = (lora.places[i] == 63) | (((one >> lora.places[i]) & 1) == 1)
+            at = columns - lora.starts[i]
+            inside = (at >= 0) & (at < lora.sizes[i]) & (columns < end) & on
+            low = tl.zeros((BLOCK_R,), tl.float32)
+            for part in tl.static_range(PARTS):
+                low += tl.load(lora.shrunk + (i * PARTS + part) * BLOCK_R + r, mask=(r < lora.ranks[i]) & on, other=0.0)
+            factors = tl.load(lora.b[i] + at.to(tl.int64)[:, None] * lora.ranks[i] + r[None, :],
+                              mask=inside[:, None] & (r < lora.ranks[i])[None, :], other=0.0)
+            products += factors.to(tl.float32) * (low * lora.scalings[i])[None, :]
+        total += tl.sum(products, 1)[None, :] * factor[:, None]
+    else:
+        for i in tl.static_range(ADAPTERS):
+            on = tl.where(lora.places[i] == 63, 1, (mine >> lora.places[i]) & 1)
+            if (start < lora.starts[i] + lora.sizes[i]) & (start + BLOCK_N > lora.starts[i]):
+                if tl.max(on.to(tl.int32), axis=0) > 0:
+                    at = columns - lora.starts[i]
+                    inside = (at >= 0) & (at < lora.sizes[i]) & (columns < end)
+                    more = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+                    for first in range(0, BLOCK_R, BLOCK_Q):
+                        r = first + tl.arange(0, BLOCK_Q)
+                        low = tl.zeros((BLOCK_T, BLOCK_Q), tl.float32)
+                        for part in tl.static_range(PARTS):
+                            place = ((i * PARTS + part) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
+                            low += tl.load(lora.shrunk + place, mask=(tokens < t)[:, None], other=0.0)
+                        factors = tl.load(lora.b[i] + at.to(tl.int64)[None, :] * lora.ranks[i] + r[:, None],
+                                          mask=inside[None, :] & (r < lora.ranks[i])[:, None], other=0.0)
+                        more = tl.dot(low.to(factors.dtype), factors, more, input_precision="tf32x3")
+                    more *= factor[:, None] * lora.scalings[i]
+                    total = tl.where((on != 0)[:, None], total + more, total)
+    return total
 
 
 @triton.jit
@@ -182,29 +212,3 @@ def dot_float32(x, y, acc):
         acc = tl.dot(x, middle, acc)
         return tl.dot(x, (rest - middle.to(tl.float32)).to(tl.bfloat16), acc)
     return tl.dot(x.to(y.dtype), y, acc, input_precision="tf32x3")
-
-
-@triton.jit
-def expand_tile(acc, rows, first, tokens, t, lora, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, ADAPTERS: tl.constexpr,
-                PARTS: tl.constexpr, BLOCK_R: tl.constexpr):
-    """``acc`` (BLOCK_N, BLOCK_T) float32 with what ``expand_one`` computes added, of the ``tokens`` below ``t``; ``first``: of
-    the rows. Adapters that none of the tokens has are not read."""
-    mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
-    for i in tl.static_range(ADAPTERS):
-        on = tl.where(lora.places[i] == 63, 1, (mine >> lora.places[i]) & 1)
-        if (first < lora.starts[i] + lora.sizes[i]) & (first + BLOCK_N > lora.starts[i]):
-            if tl.max(on.to(tl.int32), axis=0) > 0:
-                at = rows - lora.starts[i]
-                inside = (at >= 0) & (at < lora.sizes[i])
-                more = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-                for start in range(0, BLOCK_R, 16):  # all ranks at once do not fit the registers
-                    r = start + tl.arange(0, 16)
-                    low = tl.zeros((16, BLOCK_T), tl.float32)
-                    for part in tl.static_range(PARTS):
-                        place = ((i * PARTS + part) * t + tokens).to(tl.int64)[None, :] * BLOCK_R + r[:, None]
-                        low += tl.load(lora.shrunk + place, mask=(tokens < t)[None, :], other=0.0)
-                    factors = tl.load(lora.b[i] + at.to(tl.int64)[:, None] * lora.ranks[i] + r[None, :],
-                                      mask=inside[:, None] & (r < lora.ranks[i])[None, :], other=0.0)
-                    more = tl.dot(factors, low.to(factors.dtype), more, input_precision="tf32x3")
-                acc = tl.where(inside[:, None] & (on != 0)[None, :], acc + more * lora.scalings[i], acc)
-    return acc

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.kernels.kv_quant import widen
-from quire.attn_ops.kernels.lora import expand_one, expand_tile
+from quire.attn_ops.kernels.lora import shrink
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
 from quire.attn_ops.kernels.wgmma import wait_for_products
 
@@ -41,11 +41,28 @@ def _load_weights(w, scale, like, rows, cols, stride, N, K, EVEN_N: tl.constexpr
 @triton.jit
 def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                   SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
-                  ADAPTERS: tl.constexpr = 0, PARTS: tl.constexpr = 1, BLOCK_R: tl.constexpr = 16):
-    """One token: BLOCK_N outputs per program, each the sum of K products. ``lora`` (None: no adapters) and what follows
-    PDL: attn_ops/kernels/lora.py."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+                  ADAPTERS: tl.constexpr = 0, BLOCK_R: tl.constexpr = 16, RANKS: tl.constexpr = 1):
+    """One token: BLOCK_N outputs per program, each the sum of K products. With ADAPTERS the first programs have the adapters'
+    first products, RANKS per program (``lora``: host.Adapters)."""
+    first = ADAPTERS * (BLOCK_R // RANKS)
     wait_for_previous(PDL)
+    if ADAPTERS > 0:
+        if tl.program_id(0) < first:
+            shrink(tl.program_id(0), 0, tl.arange(0, 1), x, norm, lora, 1, K, K, ADAPTERS, 1, 1, 1024, BLOCK_R, RANKS)
+            let_next_start(PDL)
+        else:
+            _vector(tl.program_id(0) - first, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora.rms, BLOCK_N, BLOCK_K,
+                    SWIGLU, EVEN_N, EVEN_K, PDL)
+    else:
+        _vector(tl.program_id(0), x, w, scale, bias, norm, res, out, N, K, stride_w, eps, None, BLOCK_N, BLOCK_K, SWIGLU, EVEN_N,
+                EVEN_K, PDL)
+
+
+@triton.jit
+def _vector(program, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, rms_out, BLOCK_N: tl.constexpr,
+            BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr):
+    """A program of ``vector_kernel``; the first stores the norm's factor in ``rms_out`` (if not None)."""
+    rows = program * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
@@ -69,12 +86,10 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, 
     let_next_start(PDL)
     y = tl.sum(acc, 1)
     up = tl.sum(acc_up, 1)
-    if ADAPTERS > 0:  # the norm's factor is that of the adapters' part too
-        y += expand_one(rows, lora, BLOCK_N, ADAPTERS, PARTS, BLOCK_R)
-        if SWIGLU:
-            up += expand_one(N + rows, lora, BLOCK_N, ADAPTERS, PARTS, BLOCK_R)
     if norm is not None:
         rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        if rms_out is not None:
+            tl.store(rms_out, rms, mask=program == 0)
         y *= rms
         up *= rms
     inside = rows < N
@@ -96,13 +111,35 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, 
 @triton.jit(do_not_specialize=["M"])  # else 16 and 32 tokens would be separate kernels
 def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora, BLOCK_M: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-                SPLITS: tl.constexpr, PDL: tl.constexpr, ADAPTERS: tl.constexpr = 0, PARTS: tl.constexpr = 1,
-                BLOCK_R: tl.constexpr = 16):
+                SPLITS: tl.constexpr, PDL: tl.constexpr, ADAPTERS: tl.constexpr = 0, BLOCK_R: tl.constexpr = 16,
+                RANKS: tl.constexpr = 16, PARTS: tl.constexpr = 1):
     """BLOCK_M tokens and BLOCK_N weight rows per program, the latter as the left operand of the tensor cores (the long side).
 
-    With SPLITS > 1 a program has a part of the columns, out is (SPLITS, M, N) float32, and ``add_up_kernel`` does the rest."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    With SPLITS > 1 a program has a part of the columns, out is (SPLITS, M, N) float32, and ``add_up_kernel`` does the rest.
+    With ADAPTERS the first programs have the adapters' first products, RANKS per program and in PARTS parts (``lora``:
+    host.Adapters)."""
+    first = ADAPTERS * (BLOCK_R // RANKS) * PARTS
     wait_for_previous(PDL)
+    if ADAPTERS > 0:
+        if tl.program_id(0) < first:
+            tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+            shrink(tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tokens, x, norm, lora, M, K, stride_x, ADAPTERS, PARTS,
+                   BLOCK_M, 64, BLOCK_R, RANKS)
+            let_next_start(PDL)
+        else:
+            _tile(tl.program_id(0) - first, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r,
+                  eps, lora.rms, BLOCK_M, BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL)
+    else:
+        _tile(tl.program_id(0), x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, None, BLOCK_M,
+              BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL)
+
+
+@triton.jit
+def _tile(program, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, rms_out,
+          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr,
+          EVEN_K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
+    """A program of ``tile_kernel``; the first stores the norm's factors in ``rms_out`` (if not None)."""
+    rows = program * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -128,11 +165,9 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
         if scale is not None:
             wait_for_products()
     let_next_start(PDL)
-    if ADAPTERS > 0:
-        first_row = tl.program_id(0) * BLOCK_N
-        acc = expand_tile(acc, rows, first_row, tokens, M, lora, BLOCK_N, BLOCK_M, ADAPTERS, PARTS, BLOCK_R)
-        if SWIGLU:
-            acc_up = expand_tile(acc_up, N + rows, N + first_row, tokens, M, lora, BLOCK_N, BLOCK_M, ADAPTERS, PARTS, BLOCK_R)
+    if norm is not None:
+        if rms_out is not None:
+            tl.store(rms_out + tokens, tl.rsqrt(squares / K + eps), mask=(tokens < M) & (program == 0))
     if SPLITS == 1:
         _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU)
     else:

@@ -2,9 +2,9 @@
 
 Legend: T tokens, K and N the inputs and outputs of the layer, r the rank of an adapter.
 
-LoRA (Hu et al., 2021) adds ``B A x * scaling`` to ``W x``. ``A x`` needs one small kernel. B is read by the kernel of
-``small_linear`` itself, which adds the adapters' part to its sums: so norm, SwiGLU and residual fold as they do without
-adapters. The norm's factor per token is applied to both products at once, since ``B A (x s) = (B A x) s``.
+LoRA (Hu et al., 2021) adds ``B A x * scaling`` to ``W x``. The first products, ``A x``, are computed by programs of the
+kernel that computes ``W x``, beside its others (``small_linear``; the norm before the layer folds into both). A second, small
+kernel adds ``B A x``, and has SwiGLU and the residual. Both read the adapters' own parameters, so changes in place are seen.
 
 In half precision on CUDA, for up to small_linear's MAX_TOKENS tokens; elsewhere the op runs its eager definition.
 """
@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.attn_ops.kernels import host
+from quire.attn_ops.kernels.host import next_power_of_2
+from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
-from quire.attn_ops.ops.lora_rows import adapters_fit, lora_rows_eager, shrink
+from quire.attn_ops.ops.lora_rows import adapters_fit, adapters_for, lora_rows_eager
 from quire.attn_ops.ops.small_linear import MAX_TOKENS, small_linear_cuda
 
 
@@ -56,20 +58,26 @@ def lora_linear_eager(
 def lora_linear_cuda(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float, residual: Tensor | None,
     swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],
-    bits: Sequence[int],
+    bits: Sequence[int], pdl: bool | None = None,
 ) -> Tensor:
-    """The op on CUDA: sums in float32, rounded once. Runs the definition outside the kernels' range."""
+    """The op on CUDA: ``W x`` is rounded to x's dtype before the adapters' part, in float32, is added, as in PEFT. Runs the
+    definition outside the kernels' range. ``pdl``: see attn_ops/kernels/pdl.py; None: ``host.use_pdl``."""
     alike = all(t is None or t.dtype == x.dtype for t in (weight, bias, norm_weight, residual))
     if not adapters_fit(x, a, b) or not 0 < x.shape[1] <= MAX_TOKENS or x.dtype not in (torch.bfloat16, torch.float16) \
             or weight.stride(1) != 1 or not alike:
         return lora_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, a, b, starts, scaling, bits)
-    norm_weight = norm_weight if norm_weight is None else norm_weight.contiguous()
-    rows, shrunk, ranks, places = shrink(x, norm_weight, a, bits)
-    if rows is None:  # no bit is looked at; Triton 3.6 mixes up the numbers of a tuple with None in it
-        rows = shrunk.view(torch.int64)
-    lora = host.Adapters(rows, shrunk, tuple(b), tuple(starts), tuple(len(up) for up in b), ranks, places,
-                         tuple(map(float, scaling)))
-    return small_linear_cuda(x, weight, bias, norm_weight, eps, residual, swiglu, lora=lora)
+    t, k, n = x.shape[1], x.shape[2], weight.shape[0] // (2 if swiglu else 1)
+    pdl = host.use_pdl(x.device, t) if pdl is None else pdl
+    # For one token a program has whole sums of few ranks, else a part of the columns: it should end before the others do.
+    lora, blocks = adapters_for(x, a, b, starts, scaling, bits, 1 if t == 1 else next_power_of_2(max(1, min(k // 1024, 8))))
+    base = small_linear_cuda(x, weight, bias, norm_weight, eps, None, False, pdl=pdl, lora=lora)
+    res = None if residual is None else host.rows_contiguous(residual[0])
+    out = x.new_empty(1, t, n)
+    block_n = max(16, min(64, 2048 // blocks["BLOCK_R"])) if t == 1 else 64
+    launch(host.kernel_module("kernels.lora").finish_kernel, (-(-n // block_n), -(-t // blocks["BLOCK_T"])), base, lora, res, out,
+           t, n, 0 if res is None else res.stride(0), BLOCK_N=block_n, BLOCK_Q=min(blocks["BLOCK_R"], 32), SWIGLU=swiglu,
+           NORM=norm_weight is not None, pdl=pdl, num_warps=4, **blocks)
+    return out
 
 
 def _fake(

@@ -112,46 +112,37 @@ def adapters_fit(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], layers: Sequence[int],
             scaling: Sequence[float], bits: Sequence[int]) -> Tensor:
-    t = x.shape[1]
+    t, k, x2 = x.shape[1], x.shape[2], host.rows_contiguous(x[0])
     flat = [host.rows_contiguous(base[0]) for base in bases]
-    rows, shrunk, ranks, places = shrink(x, None, a, bits)
-    splits, block_r = shrunk.shape[1], shrunk.shape[3]
-    block_t, block_n, tiles, pdl = _block_t(t), 64, -(-t // _block_t(t)), host.use_pdl(x.device, t)
     sizes = tuple(base.shape[2] for base in bases)
+    # A program waits for memory at each step of its loop, so it has few. All parts are read by each program of the next kernel,
+    # so there are few of them too.
+    parts = next_power_of_2(max(1, min(k // 512, 16 if t == 1 else 8)))
+    lora, blocks = adapters_for(x, a, b, [sum(sizes[:layer]) for layer in layers], scaling, bits, parts)
+    kernels, options = host.kernel_module("kernels.lora"), {**blocks, "pdl": host.use_pdl(x.device, t), "num_warps": 4}
+    block_r, tiles = blocks["BLOCK_R"], -(-t // blocks["BLOCK_T"])
+    launch(kernels.rows_shrink_kernel, (len(a), parts, tiles), x2, lora, t, k, x2.stride(0), RANKS=block_r,
+           BLOCK_K=max(32, min(512 if t == 1 else 128, (8192 if t == 1 else 4096) // block_r)), **options)
     out = bases[0].new_empty(1, t, sum(sizes))
-    launch(host.kernel_module("kernels.lora").rows_expand_kernel, (sum(-(-n // block_n) for n in sizes), tiles), tuple(flat),
-           rows, tuple(b), shrunk, out, t, sum(sizes), sizes, tuple(base.stride(0) for base in flat), tuple(layers), ranks,
-           places, tuple(map(float, scaling)), LAYERS=len(bases), ADAPTERS=len(a), SPLITS=splits, BLOCK_T=block_t,
-           BLOCK_N=block_n, BLOCK_R=block_r, BLOCK_Q=min(block_r, 32), STEP=max(1, 4096 // (block_t * min(block_r, 32))),
-           pdl=pdl, num_warps=4)
+    launch(kernels.rows_expand_kernel, (sum(-(-n // 64) for n in sizes), tiles), tuple(flat), lora, out, t, sum(sizes), sizes,
+           tuple(base.stride(0) for base in flat), LAYERS=len(bases), BLOCK_N=64, BLOCK_Q=min(block_r, 32), **options)
     return out
 
 
-def _block_t(tokens: int) -> int:
-    return 16 if tokens <= 16 else 32
-
-
-def shrink(x: Tensor, norm_weight: Tensor | None, a: Sequence[Tensor], bits: Sequence[int]
-           ) -> tuple[Tensor | None, Tensor, tuple[int, ...], tuple[int, ...]]:
-    """The first products, ``A (x * norm_weight)``, in one launch.
-
-    Returns:
-        rows (T,) int64, or None if every token has all adapters; parts (adapters, parts, T, R) float32, whose sum over dim 1 is
-        the product, undefined for tiles of tokens without the adapter; the ranks; the places of bits.
-    """
-    rows, t, k, x2 = adapters_of(x, bits), x.shape[1], x.shape[2], host.rows_contiguous(x[0])
-    ranks = tuple(down.shape[0] for down in a)
-    places = tuple(bit.bit_length() - 1 if bit else EVERY for bit in bits)
-    block_t, block_r = 1 if t == 1 else _block_t(t), next_power_of_2(max(ranks), 16)
-    # A program waits for memory at each step of its loop, so it has few. All parts are read by each program of the next kernel,
-    # so there are few of them too.
-    splits = next_power_of_2(max(1, min(k // 512, 16 if t == 1 else 8)))
-    block_k = max(32, min(512 if t == 1 else 128, (8192 if t == 1 else 4096) // block_r))
-    shrunk = torch.empty(len(a), splits, t, block_r, dtype=torch.float32, device=x.device)
-    launch(host.kernel_module("kernels.lora").rows_shrink_kernel, (len(a), splits, -(-t // block_t)), x2, norm_weight, rows,
-           tuple(a), shrunk, t, k, x2.stride(0), ranks, places, ADAPTERS=len(a), SPLITS=splits, BLOCK_T=block_t,
-           BLOCK_K=block_k, BLOCK_R=block_r, pdl=host.use_pdl(x.device, t), num_warps=4)
-    return rows, shrunk, ranks, places
+def adapters_for(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],
+                 bits: Sequence[int], parts: int) -> tuple[host.Adapters, dict[str, int]]:
+    """The kernels' argument, with memory for first products in ``parts`` parts; and their constants that follow from it.
+    Arguments as of ``lora_linear_eager``."""
+    rows, t, ranks = adapters_of(x, bits), x.shape[1], tuple(down.shape[0] for down in a)
+    block_r = next_power_of_2(max(ranks), 16)
+    shrunk = torch.empty(len(a), parts, t, block_r, dtype=torch.float32, device=x.device)
+    if rows is None:
+        rows = shrunk.view(torch.int64)  # no bit is looked at
+    lora = host.Adapters(
+        rows, tuple(a), tuple(b), shrunk, torch.empty(t, dtype=torch.float32, device=x.device), tuple(starts),
+        tuple(len(up) for up in b), ranks, tuple(bit.bit_length() - 1 if bit else EVERY for bit in bits),
+        tuple(map(float, scaling)))
+    return lora, {"ADAPTERS": len(a), "PARTS": parts, "BLOCK_R": block_r, "BLOCK_T": 1 if t == 1 else 16 if t <= 16 else 32}
 
 
 def _fake(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float], bits: Sequence[int]

@@ -95,8 +95,8 @@ def small_linear_cuda(
 
     Args:
         config: launch parameters; None: the measured ones (``attn_ops/tuning/launch_config.py``). pdl: see
-            attn_ops/kernels/pdl.py; None: ``host.use_pdl``. lora: added to the product, of up to MAX_TOKENS tokens in half
-            precision and without a scale: see attn_ops/ops/lora_linear.py.
+            attn_ops/kernels/pdl.py; None: ``host.use_pdl``. lora: adapters whose first products are computed beside, of up to
+            MAX_TOKENS tokens in half precision and without a scale: see attn_ops/ops/lora_linear.py.
     """
     k = x.shape[-1]
     m = x.numel() // max(1, k)
@@ -128,10 +128,13 @@ def small_linear_cuda(
     options: dict[str, Any] = {"SWIGLU": swiglu, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "pdl": pdl,
                                "EVEN_N": n % config.block_n == 0, "EVEN_K": k % config.block_k == 0,
                                "num_warps": config.num_warps, "num_stages": config.num_stages}
-    if lora is not None:
-        options |= {"ADAPTERS": len(lora.b), "PARTS": lora.shrunk.shape[1], "BLOCK_R": lora.shrunk.shape[3]}
     pointers = (x2, weight, scale, bias, norm_weight, res, out)
     rows = -(-n // config.block_n)
+    if lora is not None:
+        adapters, parts, _, block_r = lora.shrunk.shape
+        ranks = 2 if m == 1 else min(block_r, 32)  # of a program
+        options |= {"ADAPTERS": adapters, "BLOCK_R": block_r, "RANKS": ranks} | ({} if m == 1 else {"PARTS": parts})
+        rows += adapters * (block_r // ranks) * parts
     if m == 1 and (scale is None or config.block_n < 16):
         launch(kernels.vector_kernel, (rows,), *pointers, n, k, weight.stride(0), eps, lora, **options)
     else:
@@ -144,10 +147,10 @@ def small_linear_cuda(
         elif config.splits == 1 or norm_weight is not None or swiglu or lora is not None:  # whole sums in one program
             launch(kernels.tile_kernel, grid, *pointers, *sizes, lora, BLOCK_M=block_m, SPLITS=1, **options)
         else:
-            parts = x.new_empty(config.splits, m, n, dtype=torch.float32)
-            launch(kernels.tile_kernel, (*grid, config.splits), *pointers[:-1], parts, *sizes, None, BLOCK_M=block_m,
+            sums = x.new_empty(config.splits, m, n, dtype=torch.float32)
+            launch(kernels.tile_kernel, (*grid, config.splits), *pointers[:-1], sums, *sizes, None, BLOCK_M=block_m,
                    SPLITS=config.splits, **options)
-            launch(kernels.add_up_kernel, (-(-n // 256), -(-m // 4)), parts, scale, bias, res, out, m, n, sizes[-2], BLOCK_M=4,
+            launch(kernels.add_up_kernel, (-(-n // 256), -(-m // 4)), sums, scale, bias, res, out, m, n, sizes[-2], BLOCK_M=4,
                    BLOCK_N=256, SPLITS=config.splits, pdl=pdl)
     return out.view(*x.shape[:-1], n)
 
