@@ -52,8 +52,9 @@ def rows_shrink_kernel(x, lora, t, k, x_stride, ADAPTERS: tl.constexpr, PARTS: t
     """Program (adapter and ranks, part of k, tile of tokens): ``shrink``. ``lora``: host.Adapters."""
     wait_for_previous(PDL)
     let_next_start(PDL)
-    shrink(tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T), x, None, lora, t, k, x_stride,
-           ADAPTERS, PARTS, BLOCK_T, BLOCK_K, BLOCK_R, RANKS)
+    tokens = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    shrink(tl.program_id(0), tl.program_id(1), tokens, x, None, lora, t, k, x_stride, ADAPTERS, PARTS, BLOCK_T, BLOCK_K, BLOCK_R,
+           RANKS)
 
 
 @triton.jit
@@ -96,9 +97,9 @@ def shrink(program, part, tokens, x, norm, lora, t, k, x_stride, ADAPTERS: tl.co
 
 
 @triton.jit
-def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.constexpr, ADAPTERS: tl.constexpr, PARTS: tl.constexpr,
-                       BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr,
-                       PDL: tl.constexpr):
+def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.constexpr, ADAPTERS: tl.constexpr,
+                       PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+                       BLOCK_Q: tl.constexpr, PDL: tl.constexpr):
     """Program (tile of columns, tile of tokens): base + B (A x) * scaling of each token's adapters, to its layer's columns of
     ``out`` (t, n). The tiles of a layer come after those of the layer before; its last one may be partly empty. ``bases``,
     ``sizes`` and ``strides`` have an entry for each layer; the adapters' ``starts`` are columns of ``out``."""
@@ -133,8 +134,8 @@ def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.conste
 def finish_kernel(base, lora, res, out, t, n, stride_r, ADAPTERS: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
                   BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, SWIGLU: tl.constexpr,
                   NORM: tl.constexpr, PDL: tl.constexpr):
-    """Program (tile of columns, tile of tokens) of ``out`` (t, n): base + B (A x) * scaling of each token's adapters, then SwiGLU
-    and the residual. ``base`` (t, n), or (t, 2 n) with SWIGLU. NORM: ``A x`` is without the norm's factors ``lora.rms``."""
+    """Program (tile of columns, tile of tokens) of ``out`` (t, n): base + B (A x) * scaling of each token's adapters, then
+    SwiGLU and the residual. ``base`` (t, n), or (t, 2 n) with SWIGLU. NORM: ``A x`` is without the norm's factors ``lora.rms``."""
     start, tokens = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = start + tl.arange(0, BLOCK_N)
     live = (tokens < t)[:, None] & (columns < n)[None, :]

@@ -51,11 +51,11 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, 
             shrink(tl.program_id(0), 0, tl.arange(0, 1), x, norm, lora, 1, K, K, ADAPTERS, 1, 1, 1024, BLOCK_R, RANKS)
             let_next_start(PDL)
         else:
-            _vector(tl.program_id(0) - first, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora.rms, BLOCK_N, BLOCK_K,
-                    SWIGLU, EVEN_N, EVEN_K, PDL)
+            _vector(tl.program_id(0) - first, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora.rms, BLOCK_N,
+                    BLOCK_K, SWIGLU, EVEN_N, EVEN_K, PDL)
     else:
-        _vector(tl.program_id(0), x, w, scale, bias, norm, res, out, N, K, stride_w, eps, None, BLOCK_N, BLOCK_K, SWIGLU, EVEN_N,
-                EVEN_K, PDL)
+        _vector(tl.program_id(0), x, w, scale, bias, norm, res, out, N, K, stride_w, eps, None, BLOCK_N, BLOCK_K, SWIGLU,
+                EVEN_N, EVEN_K, PDL)
 
 
 @triton.jit

@@ -74,8 +74,9 @@ def lora_linear_cuda(
     res = None if residual is None else host.rows_contiguous(residual[0])
     out = x.new_empty(1, t, n)
     block_n = max(16, min(64, 2048 // blocks["BLOCK_R"])) if t == 1 else 64
-    launch(host.kernel_module("kernels.lora").finish_kernel, (-(-n // block_n), -(-t // blocks["BLOCK_T"])), base, lora, res, out,
-           t, n, 0 if res is None else res.stride(0), BLOCK_N=block_n, BLOCK_Q=min(blocks["BLOCK_R"], 32), SWIGLU=swiglu,
+    grid = (-(-n // block_n), -(-t // blocks["BLOCK_T"]))
+    launch(host.kernel_module("kernels.lora").finish_kernel, grid, base, lora, res, out, t, n,
+           0 if res is None else res.stride(0), BLOCK_N=block_n, BLOCK_Q=min(blocks["BLOCK_R"], 32), SWIGLU=swiglu,
            NORM=norm_weight is not None, pdl=pdl, num_warps=4, **blocks)
     return out
 
