@@ -53,8 +53,8 @@ def rows_shrink_kernel(x, lora, t, k, x_stride, ADAPTERS: tl.constexpr, PARTS: t
     wait_for_previous(PDL)
     let_next_start(PDL)
     tokens = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
-    shrink(tl.program_id(0), tl.program_id(1), tokens, x, None, lora, t, k, x_stride, ADAPTERS, PARTS, BLOCK_T, BLOCK_K, BLOCK_R,
-           RANKS)
+    shrink(tl.program_id(0), tl.program_id(1), tokens, x, None, lora, t, k, x_stride, ADAPTERS, PARTS, BLOCK_T, BLOCK_K,
+           BLOCK_R, RANKS)
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def finish_kernel(base, lora, res, out, t, n, stride_r, ADAPTERS: tl.constexpr, 
                   BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, SWIGLU: tl.constexpr,
                   NORM: tl.constexpr, PDL: tl.constexpr):
     """Program (tile of columns, tile of tokens) of ``out`` (t, n): base + B (A x) * scaling of each token's adapters, then
-    SwiGLU and the residual. ``base`` (t, n), or (t, 2 n) with SWIGLU. NORM: ``A x`` is without the norm's factors ``lora.rms``."""
+    SwiGLU and the residual. ``base`` (t, n), or (t, 2 n) with SWIGLU. NORM: ``A x`` lacks the norm's factors, ``lora.rms``."""
     start, tokens = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = start + tl.arange(0, BLOCK_N)
     live = (tokens < t)[:, None] & (columns < n)[None, :]
