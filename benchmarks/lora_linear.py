@@ -18,6 +18,7 @@ import torch
 from quire.attn_ops.ops.lora_linear import lora_linear_cuda
 from quire.attn_ops.ops.small_linear import small_linear_cuda
 from quire.attn_ops.step import running
+from quire.attn_ops.tuning.small_linear import LinearShape, tune
 from quire.graph_runner.bench.attention_op import on_the_device
 from quire.graph_runner.bench.record import script, started
 
@@ -42,6 +43,7 @@ def times(name: str, tokens: int, own: torch.dtype, rank: int, adapters: int) ->
     b = [[normal(sizes[i], rank, dtype=own) for i in of] for _ in range(COPIES)]
     x, norm_weight = normal(1, tokens, k), normal(k) if norm else None
     around = (None, norm_weight, 1e-5, normal(1, tokens, sum(sizes)) if residual else None, swiglu)
+    tune([LinearShape(sum(sizes), k, norm, residual, each, torch.bfloat16) for each in {False, swiglu}], x.device)
     step: Any = SimpleNamespace(adapters=(torch.arange(tokens, device="cuda") + 1) % 3)
 
     def adapted(pdl: bool) -> float:

@@ -61,13 +61,13 @@ def lora_linear_cuda(
     bits: Sequence[int], pdl: bool | None = None,
 ) -> Tensor:
     """The op on CUDA: ``W x`` is rounded to x's dtype before the adapters' part, in float32, is added, as in PEFT. Runs the
-    definition outside the kernels' range. ``pdl``: see attn_ops/kernels/pdl.py; None: ``host.use_pdl``."""
+    definition outside the kernels' range. ``pdl``: see attn_ops/kernels/pdl.py; None: where the GPU has it."""
     alike = all(t is None or t.dtype == x.dtype for t in (weight, bias, norm_weight, residual))
     if not adapters_fit(x, a, b) or not 0 < x.shape[1] <= MAX_TOKENS or x.dtype not in (torch.bfloat16, torch.float16) \
             or weight.stride(1) != 1 or not alike:
         return lora_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, a, b, starts, scaling, bits)
     t, k, n = x.shape[1], x.shape[2], weight.shape[0] // (2 if swiglu else 1)
-    pdl = host.use_pdl(x.device, t) if pdl is None else pdl
+    pdl = host.use_pdl(x.device, 1) if pdl is None else pdl  # several tokens too: the second kernel is set up beside the first
     # For one token a program has whole sums of few ranks, else a part of the columns: it should end before the others do.
     lora, blocks = adapters_for(x, a, b, starts, scaling, bits, 1 if t == 1 else next_power_of_2(max(1, min(k // 1024, 8))))
     base = small_linear_cuda(x, weight, bias, norm_weight, eps, None, False, pdl=pdl, lora=lora)
