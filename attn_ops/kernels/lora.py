@@ -82,7 +82,8 @@ def shrink(program, part, tokens, x, norm, lora, t, k, x_stride, ADAPTERS: tl.co
                     tl.store(lora.shrunk + (i * PARTS + part) * BLOCK_R + r, tl.sum(products, 1))
                 else:
                     total = tl.zeros((BLOCK_T, RANKS), tl.float32)
-                    for start in range(part * BLOCK_K, k, PARTS * BLOCK_K):
+                    # Few iterations, each of many bytes: stages would take shared memory from the layer's own programs.
+                    for start in tl.range(part * BLOCK_K, k, PARTS * BLOCK_K, num_stages=1):
                         at = start + tl.arange(0, BLOCK_K)
                         tile = tl.load(x + tokens.to(tl.int64)[:, None] * x_stride + at[None, :],
                                        mask=(tokens < t)[:, None] & (at < k)[None, :], other=0.0)

@@ -116,19 +116,19 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
     """BLOCK_M tokens and BLOCK_N weight rows per program, the latter as the left operand of the tensor cores (the long side).
 
     With SPLITS > 1 a program has a part of the columns, out is (SPLITS, M, N) float32, and ``add_up_kernel`` does the rest.
-    With ADAPTERS the first programs have the adapters' first products, RANKS per program and in PARTS parts (``lora``:
-    host.Adapters)."""
-    first = ADAPTERS * (BLOCK_R // RANKS) * PARTS
+    With ADAPTERS the last programs have the adapters' first products, RANKS per program and in PARTS parts (``lora``:
+    host.Adapters): they are short, and fill multiprocessors that the others leave free or are done with."""
+    tiles = tl.cdiv(N, BLOCK_N)
     wait_for_previous(PDL)
     if ADAPTERS > 0:
-        if tl.program_id(0) < first:
-            tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-            shrink(tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tokens, x, norm, lora, M, K, stride_x, ADAPTERS, PARTS,
-                   BLOCK_M, 64, BLOCK_R, RANKS)
+        if tl.program_id(0) >= tiles:
+            program, tokens = tl.program_id(0) - tiles, tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+            shrink(program // PARTS, program % PARTS, tokens, x, norm, lora, M, K, stride_x, ADAPTERS, PARTS, BLOCK_M,
+                   2048 // RANKS, BLOCK_R, RANKS)
             let_next_start(PDL)
         else:
-            _tile(tl.program_id(0) - first, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r,
-                  eps, lora.rms, BLOCK_M, BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL)
+            _tile(tl.program_id(0), x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora.rms,
+                  BLOCK_M, BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL)
     else:
         _tile(tl.program_id(0), x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, None, BLOCK_M,
               BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL)

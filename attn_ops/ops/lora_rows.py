@@ -115,9 +115,7 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     t, k, x2 = x.shape[1], x.shape[2], host.rows_contiguous(x[0])
     flat = [host.rows_contiguous(base[0]) for base in bases]
     sizes = tuple(base.shape[2] for base in bases)
-    # A program waits for memory at each step of its loop, so it has few. All parts are read by each program of the next kernel,
-    # so there are few of them too.
-    parts = next_power_of_2(max(1, min(k // 512, 16 if t == 1 else 8)))
+    parts = parts_of(k)
     lora, blocks = adapters_for(x, a, b, [sum(sizes[:layer]) for layer in layers], scaling, bits, parts)
     kernels, options = host.kernel_module("kernels.lora"), {**blocks, "pdl": host.use_pdl(x.device, t), "num_warps": 4}
     block_r, tiles = blocks["BLOCK_R"], -(-t // blocks["BLOCK_T"])
@@ -127,6 +125,12 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     launch(kernels.rows_expand_kernel, (sum(-(-n // 64) for n in sizes), tiles), tuple(flat), lora, out, t, sum(sizes), sizes,
            tuple(base.stride(0) for base in flat), LAYERS=len(bases), BLOCK_N=64, BLOCK_Q=min(block_r, 32), **options)
     return out
+
+
+def parts_of(k: int) -> int:
+    """Programs that share the columns of a first product. A program waits for memory at each step of its loop, so it has few;
+    all parts are read by each program of the next kernel, so there are few of them too."""
+    return next_power_of_2(max(1, min(k // 512, 16)))
 
 
 def adapters_for(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],

@@ -19,10 +19,6 @@ from quire.attn_ops.tuning.store import Store, device_name
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 
 
-#: Bytes of shared memory of a multiprocessor (of an H100 and H200), less what programs reserve.
-SHARED = 224 * 1024
-
-
 class Config(NamedTuple):
     """Launch parameters of one kernel.
 
@@ -95,20 +91,6 @@ def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | 
     return Config(32 if n < 16384 else 64, 128, 4, 4)
 
 
-def beside_others(config: Config, num_tokens: int) -> Config:
-    """``config`` of half-precision weights with as little shared memory as lets two programs share a multiprocessor: else those
-    of adapters' first products, which are few, would have one to themselves while a program of the weight waits."""
-    def stages(block_k: int) -> int:
-        return SHARED // (2 * 2 * (config.block_n + padded(num_tokens)) * block_k)
-
-    block_k = config.block_k
-    if stages(block_k) >= config.num_stages:
-        return config
-    while stages(block_k) < 4 and block_k > 64:
-        block_k //= 2
-    return config._replace(block_k=block_k, num_stages=max(1, min(5, stages(block_k))))
-
-
 def _read(devices: Any) -> dict[str, dict[str, list[int] | None]]:
     for configs in devices.values():
         for config in configs.values():
@@ -147,5 +129,5 @@ def keep(device: torch.device, configs: dict[str, Config | None]) -> None:
     STORE.save({**devices, name: {**devices.get(name, {}), **configs}})
 
 
-__all__ = ["Config", "INT4", "STORE", "beside_others", "by_rule", "config_for", "device_key", "keep", "key", "known",
-           "measured", "padded", "reload", "wide_configs"]
+__all__ = ["Config", "INT4", "STORE", "by_rule", "config_for", "device_key", "keep", "key", "known", "measured", "padded",
+           "reload", "wide_configs"]
