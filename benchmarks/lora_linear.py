@@ -3,8 +3,8 @@
     python benchmarks/lora_linear.py --tokens 1,8,32 --json lora_linear.json
 
 The layers are llama-8b's, with the norm, SwiGLU or residual that folds into them. ``one``: an adapter of every token. ``each``:
-two adapters; every third token has the first, every third the second, and the others have none. ``pdl``: with programmatic
-dependent launch also for several tokens. Weights come from memory: calls rotate over copies.
+two adapters; every third token has the first, every third the second, and the others have none. Weights come from memory: calls
+rotate over copies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COPIES = 6  # of the weights: more bytes than the L2 cache has
 
 
 def times(name: str, tokens: int, own: torch.dtype, rank: int, adapters: int) -> dict[str, float]:
-    """Microseconds of a layer alone and with ``adapters`` per sibling layer, without and with PDL."""
+    """Microseconds of a layer alone and with ``adapters`` per sibling layer."""
     k, sizes, norm, swiglu, residual = LAYERS[name]
     of = [i for i in range(len(sizes)) for _ in range(adapters)]
     starts, scaling = [sum(sizes[:i]) for i in of], [2.0] * len(of)
@@ -46,13 +46,10 @@ def times(name: str, tokens: int, own: torch.dtype, rank: int, adapters: int) ->
     tune([LinearShape(sum(sizes), k, norm, residual, each, torch.bfloat16) for each in {False, swiglu}], x.device)
     step: Any = SimpleNamespace(adapters=(torch.arange(tokens, device="cuda") + 1) % 3)
 
-    def adapted(pdl: bool) -> float:
-        return on_the_device(lambda i: lora_linear_cuda(x, weights[i % COPIES], *around, a[i % COPIES], b[i % COPIES], starts,
-                                                        scaling, bits, pdl=pdl)).us
-
     with running(step):
         return {"alone_us": on_the_device(lambda i: small_linear_cuda(x, weights[i % COPIES], *around)).us,
-                "adapted_us": adapted(False), "adapted_pdl_us": adapted(True)}
+                "adapted_us": on_the_device(lambda i: lora_linear_cuda(
+                    x, weights[i % COPIES], *around, a[i % COPIES], b[i % COPIES], starts, scaling, bits)).us}
 
 
 def main() -> None:

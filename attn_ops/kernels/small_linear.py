@@ -48,7 +48,7 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, 
     wait_for_previous(PDL)
     if ADAPTERS > 0:
         if tl.program_id(0) < first:
-            shrink(tl.program_id(0), 0, tl.arange(0, 1), x, norm, lora, 1, K, K, ADAPTERS, 1, 1, 1024, BLOCK_R, RANKS)
+            shrink(tl.program_id(0), 0, tl.arange(0, 1), x, norm, lora, 1, K, K, ADAPTERS, 1, 1, BLOCK_R, RANKS, 1, 1)
             let_next_start(PDL)
         else:
             _vector(tl.program_id(0) - first, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora.rms, BLOCK_N,
@@ -112,7 +112,7 @@ def _vector(program, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, rms
 def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora, BLOCK_M: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
                 SPLITS: tl.constexpr, PDL: tl.constexpr, ADAPTERS: tl.constexpr = 0, BLOCK_R: tl.constexpr = 16,
-                RANKS: tl.constexpr = 16, PARTS: tl.constexpr = 1):
+                RANKS: tl.constexpr = 16, PARTS: tl.constexpr = 1, SLICES: tl.constexpr = 4, STAGES: tl.constexpr = 4):
     """BLOCK_M tokens and BLOCK_N weight rows per program, the latter as the left operand of the tensor cores (the long side).
 
     With SPLITS > 1 a program has a part of the columns, out is (SPLITS, M, N) float32, and ``add_up_kernel`` does the rest.
@@ -124,7 +124,7 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
         if tl.program_id(0) >= tiles:
             program, tokens = tl.program_id(0) - tiles, tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
             shrink(program // PARTS, program % PARTS, tokens, x, norm, lora, M, K, stride_x, ADAPTERS, PARTS, BLOCK_M,
-                   2048 // RANKS, BLOCK_R, RANKS)
+                   BLOCK_R, RANKS, SLICES, STAGES)
             let_next_start(PDL)
         else:
             _tile(tl.program_id(0), x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora.rms,

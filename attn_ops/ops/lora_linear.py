@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
-from quire.attn_ops.ops.lora_rows import adapters_fit, adapters_for, lora_rows_eager, parts_of
+from quire.attn_ops.ops.lora_rows import adapters_fit, adapters_for, lora_rows_eager
 from quire.attn_ops.ops.small_linear import MAX_TOKENS, small_linear_cuda
 
 
@@ -67,8 +67,9 @@ def lora_linear_cuda(
         return lora_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, a, b, starts, scaling, bits)
     t, n = x.shape[1], weight.shape[0] // (2 if swiglu else 1)
     pdl = host.use_pdl(x.device, 1) if pdl is None else pdl  # several tokens too: the second kernel is set up beside the first
-    # For one token a program has whole sums of few ranks, else all ranks and a part of the columns.
-    lora, blocks = adapters_for(x, a, b, starts, scaling, bits, 1 if t == 1 else parts_of(x.shape[2]))
+    # For one token a program has whole sums of few ranks; else many ranks and a part of the columns, as long as it takes less
+    # time than a program of the weight.
+    lora, blocks = adapters_for(x, a, b, starts, scaling, bits, 1 if t == 1 else max(1, min(x.shape[2] // 1024, 4)))
     base = small_linear_cuda(x, weight, bias, norm_weight, eps, None, False, pdl=pdl, lora=lora)
     res = None if residual is None else host.rows_contiguous(residual[0])
     out = x.new_empty(1, t, n)

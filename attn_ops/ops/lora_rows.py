@@ -115,22 +115,18 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     t, k, x2 = x.shape[1], x.shape[2], host.rows_contiguous(x[0])
     flat = [host.rows_contiguous(base[0]) for base in bases]
     sizes = tuple(base.shape[2] for base in bases)
-    parts = parts_of(k)
+    # All parts are read by each program of the next kernel, so there are few of them.
+    parts = next_power_of_2(max(1, min(k // 512, 16 if t == 1 else 8)))
     lora, blocks = adapters_for(x, a, b, [sum(sizes[:layer]) for layer in layers], scaling, bits, parts)
     kernels, options = host.kernel_module("kernels.lora"), {**blocks, "pdl": host.use_pdl(x.device, t), "num_warps": 4}
     block_r, tiles = blocks["BLOCK_R"], -(-t // blocks["BLOCK_T"])
-    launch(kernels.rows_shrink_kernel, (len(a), parts, tiles), x2, lora, t, k, x2.stride(0), RANKS=block_r,
-           BLOCK_K=max(32, min(512 if t == 1 else 128, (8192 if t == 1 else 4096) // block_r)), **options)
+    first = {"RANKS": block_r, "SLICES": 1, "STAGES": 1} if t == 1 else host.first_products(t, block_r, 4)
+    launch(kernels.rows_shrink_kernel, (len(a) * (block_r // first["RANKS"]), parts, tiles), x2, lora, t, k, x2.stride(0),
+           **first, **options)
     out = bases[0].new_empty(1, t, sum(sizes))
     launch(kernels.rows_expand_kernel, (sum(-(-n // 64) for n in sizes), tiles), tuple(flat), lora, out, t, sum(sizes), sizes,
            tuple(base.stride(0) for base in flat), LAYERS=len(bases), BLOCK_N=64, BLOCK_Q=min(block_r, 32), **options)
     return out
-
-
-def parts_of(k: int) -> int:
-    """Programs that share the columns of a first product. A program waits for memory at each step of its loop, so it has few;
-    all parts are read by each program of the next kernel, so there are few of them too."""
-    return next_power_of_2(max(1, min(k // 512, 16)))
 
 
 def adapters_for(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],

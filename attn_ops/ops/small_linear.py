@@ -132,9 +132,9 @@ def small_linear_cuda(
     rows = -(-n // config.block_n)
     if lora is not None:
         adapters, parts, _, block_r = lora.shrunk.shape
-        ranks = 2 if m == 1 else min(block_r, 32)  # of a program
-        options |= {"ADAPTERS": adapters, "BLOCK_R": block_r, "RANKS": ranks} | ({} if m == 1 else {"PARTS": parts})
-        rows += adapters * (block_r // ranks) * parts
+        options |= {"ADAPTERS": adapters, "BLOCK_R": block_r, "RANKS": 2} if m == 1 else {
+            "ADAPTERS": adapters, "BLOCK_R": block_r, "PARTS": parts, **host.first_products(m, block_r, config.num_warps)}
+        rows += adapters * (block_r // options["RANKS"]) * parts
     if m == 1 and (scale is None or config.block_n < 16):
         launch(kernels.vector_kernel, (rows,), *pointers, n, k, weight.stride(0), eps, lora, **options)
     else:
