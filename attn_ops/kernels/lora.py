@@ -122,14 +122,15 @@ def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.conste
     start, tokens = (tile - first) * BLOCK_N, tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = start + tl.arange(0, BLOCK_N)
     live = (tokens < t)[:, None] & (columns < size)[None, :]
+    held = factors_of(column + start, column + size, tokens, t, lora, 0, ADAPTERS, BLOCK_N, BLOCK_Q)
     wait_for_previous(PDL)
     total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for i in tl.static_range(LAYERS):
         if layer == i:
             total = tl.load(bases[i] + tokens.to(tl.int64)[:, None] * strides[i] + columns[None, :], mask=live,
                             other=0.0).to(tl.float32)
-    total = expand(total, column + start, column + size, tokens, t, lora, ADAPTERS, PARTS, BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q,
-                   False)
+    total = expand(total, held, column + start, column + size, tokens, t, lora, ADAPTERS, PARTS, BLOCK_T, BLOCK_N, BLOCK_R,
+                   BLOCK_Q, False)
     let_next_start(PDL)
     tl.store(out + tokens.to(tl.int64)[:, None] * n + (column + columns)[None, :], total.to(out.dtype.element_ty), mask=live)
 
@@ -144,12 +145,16 @@ def finish_kernel(base, lora, res, out, t, n, stride_r, ADAPTERS: tl.constexpr, 
     columns = start + tl.arange(0, BLOCK_N)
     live = (tokens < t)[:, None] & (columns < n)[None, :]
     at = tokens.to(tl.int64)[:, None] * (2 * n if SWIGLU else n) + columns[None, :]
+    held = factors_of(start, n, tokens, t, lora, 0, ADAPTERS, BLOCK_N, BLOCK_Q)
+    if SWIGLU:
+        held_up = factors_of(n + start, 2 * n, tokens, t, lora, 0, ADAPTERS, BLOCK_N, BLOCK_Q)
     wait_for_previous(PDL)
     y = tl.load(base + at, mask=live, other=0.0).to(tl.float32)
-    y = expand(y, start, n, tokens, t, lora, ADAPTERS, PARTS, BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q, NORM)
     if SWIGLU:
         up = tl.load(base + n + at, mask=live, other=0.0).to(tl.float32)
-        up = expand(up, n + start, 2 * n, tokens, t, lora, ADAPTERS, PARTS, BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q, NORM)
+    y = expand(y, held, start, n, tokens, t, lora, ADAPTERS, PARTS, BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q, NORM)
+    if SWIGLU:
+        up = expand(up, held_up, n + start, 2 * n, tokens, t, lora, ADAPTERS, PARTS, BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q, NORM)
         y = y * tl.sigmoid(y) * up
     let_next_start(PDL)
     if res is not None:
@@ -158,50 +163,71 @@ def finish_kernel(base, lora, res, out, t, n, stride_r, ADAPTERS: tl.constexpr, 
 
 
 @triton.jit
-def expand(total, start, end, tokens, t, lora, ADAPTERS: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
+def _has(i: tl.constexpr, mine, lora):
+    """Which of the tokens, whose bits ``mine`` are, have adapter i."""
+    return (lora.places[i] == 63) | (((mine >> lora.places[i]) & 1) == 1)
+
+
+@triton.jit
+def _any(i: tl.constexpr, mine, lora, start, BLOCK_N: tl.constexpr):
+    """Whether one of the tokens has adapter i, and it adds to one of the columns from ``start`` on."""
+    near = (start < lora.starts[i] + lora.sizes[i]) & (start + BLOCK_N > lora.starts[i])
+    return near & (tl.max(_has(i, mine, lora).to(tl.int32), axis=0) > 0)
+
+
+@triton.jit
+def factors_of(start, end, tokens, t, lora, first, ADAPTERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Of each adapter the ranks first .. first + BLOCK_Q of B for the columns from ``start`` to ``end``, (BLOCK_Q, BLOCK_N);
+    zeros where no token needs them. No kernel of the step writes them: so they may be read before ``wait_for_previous``."""
+    mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
+    columns, r = start + tl.arange(0, BLOCK_N), first + tl.arange(0, BLOCK_Q)
+    held = ()
+    for i in tl.static_range(ADAPTERS):
+        at = columns - lora.starts[i]
+        inside = (at >= 0) & (at < lora.sizes[i]) & (columns < end) & _any(i, mine, lora, start, BLOCK_N)
+        held = held + (tl.load(lora.b[i] + at.to(tl.int64)[None, :] * lora.ranks[i] + r[:, None],
+                               mask=inside[None, :] & (r < lora.ranks[i])[:, None], other=0.0),)
+    return held
+
+
+@triton.jit
+def expand(total, held, start, end, tokens, t, lora, ADAPTERS: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
            BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, NORM: tl.constexpr):
     """``total`` (BLOCK_T, BLOCK_N) float32 plus ``B (A x) * scaling`` of each token's adapters, for the columns from ``start``
-    to ``end``. BLOCK_Q ranks at a time: all of them do not fit the registers. BLOCK_T is 1 for one token: then loads do not
-    wait for each other, and an adapter that the token does not have reads nothing."""
+    to ``end``. ``held``: ``factors_of`` the first BLOCK_Q ranks. All loads come before the products, which would make later
+    ones wait. BLOCK_T is 1 for one token, which needs no tensor cores."""
     mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
-    columns = start + tl.arange(0, BLOCK_N)
     factor = tl.full((BLOCK_T,), 1.0, tl.float32)
     if NORM:
         factor = tl.load(lora.rms + tokens, mask=tokens < t, other=0.0)
-    if BLOCK_T == 1:
-        one = tl.max(mine, axis=0)
-        r = tl.arange(0, BLOCK_R)
-        products = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
-        for i in tl.static_range(ADAPTERS):
-            on = (lora.places[i] == 63) | (((one >> lora.places[i]) & 1) == 1)
-            at = columns - lora.starts[i]
-            inside = (at >= 0) & (at < lora.sizes[i]) & (columns < end) & on
-            low = tl.zeros((BLOCK_R,), tl.float32)
-            for part in tl.static_range(PARTS):
-                low += tl.load(lora.shrunk + (i * PARTS + part) * BLOCK_R + r, mask=(r < lora.ranks[i]) & on, other=0.0)
-            factors = tl.load(lora.b[i] + at.to(tl.int64)[:, None] * lora.ranks[i] + r[None, :],
-                              mask=inside[:, None] & (r < lora.ranks[i])[None, :], other=0.0)
-            products += factors.to(tl.float32) * (low * lora.scalings[i])[None, :]
-        total += tl.sum(products, 1)[None, :] * factor[:, None]
-    else:
-        for i in tl.static_range(ADAPTERS):
-            on = tl.where(lora.places[i] == 63, 1, (mine >> lora.places[i]) & 1)
-            if (start < lora.starts[i] + lora.sizes[i]) & (start + BLOCK_N > lora.starts[i]):
-                if tl.max(on.to(tl.int32), axis=0) > 0:
-                    at = columns - lora.starts[i]
-                    inside = (at >= 0) & (at < lora.sizes[i]) & (columns < end)
-                    more = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-                    for first in range(0, BLOCK_R, BLOCK_Q):
-                        r = first + tl.arange(0, BLOCK_Q)
-                        low = tl.zeros((BLOCK_T, BLOCK_Q), tl.float32)
-                        for part in tl.static_range(PARTS):
-                            place = ((i * PARTS + part) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
-                            low += tl.load(lora.shrunk + place, mask=(tokens < t)[:, None], other=0.0)
-                        factors = tl.load(lora.b[i] + at.to(tl.int64)[None, :] * lora.ranks[i] + r[:, None],
-                                          mask=inside[None, :] & (r < lora.ranks[i])[:, None], other=0.0)
-                        more = tl.dot(low.to(factors.dtype), factors, more, input_precision="tf32x3")
-                    more *= factor[:, None] * lora.scalings[i]
-                    total = tl.where((on != 0)[:, None], total + more, total)
+    total = _expand_ranks(total, held, 0, start, mine, factor, tokens, t, lora, ADAPTERS, PARTS, BLOCK_T, BLOCK_N, BLOCK_R,
+                          BLOCK_Q)
+    for first in range(BLOCK_Q, BLOCK_R, BLOCK_Q):
+        more = factors_of(start, end, tokens, t, lora, first, ADAPTERS, BLOCK_N, BLOCK_Q)
+        total = _expand_ranks(total, more, first, start, mine, factor, tokens, t, lora, ADAPTERS, PARTS, BLOCK_T, BLOCK_N,
+                              BLOCK_R, BLOCK_Q)
+    return total
+
+
+@triton.jit
+def _expand_ranks(total, held, first, start, mine, factor, tokens, t, lora, ADAPTERS: tl.constexpr, PARTS: tl.constexpr,
+                  BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """``expand`` for BLOCK_Q ranks from ``first`` on, whose factors are ``held``. ``factor``: of each token."""
+    lows = ()
+    for i in tl.static_range(ADAPTERS):
+        needed = (tokens < t) & _any(i, mine, lora, start, BLOCK_N) & _has(i, mine, lora)
+        low = tl.zeros((BLOCK_T, BLOCK_Q), tl.float32)
+        for part in tl.static_range(PARTS):
+            place = ((i * PARTS + part) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + first
+            low += tl.load(lora.shrunk + place + tl.arange(0, BLOCK_Q)[None, :], mask=needed[:, None], other=0.0)
+        lows = lows + (low * (factor * lora.scalings[i])[:, None],)
+    for i in tl.static_range(ADAPTERS):
+        if BLOCK_T == 1:
+            low = tl.sum(lows[i], 0)
+            total += tl.sum(held[i].to(tl.float32) * low[:, None], 0)[None, :]
+        elif _any(i, mine, lora, start, BLOCK_N):
+            more = tl.dot(lows[i].to(held[i].dtype), held[i], tl.zeros_like(total), input_precision="tf32x3")
+            total = tl.where(_has(i, mine, lora)[:, None], total + more, total)  # 0 times inf is not 0
     return total
 
 

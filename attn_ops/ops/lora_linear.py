@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
-from quire.attn_ops.ops.lora_rows import adapters_fit, adapters_for, lora_rows_eager
+from quire.attn_ops.ops.lora_rows import adapters_fit, adapters_for, blocks_of, lora_rows_eager
 from quire.attn_ops.ops.small_linear import MAX_TOKENS, small_linear_cuda
 
 
@@ -73,11 +73,11 @@ def lora_linear_cuda(
     base = small_linear_cuda(x, weight, bias, norm_weight, eps, None, False, pdl=pdl, lora=lora)
     res = None if residual is None else host.rows_contiguous(residual[0])
     out = x.new_empty(1, t, n)
-    block_n = max(16, min(64, 2048 // blocks["BLOCK_R"])) if t == 1 else 64
+    block_q, block_n = blocks_of(len(a), blocks["BLOCK_R"])
     grid = (-(-n // block_n), -(-t // blocks["BLOCK_T"]))
     launch(host.kernel_module("kernels.lora").finish_kernel, grid, base, lora, res, out, t, n,
-           0 if res is None else res.stride(0), BLOCK_N=block_n, BLOCK_Q=min(blocks["BLOCK_R"], 32), SWIGLU=swiglu,
-           NORM=norm_weight is not None, pdl=pdl, num_warps=4, **blocks)
+           0 if res is None else res.stride(0), BLOCK_N=block_n, BLOCK_Q=block_q, SWIGLU=swiglu, NORM=norm_weight is not None,
+           pdl=pdl, num_warps=4, **blocks)
     return out
 
 

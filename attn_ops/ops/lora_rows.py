@@ -124,9 +124,16 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     launch(kernels.rows_shrink_kernel, (len(a) * (block_r // first["RANKS"]), parts, tiles), x2, lora, t, k, x2.stride(0),
            **first, **options)
     out = bases[0].new_empty(1, t, sum(sizes))
-    launch(kernels.rows_expand_kernel, (sum(-(-n // 64) for n in sizes), tiles), tuple(flat), lora, out, t, sum(sizes), sizes,
-           tuple(base.stride(0) for base in flat), LAYERS=len(bases), BLOCK_N=64, BLOCK_Q=min(block_r, 32), **options)
+    block_q, block_n = blocks_of(len(a), block_r)
+    launch(kernels.rows_expand_kernel, (sum(-(-n // block_n) for n in sizes), tiles), tuple(flat), lora, out, t, sum(sizes),
+           sizes, tuple(base.stride(0) for base in flat), LAYERS=len(bases), BLOCK_N=block_n, BLOCK_Q=block_q, **options)
     return out
+
+
+def blocks_of(adapters: int, block_r: int) -> tuple[int, int]:
+    """Ranks at a time and columns per program of the second products: of all adapters they are held in registers."""
+    block_q = min(block_r, 32 if adapters <= 2 else 16)
+    return block_q, 64 if adapters * block_r <= 128 else 32 if adapters * block_q <= 128 else 16
 
 
 def adapters_for(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],

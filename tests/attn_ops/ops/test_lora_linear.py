@@ -87,6 +87,20 @@ def test_kernels(tokens, swiglu, fold, every, width, dtype, own) -> None:
     assert got.dtype == dtype and not got.isnan().any()
 
 
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_an_adapter_that_overflows_is_its_own_tokens_alone(tokens) -> None:
+    """One request's broken adapter must not reach another request of the batch."""
+    pytest.importorskip("triton")
+    case = Case(tokens, torch.float32)
+    case.a, case.b, case.starts, case.scaling, case.bits = (
+        each[:1] for each in (case.a, case.b, case.starts, case.scaling, case.bits))
+    case.b[0].fill_(float("inf"))
+    with case.step:
+        got = case.run(lora_linear_cuda)
+    bad = got[0].isfinite().logical_not().any(-1).cpu()
+    assert torch.equal(bad, (case.rows & 1) == 1)
+
+
 def test_outside_the_kernels_range() -> None:
     """More adapters than the kernels take, and no step."""
     case = Case(2, torch.float32, every=True)
