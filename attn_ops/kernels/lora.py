@@ -122,7 +122,7 @@ def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.conste
     start, tokens = (tile - first) * BLOCK_N, tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = start + tl.arange(0, BLOCK_N)
     live = (tokens < t)[:, None] & (columns < size)[None, :]
-    held = factors_of(column + start, column + size, tokens, t, lora, 0, ADAPTERS, BLOCK_N, BLOCK_Q)
+    held = factors_of(column + start, column + size, tokens, t, lora, 0, 0, ADAPTERS, BLOCK_N, BLOCK_Q)
     wait_for_previous(PDL)
     total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for i in tl.static_range(LAYERS):
@@ -145,9 +145,9 @@ def finish_kernel(base, lora, res, out, t, n, stride_r, ADAPTERS: tl.constexpr, 
     columns = start + tl.arange(0, BLOCK_N)
     live = (tokens < t)[:, None] & (columns < n)[None, :]
     at = tokens.to(tl.int64)[:, None] * (2 * n if SWIGLU else n) + columns[None, :]
-    held = factors_of(start, n, tokens, t, lora, 0, ADAPTERS, BLOCK_N, BLOCK_Q)
+    held = factors_of(start, n, tokens, t, lora, 0, 0, ADAPTERS, BLOCK_N, BLOCK_Q)
     if SWIGLU:
-        held_up = factors_of(n + start, 2 * n, tokens, t, lora, 0, ADAPTERS, BLOCK_N, BLOCK_Q)
+        held_up = factors_of(n + start, 2 * n, tokens, t, lora, 0, 0, ADAPTERS, BLOCK_N, BLOCK_Q)
     wait_for_previous(PDL)
     y = tl.load(base + at, mask=live, other=0.0).to(tl.float32)
     if SWIGLU:
@@ -176,13 +176,15 @@ def _any(i: tl.constexpr, mine, lora, start, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def factors_of(start, end, tokens, t, lora, first, ADAPTERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Of each adapter the ranks first .. first + BLOCK_Q of B for the columns from ``start`` to ``end``, (BLOCK_Q, BLOCK_N);
-    zeros where no token needs them. No kernel of the step writes them: so they may be read before ``wait_for_previous``."""
+def factors_of(start, end, tokens, t, lora, first, FROM: tl.constexpr, TO: tl.constexpr, BLOCK_N: tl.constexpr,
+               BLOCK_Q: tl.constexpr):
+    """Of each adapter from FROM to TO the ranks first .. first + BLOCK_Q of B for the columns from ``start`` to ``end``,
+    (BLOCK_Q, BLOCK_N); zeros where no token needs them. No kernel of the step writes them: so they may be read before
+    ``wait_for_previous``."""
     mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
     columns, r = start + tl.arange(0, BLOCK_N), first + tl.arange(0, BLOCK_Q)
     held = ()
-    for i in tl.static_range(ADAPTERS):
+    for i in tl.static_range(FROM, TO):
         at = columns - lora.starts[i]
         inside = (at >= 0) & (at < lora.sizes[i]) & (columns < end) & _any(i, mine, lora, start, BLOCK_N)
         held = held + (tl.load(lora.b[i] + at.to(tl.int64)[None, :] * lora.ranks[i] + r[:, None],
@@ -200,33 +202,37 @@ def expand(total, held, start, end, tokens, t, lora, ADAPTERS: tl.constexpr, PAR
     factor = tl.full((BLOCK_T,), 1.0, tl.float32)
     if NORM:
         factor = tl.load(lora.rms + tokens, mask=tokens < t, other=0.0)
-    total = _expand_ranks(total, held, 0, start, mine, factor, tokens, t, lora, ADAPTERS, PARTS, BLOCK_T, BLOCK_N, BLOCK_R,
-                          BLOCK_Q)
-    for first in range(BLOCK_Q, BLOCK_R, BLOCK_Q):
-        more = factors_of(start, end, tokens, t, lora, first, ADAPTERS, BLOCK_N, BLOCK_Q)
-        total = _expand_ranks(total, more, first, start, mine, factor, tokens, t, lora, ADAPTERS, PARTS, BLOCK_T, BLOCK_N,
-                              BLOCK_R, BLOCK_Q)
+    total = _expand_ranks(total, held, 0, start, mine, factor, tokens, t, lora, 0, ADAPTERS, PARTS, BLOCK_T, BLOCK_N,
+                          BLOCK_R, BLOCK_Q)
+    for first in range(BLOCK_Q, BLOCK_R, BLOCK_Q):  # one adapter after the other: all at once do not fit the registers
+        for i in tl.static_range(ADAPTERS):
+            more = factors_of(start, end, tokens, t, lora, first, i, i + 1, BLOCK_N, BLOCK_Q)
+            total = _expand_ranks(total, more, first, start, mine, factor, tokens, t, lora, i, i + 1, PARTS, BLOCK_T, BLOCK_N,
+                                  BLOCK_R, BLOCK_Q)
     return total
 
 
 @triton.jit
-def _expand_ranks(total, held, first, start, mine, factor, tokens, t, lora, ADAPTERS: tl.constexpr, PARTS: tl.constexpr,
-                  BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """``expand`` for BLOCK_Q ranks from ``first`` on, whose factors are ``held``. ``factor``: of each token."""
+def _expand_ranks(total, held, first, start, mine, factor, tokens, t, lora, FROM: tl.constexpr, TO: tl.constexpr,
+                  PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+                  BLOCK_Q: tl.constexpr):
+    """``expand`` for the adapters from FROM to TO and BLOCK_Q ranks from ``first`` on, whose factors are ``held``. ``factor``:
+    of each token."""
     lows = ()
-    for i in tl.static_range(ADAPTERS):
+    for i in tl.static_range(FROM, TO):
         needed = (tokens < t) & _any(i, mine, lora, start, BLOCK_N) & _has(i, mine, lora)
         low = tl.zeros((BLOCK_T, BLOCK_Q), tl.float32)
         for part in tl.static_range(PARTS):
             place = ((i * PARTS + part) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + first
             low += tl.load(lora.shrunk + place + tl.arange(0, BLOCK_Q)[None, :], mask=needed[:, None], other=0.0)
         lows = lows + (low * (factor * lora.scalings[i])[:, None],)
-    for i in tl.static_range(ADAPTERS):
+    for i in tl.static_range(FROM, TO):
+        factors = held[i - FROM]
         if BLOCK_T == 1:
-            low = tl.sum(lows[i], 0)
-            total += tl.sum(held[i].to(tl.float32) * low[:, None], 0)[None, :]
+            low = tl.sum(lows[i - FROM], 0)
+            total += tl.sum(factors.to(tl.float32) * low[:, None], 0)[None, :]
         elif _any(i, mine, lora, start, BLOCK_N):
-            more = tl.dot(lows[i].to(held[i].dtype), held[i], tl.zeros_like(total), input_precision="tf32x3")
+            more = tl.dot(lows[i - FROM].to(factors.dtype), factors, tl.zeros_like(total), input_precision="tf32x3")
             total = tl.where(_has(i, mine, lora)[:, None], total + more, total)  # 0 times inf is not 0
     return total
 
