@@ -102,8 +102,8 @@ def shrink(program, part, tokens, x, norm, lora, t, k, x_stride, ADAPTERS: tl.co
 
 @triton.jit
 def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.constexpr, ADAPTERS: tl.constexpr,
-                       PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-                       BLOCK_Q: tl.constexpr, PDL: tl.constexpr):
+                       PER: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+                       BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr):
     """Program (tile of columns, tile of tokens): base + B (A x) * scaling of each token's adapters, to its layer's columns of
     ``out`` (t, n). The tiles of a layer come after those of the layer before; its last one may be partly empty. ``bases``,
     ``sizes`` and ``strides`` have an entry for each layer; the adapters' ``starts`` are columns of ``out``."""
@@ -122,39 +122,40 @@ def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.conste
     start, tokens = (tile - first) * BLOCK_N, tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = start + tl.arange(0, BLOCK_N)
     live = (tokens < t)[:, None] & (columns < size)[None, :]
-    held = factors_of(column + start, column + size, tokens, t, lora, 0, 0, ADAPTERS, BLOCK_N, BLOCK_Q)
+    held = factors_of(column + start, column + size, tokens, t, lora, 0, 0, PER, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
     wait_for_previous(PDL)
     total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for i in tl.static_range(LAYERS):
         if layer == i:
             total = tl.load(bases[i] + tokens.to(tl.int64)[:, None] * strides[i] + columns[None, :], mask=live,
                             other=0.0).to(tl.float32)
-    total = expand(total, held, column + start, column + size, tokens, t, lora, ADAPTERS, PARTS, BLOCK_T, BLOCK_N, BLOCK_R,
-                   BLOCK_Q, False)
+    total = expand(total, held, column + start, column + size, tokens, t, lora, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N,
+                   BLOCK_R, BLOCK_Q, False)
     let_next_start(PDL)
     tl.store(out + tokens.to(tl.int64)[:, None] * n + (column + columns)[None, :], total.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["t"])
-def finish_kernel(base, lora, res, out, t, n, stride_r, ADAPTERS: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
-                  BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, SWIGLU: tl.constexpr,
-                  NORM: tl.constexpr, PDL: tl.constexpr):
+def finish_kernel(base, lora, res, out, t, n, stride_r, ADAPTERS: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr,
+                  BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr,
+                  SWIGLU: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
     """Program (tile of columns, tile of tokens) of ``out`` (t, n): base + B (A x) * scaling of each token's adapters, then
     SwiGLU and the residual. ``base`` (t, n), or (t, 2 n) with SWIGLU. NORM: ``A x`` lacks the norm's factors, ``lora.rms``."""
     start, tokens = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = start + tl.arange(0, BLOCK_N)
     live = (tokens < t)[:, None] & (columns < n)[None, :]
     at = tokens.to(tl.int64)[:, None] * (2 * n if SWIGLU else n) + columns[None, :]
-    held = factors_of(start, n, tokens, t, lora, 0, 0, ADAPTERS, BLOCK_N, BLOCK_Q)
+    held = factors_of(start, n, tokens, t, lora, 0, 0, PER, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
     if SWIGLU:
-        held_up = factors_of(n + start, 2 * n, tokens, t, lora, 0, 0, ADAPTERS, BLOCK_N, BLOCK_Q)
+        held_up = factors_of(n + start, 2 * n, tokens, t, lora, 0, 0, PER, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
     wait_for_previous(PDL)
     y = tl.load(base + at, mask=live, other=0.0).to(tl.float32)
     if SWIGLU:
         up = tl.load(base + n + at, mask=live, other=0.0).to(tl.float32)
-    y = expand(y, held, start, n, tokens, t, lora, ADAPTERS, PARTS, BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q, NORM)
+    y = expand(y, held, start, n, tokens, t, lora, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q, NORM)
     if SWIGLU:
-        up = expand(up, held_up, n + start, 2 * n, tokens, t, lora, ADAPTERS, PARTS, BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q, NORM)
+        up = expand(up, held_up, n + start, 2 * n, tokens, t, lora, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q,
+                    NORM)
         y = y * tl.sigmoid(y) * up
     let_next_start(PDL)
     if res is not None:
@@ -163,38 +164,55 @@ def finish_kernel(base, lora, res, out, t, n, stride_r, ADAPTERS: tl.constexpr, 
 
 
 @triton.jit
-def _has(i: tl.constexpr, mine, lora):
-    """Which of the tokens, whose bits ``mine`` are, have adapter i."""
-    return (lora.places[i] == 63) | (((mine >> lora.places[i]) & 1) == 1)
+def _pick(values, i, N: tl.constexpr):
+    found = values[0]
+    for n in tl.static_range(1, N):
+        found = tl.where(i == n, values[n], found)
+    return found
 
 
 @triton.jit
-def _any(i: tl.constexpr, mine, lora, start, BLOCK_N: tl.constexpr):
-    """Whether one of the tokens has adapter i, and it adds to one of the columns from ``start`` on."""
-    near = (start < lora.starts[i] + lora.sizes[i]) & (start + BLOCK_N > lora.starts[i])
-    return near & (tl.max(_has(i, mine, lora).to(tl.int32), axis=0) > 0)
+def _adapter(j: tl.constexpr, start, mine, lora, ADAPTERS: tl.constexpr, PER: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The j-th of at most PER adapters that add to the columns from ``start`` on: its number, b, first column, columns, rank
+    and scaling; which of the tokens, whose bits ``mine`` are, have it; and whether one of them does."""
+    if PER == ADAPTERS:
+        i, there = j, True
+        b, first, size, rank, scaling = lora.b[j], lora.starts[j], lora.sizes[j], lora.ranks[j], lora.scalings[j]
+        place = lora.places[j]
+    else:  # what the others have costs no instructions
+        before = 0
+        for n in tl.static_range(ADAPTERS):
+            before += (lora.starts[n] + lora.sizes[n] <= start).to(tl.int32)
+        i, there = tl.minimum(before + j, ADAPTERS - 1), before + j < ADAPTERS
+        b, first, size = _pick(lora.b, i, ADAPTERS), _pick(lora.starts, i, ADAPTERS), _pick(lora.sizes, i, ADAPTERS)
+        rank, scaling = _pick(lora.ranks, i, ADAPTERS), _pick(lora.scalings, i, ADAPTERS)
+        place = _pick(lora.places, i, ADAPTERS)
+    has = (place == 63) | (((mine >> place) & 1) == 1)
+    needed = there & (start < first + size) & (start + BLOCK_N > first) & (tl.max(has.to(tl.int32), axis=0) > 0)
+    return i, b, first, size, rank, scaling, has, needed
 
 
 @triton.jit
-def factors_of(start, end, tokens, t, lora, first, FROM: tl.constexpr, TO: tl.constexpr, BLOCK_N: tl.constexpr,
-               BLOCK_Q: tl.constexpr):
-    """Of each adapter from FROM to TO the ranks first .. first + BLOCK_Q of B for the columns from ``start`` to ``end``,
-    (BLOCK_Q, BLOCK_N); zeros where no token needs them. No kernel of the step writes them: so they may be read before
-    ``wait_for_previous``."""
+def factors_of(start, end, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: tl.constexpr, ADAPTERS: tl.constexpr,
+               PER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Of the adapters FROM to TO (of PER: ``_adapter``) the ranks ranks_from .. ranks_from + BLOCK_Q of B for the columns from
+    ``start`` to ``end``, (BLOCK_Q, BLOCK_N); zeros where no token needs them. No kernel of the step writes them: so they may be
+    read before ``wait_for_previous``."""
     mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
-    columns, r = start + tl.arange(0, BLOCK_N), first + tl.arange(0, BLOCK_Q)
+    columns, r = start + tl.arange(0, BLOCK_N), ranks_from + tl.arange(0, BLOCK_Q)
     held = ()
-    for i in tl.static_range(FROM, TO):
-        at = columns - lora.starts[i]
-        inside = (at >= 0) & (at < lora.sizes[i]) & (columns < end) & _any(i, mine, lora, start, BLOCK_N)
-        held = held + (tl.load(lora.b[i] + at.to(tl.int64)[None, :] * lora.ranks[i] + r[:, None],
-                               mask=inside[None, :] & (r < lora.ranks[i])[:, None], other=0.0),)
+    for j in tl.static_range(FROM, TO):
+        _, b, first, size, rank, _, _, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
+        at = columns - first
+        inside = (at >= 0) & (at < size) & (columns < end) & needed
+        held = held + (tl.load(b + at.to(tl.int64)[None, :] * rank + r[:, None], mask=inside[None, :] & (r < rank)[:, None],
+                               other=0.0),)
     return held
 
 
 @triton.jit
-def expand(total, held, start, end, tokens, t, lora, ADAPTERS: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
-           BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, NORM: tl.constexpr):
+def expand(total, held, start, end, tokens, t, lora, ADAPTERS: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr,
+           BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, NORM: tl.constexpr):
     """``total`` (BLOCK_T, BLOCK_N) float32 plus ``B (A x) * scaling`` of each token's adapters, for the columns from ``start``
     to ``end``. ``held``: ``factors_of`` the first BLOCK_Q ranks. All loads come before the products, which would make later
     ones wait. BLOCK_T is 1 for one token, which needs no tensor cores."""
@@ -202,38 +220,39 @@ def expand(total, held, start, end, tokens, t, lora, ADAPTERS: tl.constexpr, PAR
     factor = tl.full((BLOCK_T,), 1.0, tl.float32)
     if NORM:
         factor = tl.load(lora.rms + tokens, mask=tokens < t, other=0.0)
-    total = _expand_ranks(total, held, 0, start, mine, factor, tokens, t, lora, 0, ADAPTERS, PARTS, BLOCK_T, BLOCK_N,
+    total = _expand_ranks(total, held, 0, start, mine, factor, tokens, t, lora, 0, PER, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N,
                           BLOCK_R, BLOCK_Q)
-    for first in range(BLOCK_Q, BLOCK_R, BLOCK_Q):  # one adapter after the other: all at once do not fit the registers
-        for i in tl.static_range(ADAPTERS):
-            more = factors_of(start, end, tokens, t, lora, first, i, i + 1, BLOCK_N, BLOCK_Q)
-            total = _expand_ranks(total, more, first, start, mine, factor, tokens, t, lora, i, i + 1, PARTS, BLOCK_T, BLOCK_N,
-                                  BLOCK_R, BLOCK_Q)
+    for ranks_from in range(BLOCK_Q, BLOCK_R, BLOCK_Q):  # one adapter after the other: all at once do not fit the registers
+        for j in tl.static_range(PER):
+            more = factors_of(start, end, tokens, t, lora, ranks_from, j, j + 1, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
+            total = _expand_ranks(total, more, ranks_from, start, mine, factor, tokens, t, lora, j, j + 1, ADAPTERS, PER, PARTS,
+                                  BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q)
     return total
 
 
 @triton.jit
-def _expand_ranks(total, held, first, start, mine, factor, tokens, t, lora, FROM: tl.constexpr, TO: tl.constexpr,
-                  PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-                  BLOCK_Q: tl.constexpr):
-    """``expand`` for the adapters from FROM to TO and BLOCK_Q ranks from ``first`` on, whose factors are ``held``. ``factor``:
-    of each token."""
+def _expand_ranks(total, held, ranks_from, start, mine, factor, tokens, t, lora, FROM: tl.constexpr, TO: tl.constexpr,
+                  ADAPTERS: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+                  BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """``expand`` for the adapters FROM to TO and BLOCK_Q ranks, whose factors are ``held``. ``factor``: of each token."""
     lows = ()
-    for i in tl.static_range(FROM, TO):
-        needed = (tokens < t) & _any(i, mine, lora, start, BLOCK_N) & _has(i, mine, lora)
+    for j in tl.static_range(FROM, TO):
+        i, _, _, _, _, scaling, has, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
         low = tl.zeros((BLOCK_T, BLOCK_Q), tl.float32)
         for part in tl.static_range(PARTS):
-            place = ((i * PARTS + part) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + first
-            low += tl.load(lora.shrunk + place + tl.arange(0, BLOCK_Q)[None, :], mask=needed[:, None], other=0.0)
-        lows = lows + (low * (factor * lora.scalings[i])[:, None],)
-    for i in tl.static_range(FROM, TO):
-        factors = held[i - FROM]
+            place = ((i * PARTS + part) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + ranks_from
+            low += tl.load(lora.shrunk + place + tl.arange(0, BLOCK_Q)[None, :], mask=((tokens < t) & has & needed)[:, None],
+                           other=0.0)
+        lows = lows + (low * (factor * scaling)[:, None],)
+    for j in tl.static_range(FROM, TO):
+        _, _, _, _, _, _, has, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
+        factors = held[j - FROM]
         if BLOCK_T == 1:
-            low = tl.sum(lows[i - FROM], 0)
+            low = tl.sum(lows[j - FROM], 0)
             total += tl.sum(factors.to(tl.float32) * low[:, None], 0)[None, :]
-        elif _any(i, mine, lora, start, BLOCK_N):
-            more = tl.dot(lows[i - FROM].to(factors.dtype), factors, tl.zeros_like(total), input_precision="tf32x3")
-            total = tl.where(_has(i, mine, lora)[:, None], total + more, total)  # 0 times inf is not 0
+        elif needed:
+            more = tl.dot(lows[j - FROM].to(factors.dtype), factors, tl.zeros_like(total), input_precision="tf32x3")
+            total = tl.where(has[:, None], total + more, total)  # 0 times inf is not 0
     return total
 
 

@@ -69,15 +69,16 @@ def lora_linear_cuda(
     pdl = host.use_pdl(x.device, 1) if pdl is None else pdl  # several tokens too: the second kernel is set up beside the first
     # For one token a program has whole sums of few ranks; else many ranks and a part of the columns, as long as it takes less
     # time than a program of the weight.
-    lora, blocks = adapters_for(x, a, b, starts, scaling, bits, 1 if t == 1 else max(1, min(x.shape[2] // 1024, 4)))
+    lora, blocks = adapters_for(x, a, b, starts, scaling, bits, 1 if t == 1 else max(1, min(x.shape[2] // 1024, 8)))
     base = small_linear_cuda(x, weight, bias, norm_weight, eps, None, False, pdl=pdl, lora=lora)
     res = None if residual is None else host.rows_contiguous(residual[0])
     out = x.new_empty(1, t, n)
-    block_q, block_n = blocks_of(len(a), blocks["BLOCK_R"])
-    grid = (-(-n // block_n), -(-t // blocks["BLOCK_T"]))
+    edges = {n, *lora.starts, *(start + size for start, size in zip(lora.starts, lora.sizes, strict=True))}
+    second = blocks_of(lora, lambda columns: not any(edge % columns for edge in edges))
+    grid = (-(-n // second["BLOCK_N"]), -(-t // blocks["BLOCK_T"]))
     launch(host.kernel_module("kernels.lora").finish_kernel, grid, base, lora, res, out, t, n,
-           0 if res is None else res.stride(0), BLOCK_N=block_n, BLOCK_Q=block_q, SWIGLU=swiglu, NORM=norm_weight is not None,
-           pdl=pdl, num_warps=4, **blocks)
+           0 if res is None else res.stride(0), SWIGLU=swiglu, NORM=norm_weight is not None, pdl=pdl, num_warps=4, **second,
+           **blocks)
     return out
 
 

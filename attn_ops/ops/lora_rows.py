@@ -14,7 +14,7 @@ ops run their eager definitions, in which each adapter costs two products for al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -124,31 +124,43 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     launch(kernels.rows_shrink_kernel, (len(a) * (block_r // first["RANKS"]), parts, tiles), x2, lora, t, k, x2.stride(0),
            **first, **options)
     out = bases[0].new_empty(1, t, sum(sizes))
-    block_q, block_n = blocks_of(len(a), block_r)
-    launch(kernels.rows_expand_kernel, (sum(-(-n // block_n) for n in sizes), tiles), tuple(flat), lora, out, t, sum(sizes),
-           sizes, tuple(base.stride(0) for base in flat), LAYERS=len(bases), BLOCK_N=block_n, BLOCK_Q=block_q, **options)
+    second = blocks_of(lora, lambda columns: True)  # its tiles end where a layer does
+    launch(kernels.rows_expand_kernel, (sum(-(-n // second["BLOCK_N"]) for n in sizes), tiles), tuple(flat), lora, out, t,
+           sum(sizes), sizes, tuple(base.stride(0) for base in flat), LAYERS=len(bases), **second, **options)
     return out
 
 
-def blocks_of(adapters: int, block_r: int) -> tuple[int, int]:
-    """Ranks at a time and columns per program of the second products: of all adapters they are held in registers."""
-    block_q = min(block_r, 32 if adapters <= 2 else 16)
-    return block_q, 64 if adapters * block_r <= 128 else 32 if adapters * block_q <= 128 else 16
+def blocks_of(lora: host.Adapters, one_layer: Callable[[int], bool]) -> dict[str, int]:
+    """Constants of the second products: the adapters of a program, ranks at a time, and columns; of all its adapters they are
+    held in registers. ``one_layer``: whether a program of so many columns has those of one layer."""
+    block_r, adapters = lora.shrunk.shape[3], len(lora.b)
+    per = max(lora.starts.count(start) for start in lora.starts) if len({up.dtype for up in lora.b}) == 1 else adapters
+
+    def columns(per: int) -> tuple[int, int]:
+        ranks = min(block_r, 32 if per <= 2 else 16)
+        return ranks, 64 if per * block_r <= 128 else 32 if per * ranks <= 128 else 16
+
+    if not one_layer(columns(per)[1]):
+        per = adapters
+    ranks, block_n = columns(per)
+    return {"PER": per, "BLOCK_Q": ranks, "BLOCK_N": block_n}
 
 
 def adapters_for(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],
                  bits: Sequence[int], parts: int) -> tuple[host.Adapters, dict[str, int]]:
     """The kernels' argument, with memory for first products in ``parts`` parts; and their constants that follow from it.
     Arguments as of ``lora_linear_eager``."""
-    rows, t, ranks = adapters_of(x, bits), x.shape[1], tuple(down.shape[0] for down in a)
+    rows, t = adapters_of(x, bits), x.shape[1]
+    order = sorted(range(len(a)), key=starts.__getitem__)
+    a, b, ranks = [a[i] for i in order], [b[i] for i in order], tuple(a[i].shape[0] for i in order)
     block_r = next_power_of_2(max(ranks), 16)
     shrunk = torch.empty(len(a), parts, t, block_r, dtype=torch.float32, device=x.device)
     if rows is None:
         rows = shrunk.view(torch.int64)  # no bit is looked at
     lora = host.Adapters(
-        rows, tuple(a), tuple(b), shrunk, torch.empty(t, dtype=torch.float32, device=x.device), tuple(starts),
-        tuple(len(up) for up in b), ranks, tuple(bit.bit_length() - 1 if bit else EVERY for bit in bits),
-        tuple(map(float, scaling)))
+        rows, tuple(a), tuple(b), shrunk, torch.empty(t, dtype=torch.float32, device=x.device), tuple(starts[i] for i in order),
+        tuple(len(up) for up in b), ranks, tuple(bits[i].bit_length() - 1 if bits[i] else EVERY for i in order),
+        tuple(float(scaling[i]) for i in order))
     return lora, {"ADAPTERS": len(a), "PARTS": parts, "BLOCK_R": block_r, "BLOCK_T": 1 if t == 1 else 16 if t <= 16 else 32}
 
 
