@@ -90,7 +90,7 @@ class Adapters(NamedTuple):
     scalings: Any
 
 
-def first_products(t: int, block_r: int, num_warps: int) -> dict[str, int]:
+def first_products(t: int, block_r: int, num_warps: int) -> dict[str, Any]:
     """Constants of ``shrink`` (attn_ops/kernels/lora.py) for several tokens: what a part loads is on its way at once, as far as
     shared memory goes."""
     ranks = min(block_r, 32)

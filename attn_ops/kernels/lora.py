@@ -205,8 +205,8 @@ def factors_of(start, end, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: 
         _, b, first, size, rank, _, _, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
         at = columns - first
         inside = (at >= 0) & (at < size) & (columns < end) & needed
-        held = held + (tl.load(b + at.to(tl.int64)[None, :] * rank + r[:, None], mask=inside[None, :] & (r < rank)[:, None],
-                               other=0.0),)
+        tile = tl.load(b + at.to(tl.int64)[None, :] * rank + r[:, None], mask=inside[None, :] & (r < rank)[:, None], other=0.0)
+        held = held + (tile,)  # type: ignore[assignment]  # Triton's tuples grow
     return held
 
 
@@ -243,7 +243,7 @@ def _expand_ranks(total, held, ranks_from, start, mine, factor, tokens, t, lora,
             place = ((i * PARTS + part) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + ranks_from
             low += tl.load(lora.shrunk + place + tl.arange(0, BLOCK_Q)[None, :], mask=((tokens < t) & has & needed)[:, None],
                            other=0.0)
-        lows = lows + (low * (factor * scaling)[:, None],)
+        lows = lows + (low * (factor * scaling)[:, None],)  # type: ignore[assignment]
     for j in tl.static_range(FROM, TO):
         _, _, _, _, _, _, has, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
         factors = held[j - FROM]

@@ -69,7 +69,7 @@ def lora_linear_cuda(
     pdl = host.use_pdl(x.device, 1) if pdl is None else pdl  # several tokens too: the second kernel is set up beside the first
     # For one token a program has whole sums of few ranks; else many ranks and a part of the columns, as long as it takes less
     # time than a program of the weight.
-    lora, blocks = adapters_for(x, a, b, starts, scaling, bits, 1 if t == 1 else max(1, min(x.shape[2] // 1024, 8)))
+    lora, blocks = adapters_for(x, a, b, starts, scaling, bits, 1 if t == 1 else max(1, min(x.shape[2] // 1024, 4)))
     base = small_linear_cuda(x, weight, bias, norm_weight, eps, None, False, pdl=pdl, lora=lora)
     res = None if residual is None else host.rows_contiguous(residual[0])
     out = x.new_empty(1, t, n)

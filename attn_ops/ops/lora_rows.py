@@ -15,6 +15,7 @@ ops run their eager definitions, in which each adapter costs two products for al
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -120,7 +121,7 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     lora, blocks = adapters_for(x, a, b, [sum(sizes[:layer]) for layer in layers], scaling, bits, parts)
     kernels, options = host.kernel_module("kernels.lora"), {**blocks, "pdl": host.use_pdl(x.device, t), "num_warps": 4}
     block_r, tiles = blocks["BLOCK_R"], -(-t // blocks["BLOCK_T"])
-    first = {"RANKS": block_r, "SLICES": 1, "STAGES": 1} if t == 1 else host.first_products(t, block_r, 4)
+    first: dict[str, Any] = {"RANKS": block_r, "SLICES": 1, "STAGES": 1} if t == 1 else host.first_products(t, block_r, 4)
     launch(kernels.rows_shrink_kernel, (len(a) * (block_r // first["RANKS"]), parts, tiles), x2, lora, t, k, x2.stride(0),
            **first, **options)
     out = bases[0].new_empty(1, t, sum(sizes))
@@ -130,7 +131,7 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     return out
 
 
-def blocks_of(lora: host.Adapters, one_layer: Callable[[int], bool]) -> dict[str, int]:
+def blocks_of(lora: host.Adapters, one_layer: Callable[[int], bool]) -> dict[str, Any]:
     """Constants of the second products: the adapters of a program, ranks at a time, and columns; of all its adapters they are
     held in registers. ``one_layer``: whether a program of so many columns has those of one layer."""
     block_r, adapters = lora.shrunk.shape[3], len(lora.b)
@@ -147,7 +148,7 @@ def blocks_of(lora: host.Adapters, one_layer: Callable[[int], bool]) -> dict[str
 
 
 def adapters_for(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],
-                 bits: Sequence[int], parts: int) -> tuple[host.Adapters, dict[str, int]]:
+                 bits: Sequence[int], parts: int) -> tuple[host.Adapters, dict[str, Any]]:
     """The kernels' argument, with memory for first products in ``parts`` parts; and their constants that follow from it.
     Arguments as of ``lora_linear_eager``."""
     rows, t = adapters_of(x, bits), x.shape[1]

@@ -41,7 +41,7 @@ from quire.attn_ops.ops.small_linear_wide import (
     rows_of,
     unpacked,
 )
-from quire.attn_ops.tuning.launch_config import INT4, Config, beside_others, by_rule, config_for, padded
+from quire.attn_ops.tuning.launch_config import INT4, Config, by_rule, config_for, padded
 
 #: dtypes of quantized weights. Above MAX_TOKENS_QUANTIZED tokens codes are converted first, and cuBLAS multiplies.
 QUANTIZED_WEIGHT_DTYPES = (torch.int8, torch.float8_e4m3fn)
@@ -120,8 +120,6 @@ def small_linear_cuda(
     if config is None and lora is None:
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
     config = config or by_rule(m, weight.shape[0], k, swiglu)
-    if lora is not None and m > 1:
-        config = beside_others(config, m)
     if config.block_m:
         if scale is not None and norm_weight is None and not swiglu and fits_wide(k, config):
             return launch_wide(x2, weight, scale, bias, res, config, pdl).view(*x.shape[:-1], n)

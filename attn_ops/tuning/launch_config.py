@@ -91,16 +91,6 @@ def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | 
     return Config(32 if n < 16384 else 64, 128, 4, 4)
 
 
-def beside_others(config: Config, num_tokens: int) -> Config:
-    """``config`` with a stage less, if two programs then share a multiprocessor's memory (an H100's or H200's): else programs of
-    another kind, such as adapters' first products, which are few, wait until one of the weight's ends."""
-    def twice(stages: int) -> bool:  # one stage fewer is in memory than there are
-        return (stages - 1) * (config.block_n + padded(num_tokens)) * config.block_k * 2 <= 112 * 1024
-
-    less = config.num_stages - 1
-    return config._replace(num_stages=less) if less > 2 and not twice(config.num_stages) and twice(less) else config
-
-
 def _read(devices: Any) -> dict[str, dict[str, list[int] | None]]:
     for configs in devices.values():
         for config in configs.values():
@@ -139,5 +129,5 @@ def keep(device: torch.device, configs: dict[str, Config | None]) -> None:
     STORE.save({**devices, name: {**devices.get(name, {}), **configs}})
 
 
-__all__ = ["Config", "INT4", "STORE", "beside_others", "by_rule", "config_for", "device_key", "keep", "key", "known",
-           "measured", "padded", "reload", "wide_configs"]
+__all__ = ["Config", "INT4", "STORE", "by_rule", "config_for", "device_key", "keep", "key", "known", "measured", "padded",
+           "reload", "wide_configs"]
