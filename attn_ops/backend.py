@@ -72,6 +72,8 @@ ROPE_PAGED_SCHEMA = PAGED_SCHEMA.replace("Tensor? k, Tensor? v, ", (
 #: sequence, perhaps none or fewer than it has queries. A query without keys, as a padding token, gives 0 and -inf.
 STATE_SCHEMA = PAGED_SCHEMA.replace("Tensor? sinks, ", "").replace(
     "int? window, float? softcap, int? chunk) -> Tensor", "float? softcap, bool causal) -> (Tensor, Tensor)")
+PREPARE_SCHEMA = (
+    "(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) -> Tensor[]")
 
 
 class CudagraphSupport(IntEnum):
@@ -229,9 +231,8 @@ class AttentionBackend:
         plan: (metadata, step: Step) -> None, host work before a forward or a replay, outside the graph; once per step.
             ``step`` holds the state and says whether a CUDA graph is captured or replayed. Must not allocate on the device
             when replaying.
-        prepare: an op ``(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) ->
-            Tensor[]`` recorded in the graph once per forward; every layer gets the result as ``prepared``. Device work only:
-            no sync, no shape that depends on data.
+        prepare: an op (PREPARE_SCHEMA), from ``define_prepare``, recorded in the graph once per forward; every layer gets the
+            result as ``prepared``. Device work only: no sync, no shape that depends on data.
         priority: place in the order of ``attention="auto"``, by device type; lower is tried first, missing is not tried.
         packages: distributions, besides torch, that its speed depends on.
         verified: whether the kit has passed on the hardware that it is for. False: only its calls have been checked, against
@@ -308,6 +309,10 @@ class AttentionBackend:
         """Bytes that it keeps of each page of that layer, beside the KV cache."""
         return 0 if self.page_bytes is None else self.page_bytes(site, page_size)
 
+    def prepared(self, *tables: Any) -> list[torch.Tensor]:
+        """What ``prepare`` makes of the tables and the page size; [] without it."""
+        return [] if self.prepare is None else list(self.prepare(*tables))
+
     @property
     def any_batch(self) -> bool:
         """Whether some layers may run on a part of the step's batch."""
@@ -331,8 +336,8 @@ class BackendFamily:
 
     Args:
         name: of the family.  usage: the form of the names, for tables and messages.
-        matches: whether a name is one of the family's.
         make: (name, get_backend) -> the backend. Raises ValueError for a name that is not of the form.
+        matches: whether a name is one of the family's; None: if it is the family's, or begins with that and a colon.
         long_prefill: (prefill, rest) -> the name of the backend that serves by ``prefill`` the steps in which its prompts were
             measured faster, and all others by ``rest``; None: the family has none.
         pair: (prefill, decode) -> the name of the backend that decodes by ``decode`` and serves all else by ``prefill``; None:
@@ -341,10 +346,13 @@ class BackendFamily:
 
     name: str
     usage: str
-    matches: Callable[[str], bool]
     make: Callable[[str, Callable[[str], AttentionBackend]], AttentionBackend]
+    matches: Callable[[str], bool] | None = None
     long_prefill: Callable[[str, str], str] | None = None
     pair: Callable[[str, str], str] | None = None
+
+    def has(self, name: str) -> bool:
+        return name.partition(":")[0] == self.name if self.matches is None else self.matches(name)
 
 
 class UnsupportedAttention(ValueError):
@@ -369,6 +377,11 @@ def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Itera
     for key in keys - {"CPU", "CUDA"}:
         LIBRARY.impl(op.name().removeprefix("quire::"), impl, key)
     return op
+
+
+def define_prepare(name: str, impl: Callable[..., list[torch.Tensor]], fake: Callable[..., list[torch.Tensor]]) -> Any:
+    """Register ``impl`` as ``quire::<name>_prepare`` with PREPARE_SCHEMA, for CPU and CUDA; return the op overload."""
+    return define_op(f"{name}_prepare{PREPARE_SCHEMA}", cpu=impl, cuda=impl, fake=fake)
 
 
 def define_state_op(name: str, impl: Callable[..., tuple[torch.Tensor, torch.Tensor]], launches: bool = False) -> Any:

@@ -22,10 +22,10 @@ from quire.attn_ops.backend import (
     CudagraphSupport,
     UnsupportedAttention,
     define_paged_op,
+    define_prepare,
 )
 from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.library import define_op
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.mla import define_mla_op
 from quire.attn_ops.ops.rope import rope_kv_write
@@ -184,8 +184,6 @@ class Composite:
         name = op_name(self.name)
         launches = "cuda" in capabilities.devices
         states = any(part.make_state is not None for part in self.parts)
-        prepare = ("(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) -> "
-                   "Tensor[]")
         return AttentionBackend(
             name=self.name, capabilities=capabilities, available=self.available,
             op=define_paged_op(name, self.op, launches=launches),
@@ -195,7 +193,7 @@ class Composite:
             rope_forms=True, make_state=self.make_state if states else None,
             plan=self.plan if states or any(part.plan is not None for part in self.parts) else None,
             prepare=None if all(part.prepare is None for part in self.parts) else
-            define_op(f"{name}_prepare{prepare}", cpu=self.prepare, cuda=self.prepare, fake=self.prepare),
+            define_prepare(name, self.prepare, self.prepare),
             packages=tuple(dict.fromkeys(p for part in self.parts for p in part.packages)),
             verified=all(part.verified for part in self.parts), route=route,
             approximate="; ".join(f"{part.name} {part.approximate}" for part in self.parts if part.approximate),

@@ -304,7 +304,7 @@ class LongPrefill(Composite):
             caches, (slots, table, starts, lens, sinks) = tensors[:4], tensors[4:]
             few = slots[:n], table[:n], starts[: n + 1], lens[:n]
             if (key := table.data_ptr()) not in state.prepared:  # once per step; layers with a window may have another table
-                state.prepared[key] = [] if self.rest.prepare is None else self.rest.prepare(*few, caches[0].shape[1])
+                state.prepared[key] = self.rest.prepared(*few, caches[0].shape[1])
             out[:n] = self.rest.op(q[:n], None, None, *caches, *few, sinks, state.prepared[key], **options)
         return out
 

@@ -60,7 +60,7 @@ class Registry:
         backends, broken = self.load()
         if name in backends:
             return backends[name]
-        family = next((f for f in self._families.values() if f.matches(name)), None)
+        family = next((f for f in self._families.values() if f.has(name)), None)
         if family is None:
             why = f"; {name} {broken[name]}" if name in broken else ""
             forms = "".join(f", {f.usage.partition(': ')[0]}" for f in self._families.values())

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.backend import AttentionCapabilities, UnsupportedAttention
+from quire.attn_ops.backend import AttentionCapabilities, UnsupportedAttention, define_prepare
 from quire.attn_ops.kv_store import store_kv, store_latent
-from quire.attn_ops.library import define_op
 from quire.attn_ops.mla import absorb_query, expand_output, split_weight
 from quire.attn_ops.step import current_step
 
@@ -120,9 +119,7 @@ def define_by_token(name: str, multiple: Callable[[int], int] = any_width) -> An
         return [block_table.new_empty(tokens, -(-block_table.shape[1] // columns) * columns), seq_lens.new_empty(tokens),
                 seq_lens.new_empty(tokens, 1, 1, dtype=torch.bool)]
 
-    prepare = functools.partial(tables_by_token, multiple)
-    return define_op(f"{name}_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
-                     "int page_size) -> Tensor[]", cpu=prepare, cuda=prepare, fake=fake)
+    return define_prepare(name, functools.partial(tables_by_token, multiple), fake)
 
 
 def tables_by_token(multiple: Callable[[int], int], slot_mapping: torch.Tensor, block_table: torch.Tensor,

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_prepare
 from quire.attn_ops.kv_store import store_kv
-from quire.attn_ops.library import define_op
 from quire.attn_ops.vendor import by_token, missing, padding_tokens, refuse, slots_end_to_end
 
 NAME = "aiter"
@@ -91,9 +90,7 @@ BACKEND = AttentionBackend(
     ),
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
-    prepare=define_op(
-        "aiter_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) -> "
-        "Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare_fake),
+    prepare=define_prepare(NAME, _prepare, _prepare_fake),
     packages=("amd-aiter",),
     verified=False,
 )

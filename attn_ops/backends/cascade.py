@@ -63,10 +63,8 @@ def _part(base: AttentionBackend, reads: int) -> AttentionBackend:
     def prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
                 page_size: int) -> list[torch.Tensor]:
         tables = shared_prefix(block_table, query_start_loc, seq_lens, page_size, reads)
-        if base.prepare is None:
-            return tables
-        return [*tables, *base.prepare(slot_mapping, *tables[:3], page_size),
-                *base.prepare(slot_mapping, tables[3], query_start_loc, tables[4], page_size)]
+        return [*tables, *base.prepared(slot_mapping, *tables[:3], page_size),
+                *base.prepared(slot_mapping, tables[3], query_start_loc, tables[4], page_size)]
 
     def op(q: Any, k: Any, v: Any, *rest: Any, scale: float, window: int | None, softcap: float | None, chunk: int | None
            ) -> torch.Tensor:
@@ -118,4 +116,4 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
 
 
 FAMILY = BackendFamily(NAME, "cascade:NAME[@READS]: a prefix that all sequences share is read once, where that saves READS "
-                       f"reads of a key per layer ({READS})", lambda name: name == NAME or name.startswith(f"{NAME}:"), make)
+                       f"reads of a key per layer ({READS})", make)

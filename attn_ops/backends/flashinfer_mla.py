@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_prepare
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_store import store_latent
-from quire.attn_ops.library import define_op
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 from quire.attn_ops.step import Step, StepLimits, current_step
@@ -118,8 +117,7 @@ def unwritten(slot_mapping: torch.Tensor) -> torch.Tensor:
     return (slot_mapping < 0)[:, None, None]
 
 
-def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-             page_size: int) -> list[torch.Tensor]:
+def _prepare(slot_mapping: torch.Tensor, *others: Any) -> list[torch.Tensor]:
     """The mask of padding, once for all layers."""
     return [unwritten(slot_mapping)]
 
@@ -170,7 +168,5 @@ BACKEND = AttentionBackend(
     available=available, op=None,
     mla_op=define_mla_op(NAME, mla_paged_attention, devices=("CUDA",)),
     priority={"cuda": 30}, make_state=State, plan=plan, packages=("flashinfer-python",),
-    prepare=define_op(
-        "flashinfer_mla_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
-        "int page_size) -> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare),
+    prepare=define_prepare(NAME, _prepare, _prepare),
 )

@@ -41,5 +41,5 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
         lambda site: chosen[kind_of(site.window, site.chunk)].serves(site))
 
 
-FAMILY = BackendFamily("per_kind", "full=NAME,window=NAME,chunk=NAME: one backend for each kind of layer",
-                       lambda name: "=" in name, make)
+FAMILY = BackendFamily("per_kind", "full=NAME,window=NAME,chunk=NAME: one backend for each kind of layer", make,
+                       matches=lambda name: "=" in name)

@@ -16,9 +16,15 @@ import torch
 
 from quire.attn_ops import mla_prefill
 from quire.attn_ops.attention import visible
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_state_op
+from quire.attn_ops.backend import (
+    AttentionBackend,
+    AttentionCapabilities,
+    CudagraphSupport,
+    define_paged_op,
+    define_prepare,
+    define_state_op,
+)
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales, dequantize, write_kv
-from quire.attn_ops.library import define_op
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, read_latent, split_weight, write_latent
 
 TILE = 16  # queries per tile when the batch has a prefill; larger wastes work on the decode rows of a mixed batch
@@ -48,8 +54,7 @@ def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_
     return [row, token, position]
 
 
-def _prepare_fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
-                  seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
+def _prepare_fake(slot_mapping: torch.Tensor, *others: Any) -> list[torch.Tensor]:
     # Sizes that only the paged op itself reads: fresh symbols, so that no guard compares T with B.
     ctx = torch.library.get_ctx()
     tiles, size = ctx.new_dynamic_size(), ctx.new_dynamic_size()
@@ -67,15 +72,9 @@ def _gather(cache: torch.Tensor, scale: Scale, pages: torch.Tensor) -> torch.Ten
     return dequantize(codes, scale[pages]).flatten(1, 2)
 
 
-def paged_attention(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
-    scale: float, window: int | None, softcap: float | None, chunk: int | None,
-) -> torch.Tensor:
+def paged_attention(*tensors: Any, **options: Any) -> torch.Tensor:
     """Store k and v, then attend: q (T, H, D) -> (T, H, Dv). ``attn_ops/backend.py`` has the arguments."""
-    return _attend(q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, sinks,
-                   prepared, scale=scale, window=window, softcap=softcap, chunk=chunk, causal=True)[0]
+    return _attend(*tensors, **options, causal=True)[0]
 
 
 def attention_state(*tensors: Any, scale: float, softcap: float | None, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,8 +183,6 @@ BACKEND = AttentionBackend(
     op=define_paged_op("torch_native", paged_attention),
     mla_op=define_mla_op("torch_native", mla_paged_attention),
     state_op=define_state_op("torch_native", attention_state),
-    prepare=define_op(
-        "torch_native_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) "
-        "-> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare_fake),
+    prepare=define_prepare("torch_native", _prepare, _prepare_fake),
     priority={"cpu": 0, "cuda": 100},
 )

@@ -12,16 +12,7 @@ import importlib
 import torch
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
-from quire.attn_ops.vendor import (
-    ONE_SCALE,
-    define_by_token,
-    missing,
-    no_compiler,
-    paged_by_token,
-    state_of,
-    too_old,
-    wrong_gpu,
-)
+from quire.attn_ops.vendor import ONE_SCALE, define_by_token, missing, no_compiler, paged_by_token, state_of, too_old, wrong_gpu
 
 NAME = "trtllm_mha"
 LIBRARY = "flashinfer.decode"

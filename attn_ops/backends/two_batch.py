@@ -106,7 +106,7 @@ def _op(base: AttentionBackend, name: str) -> Callable[..., torch.Tensor]:
         begin = start[rows.start : rows.stop + 1]
         own = (slot_mapping[tokens], block_table[rows], begin - begin[0], seq_lens[rows])
         with running(child):
-            prepared = [] if base.prepare is None else base.prepare(*own, caches[0].shape[1])
+            prepared = base.prepared(*own, caches[0].shape[1])
             found: torch.Tensor = base.op(q[tokens], None, None, *caches, *own, sinks, prepared, **options)
         return found
 
@@ -159,5 +159,4 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
         route=lambda site: f"{base.serves(site)} of two halves")
 
 
-FAMILY = BackendFamily(NAME, "two_batch:NAME: each batch as two halves, on two streams of a GPU",
-                       lambda name: name == NAME or name.startswith(f"{NAME}:"), make)
+FAMILY = BackendFamily(NAME, "two_batch:NAME: each batch as two halves, on two streams of a GPU", make)

@@ -281,7 +281,7 @@ def planned(backend: AttentionBackend, batch: Batch, **step_options: Any) -> Ite
 
 
 def prepared(backend: AttentionBackend, batch: Batch) -> list[torch.Tensor]:
-    return [] if backend.prepare is None else list(backend.prepare(*batch.tables, batch.metadata.page_size))
+    return backend.prepared(*batch.tables, batch.metadata.page_size)
 
 
 def run(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeForm = PLAIN, **step_options: Any) -> torch.Tensor:

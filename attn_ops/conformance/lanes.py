@@ -138,6 +138,3 @@ def work_off(tasks: Sequence[Task], function: Callable[[Task], Answer], take: Ca
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-__all__ = ["LATE", "Ended", "Worker", "work_off"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quire.attn_ops.conformance.batches import Batch, Failure, bits, compare, compare_numbers, reference
+from quire.attn_ops.conformance.batches import Batch, Failure, bits, compare, compare_numbers, prepared, reference
 from quire.attn_ops.ops.tree import build_tree_mask, tree_attention
 from quire.attn_ops.ops.varlen import varlen_attention_eager
 
@@ -26,8 +26,7 @@ def checks(kit: Kit) -> list[tuple[str, Callable[[], str | None]]]:
 
 def arguments(kit: Kit, batch: Batch) -> tuple[Any, ...]:
     """Positional arguments of ``state_op``."""
-    given = [] if kit.backend.prepare is None else list(kit.backend.prepare(*batch.tables, batch.metadata.page_size))
-    return (batch.q, batch.k, batch.v, *batch.cache.of_layer(0), *batch.tables, given)
+    return (batch.q, batch.k, batch.v, *batch.cache.of_layer(0), *batch.tables, prepared(kit.backend, batch))
 
 
 def lse(kit: Kit) -> None:

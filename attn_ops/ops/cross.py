@@ -67,7 +67,6 @@ def cross_attention(
     starts = torch.arange(tokens + 1, dtype=torch.int32, device=q.device)
     tables = (slots, torch.where((lens > 0)[:, None], block_table[row], 0), starts, lens.clamp_min(1))
     with running(None):  # the lengths of the step in progress are those of self-attention
-        prepared = [] if backend.prepare is None else backend.prepare(*tables, cache.page_size)
-        out = backend.op(q, None, None, k_cache, v_cache, k_scale, v_scale, *tables, None, prepared, scale=scale, window=None,
-                         softcap=softcap, chunk=None)
+        out = backend.op(q, None, None, k_cache, v_cache, k_scale, v_scale, *tables, None,
+                         backend.prepared(*tables, cache.page_size), scale=scale, window=None, softcap=softcap, chunk=None)
     return out.masked_fill((lens == 0)[:, None, None], 0)

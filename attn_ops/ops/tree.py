@@ -163,10 +163,9 @@ def tree_attention(
     if mask.shape[1] < metadata.max_query_len:
         raise ValueError(f"a tree mask of {mask.shape[1]} columns for sequences of up to {metadata.max_query_len} drafts; make "
                          "it with build_tree_mask(..., width=metadata.max_query_len)")
-    start, table, page_size = metadata.query_start_loc, metadata.block_table_tensor, cache.page_size
-    computed = metadata.seq_lens - start.diff()
-    tables = (metadata.slot_mapping, table, start, computed)
-    prepared = [] if backend.prepare is None else list(backend.prepare(*tables, page_size))
+    start = metadata.query_start_loc
+    tables = (metadata.slot_mapping, metadata.block_table_tensor, start, metadata.seq_lens - start.diff())
+    prepared = backend.prepared(*tables, cache.page_size)
     attend: Any = backend.state_op
     prefix = attend(q, k, v, k_cache, v_cache, k_scale, v_scale, *tables, prepared, scale=scale, softcap=softcap, causal=False)
     if cache.quantized:  # drafts too are attended to as they read back

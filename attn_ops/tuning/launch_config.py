@@ -105,14 +105,11 @@ STORE = Store(Path(__file__).parent / "small_linear.json", "devices", _read, "de
 
 @functools.cache
 def known(device: torch.device) -> dict[str, Any]:
-    """What both files have for this kind of device, by ``key``. Read once; ``reload()`` forgets it."""
+    """What both files have for this kind of device, by ``key``. Read once; ``cache_clear`` forgets it."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return {}
     user, shipped = (STORE.load(path) or {} for path in STORE.files)
     return {**shipped.get(device_name(device), {}), **user.get(device_key(device), {})}
-
-
-reload = known.cache_clear
 
 
 def device_key(device: torch.device) -> str:
@@ -127,7 +124,3 @@ def keep(device: torch.device, configs: dict[str, Config | None]) -> None:
     name = device_key(device)
     known(device).update({key: None if config is None else list(config) for key, config in configs.items()})
     STORE.save({**devices, name: {**devices.get(name, {}), **configs}})
-
-
-__all__ = ["Config", "INT4", "STORE", "by_rule", "config_for", "device_key", "keep", "key", "known", "measured", "padded",
-           "reload", "wide_configs"]

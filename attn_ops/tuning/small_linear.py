@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from quire.attn_ops.kernels.launch import Launch, recording, side_stream
 from quire.attn_ops.ops import small_linear as op
 from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS
-from quire.attn_ops.tuning.launch_config import INT4, STORE, Config, keep, key, known, reload, wide_configs
+from quire.attn_ops.tuning.launch_config import INT4, STORE, Config, keep, key, known, wide_configs
 
 logger = logging.getLogger(__name__)
 SIZES = (1, 8, 32)  # tokens that are measured: one per padded size
@@ -180,7 +180,3 @@ def graph_time(run: Callable[[], Any], calls: int) -> float:
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / calls)
     return sorted(times[2:])[2]
-
-
-__all__ = ["CANDIDATES", "CANDIDATES_QUANTIZED", "LinearShape", "MOST_COPIES", "SIZES", "SIZES_QUANTIZED",
-           "arguments", "candidates", "copies_of", "enabled", "fastest", "graph_time", "launches", "missing", "reload", "tune"]

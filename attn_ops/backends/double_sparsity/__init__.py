@@ -27,6 +27,7 @@ from quire.attn_ops.backend import (
     BackendFamily,
     CudagraphSupport,
     define_paged_op,
+    define_prepare,
 )
 from quire.attn_ops.backends.double_sparsity.decode import decode_eager, decode_triton
 from quire.attn_ops.backends.double_sparsity.labels import NAME, LayerLabels, Options, labels_of
@@ -34,7 +35,6 @@ from quire.attn_ops.composite import op_name
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_store import store_kv
-from quire.attn_ops.library import define_op
 from quire.attn_ops.registry import plain_backend
 from quire.attn_ops.step import StepLimits, current_step
 from quire.attn_ops.vendor import by_token, refuse
@@ -120,17 +120,13 @@ def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | N
 @functools.cache
 def _prepare_op() -> Any:
     """``by_token``, as an op: padding tokens have no keys, and so an output of 0."""
-    def prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-                page_size: int) -> list[torch.Tensor]:
-        return list(by_token(slot_mapping, block_table, query_start_loc, seq_lens))
+    def prepare(*tables: Any) -> list[torch.Tensor]:
+        return list(by_token(*tables[:4]))
 
-    def fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-             page_size: int) -> list[torch.Tensor]:
-        tokens = slot_mapping.shape[0]
-        return [block_table.new_empty(tokens, block_table.shape[1]), seq_lens.new_empty(tokens)]
+    def fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, *others: Any) -> list[torch.Tensor]:
+        return [block_table.new_empty(len(slot_mapping), block_table.shape[1]), block_table.new_empty(len(slot_mapping))]
 
-    return define_op(f"{NAME}_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
-                     "int page_size) -> Tensor[]", cpu=prepare, cuda=prepare, fake=fake)
+    return define_prepare(NAME, prepare, fake)
 
 
 def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
@@ -154,4 +150,4 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     return backend(name, Options(int(tokens), int(dense_below), int(channels), ranked))
 
 
-FAMILY = BackendFamily(NAME, USAGE, lambda name: name == NAME or name.startswith(f"{NAME}:"), make)
+FAMILY = BackendFamily(NAME, USAGE, make)

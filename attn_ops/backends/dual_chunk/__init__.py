@@ -29,13 +29,7 @@ from typing import Any
 import torch
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import (
-    AttentionBackend,
-    AttentionCapabilities,
-    BackendFamily,
-    UnsupportedAttention,
-    define_paged_op,
-)
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, BackendFamily, UnsupportedAttention, define_paged_op
 from quire.attn_ops.backends.dual_chunk.decode import decode_by_chunk
 from quire.attn_ops.backends.dual_chunk.divide import Batch, Part, divide, far_chunks, gathered
 from quire.attn_ops.backends.dual_chunk.sparse import Sparse, read_sizes, sparse_attention
@@ -241,4 +235,4 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     return backend(name, chunk, chunk - local, Sparse(dense_below, last, lines))
 
 
-FAMILY = BackendFamily(NAME, USAGE, lambda name: name == NAME or name.startswith(f"{NAME}:"), make)
+FAMILY = BackendFamily(NAME, USAGE, make)

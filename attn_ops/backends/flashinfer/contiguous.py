@@ -85,6 +85,3 @@ def plan(wrapper: Any, metadata: CommonAttentionMetadata, first: int, rows: int,
     on_device = host.kernel_module("kernels.gather_kv").kv_starts(
         metadata.query_start_loc[first : rows + 1], metadata.seq_lens[first:rows])
     return Contiguous(wrapper, metadata.block_table_tensor[first:rows], on_device, int(seq_lens.sum()), heads_first)
-
-
-__all__ = ["Contiguous", "lengths", "parts", "plan", "spares"]

@@ -176,6 +176,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-__all__ = ["Build", "HOPPER", "Module", "begin", "described", "ready", "up_to_date"]

@@ -84,6 +84,3 @@ class PageTable:
             self.device.copy_(self.host, non_blocking=True)
             gather_pages[(rows, triton.cdiv(longest, BLOCK))](
                 block_table, self.device, self.indices, block_table.stride(0), self.device.stride(0), BLOCK=BLOCK)
-
-
-__all__ = ["BLOCK", "PageTable", "gather_pages", "leading_decodes", "page_table"]

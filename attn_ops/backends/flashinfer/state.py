@@ -216,6 +216,3 @@ class FlashInferState:
             self._add(group)
             self._plan_group(group)
         return self.planned[group]
-
-
-__all__ = ["FlashInferState", "Group"]
