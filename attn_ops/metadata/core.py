@@ -33,7 +33,7 @@ class CommonAttentionMetadata:
 
     Args:
         query_start_loc: (B + 1,) int32, device: exclusive prefix sums of the tokens scheduled per sequence.
-        seq_lens: (B,) int32, device: tokens in the cache *after* this step (computed before + scheduled now).
+        seq_lens: (B,) int32, device: tokens in the cache *after* this step.
         query_start_loc_cpu, seq_lens_cpu: the same on the host, for planning.
         block_table_tensor: (B, max pages per sequence) int32, device: page numbers in the sequence's order.
         slot_mapping: (T,) int64, device: page * page_size + offset, or -1 for "do not write".
@@ -120,8 +120,7 @@ class CommonAttentionMetadata:
             seq_lens: tokens per sequence after the step, >= its query_lens.
             block_table: page numbers per sequence, >= 1 and in order, at least ceil(seq_len / page_size) of them; rows may
                 differ in length. Sequences may share pages that none of them writes to in this step.
-            total_lens: tokens per sequence when its prompt is complete, >= its seq_lens; None: seq_lens. Give it to compute the
-                prompt of a model with longrope in several steps.
+            total_lens: as the field, >= seq_lens, for the prompt of a model with longrope in several steps; None: seq_lens.
 
         Raises:
             ValueError: lengths that do not fit each other, a sequence whose pages do not hold its tokens, a page below 1, or
@@ -171,11 +170,8 @@ class CommonAttentionMetadata:
             encoder_seq_lens=None if self.encoder_seq_lens is None else self.encoder_seq_lens[:rows])
 
     def padded(self, num_tokens: int, num_reqs: int) -> CommonAttentionMetadata:
-        """The same batch padded to ``num_tokens`` tokens and ``num_reqs`` rows. See NOTE [Padding].
-
-        Raises:
-            ValueError: the batch is larger than that.
-        """
+        """The same batch padded to ``num_tokens`` tokens and ``num_reqs`` rows (NOTE [Padding]). Raises ValueError if it is
+        larger than that."""
         more_tokens, more_reqs = num_tokens - self.num_tokens, num_reqs - self.seq_lens.shape[0]
         if more_tokens < 0 or more_reqs < 0:
             raise ValueError(f"cannot pad a batch of {self.num_tokens} tokens and {self.seq_lens.shape[0]} sequences to "

@@ -1,8 +1,8 @@
 """Metadata of the decode steps in which a draft model proposes tokens, all made before the first of them.
 
-Step s appends one token to every branch of every sequence, at position ``seq_lens + s`` of the batch. All tensors follow from
-the batch's by device work only and none of them depends on the tokens that are drawn, so that several steps can be one CUDA
-graph: the buffers are made once, outside, and the graph reads them.
+Step s appends one token to every branch of every sequence, at position ``seq_lens + s`` of the batch. Tensors on the device
+follow from the batch's by device work only and do not depend on the tokens that are drawn, so that several steps can be one
+CUDA graph.
 """
 
 from __future__ import annotations

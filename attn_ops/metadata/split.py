@@ -1,6 +1,5 @@
-"""Decodes and prefills of one batch: where the border is, and how to bring a batch into that order.
-
-Users: backends with one kernel for decodes and another for prefills. The engine's scheduler puts decodes first already.
+"""Decodes and prefills of one batch: where the border is, and how to bring a batch into that order, for backends with a kernel
+for each. quire's scheduler puts decodes first already.
 """
 
 from __future__ import annotations
@@ -11,10 +10,6 @@ from typing import Protocol
 import numpy as np
 
 from quire.attn_ops.metadata.core import CommonAttentionMetadata
-
-
-def _query_lens(metadata: CommonAttentionMetadata) -> np.ndarray:
-    return np.diff(metadata.query_start_loc_cpu.numpy()[: metadata.num_reqs + 1])
 
 
 def split_decodes_and_prefills(common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1,
@@ -28,7 +23,7 @@ def split_decodes_and_prefills(common_attn_metadata: CommonAttentionMetadata, de
 
     Everything from the first prefill on counts as prefill, so a batch in another order gives a correct, slower split.
     """
-    lens = _query_lens(common_attn_metadata)
+    lens = np.diff(common_attn_metadata.query_start_loc_cpu.numpy()[: common_attn_metadata.num_reqs + 1])
     tokens = common_attn_metadata.num_actual_tokens
     prefill = lens > decode_threshold
     if require_uniform and (live := np.flatnonzero(lens)).size:
@@ -56,11 +51,8 @@ def split_decodes_prefills_and_extends(common_attn_metadata: CommonAttentionMeta
 
 def split_prefill_chunks(seq_lens: Sequence[int] | np.ndarray, workspace_size: int, first: int = 0) -> list[tuple[int, int]]:
     """[(begin, end)] of runs of consecutive rows whose ``seq_lens`` sum to at most ``workspace_size`` tokens, each as long as
-    possible. ``first`` is added to every bound: the number of decodes in front.
-
-    Raises:
-        ValueError: a sequence that is longer than the workspace.
-    """
+    possible. ``first`` is added to every bound: the number of decodes in front. Raises ValueError for a sequence that is longer
+    than the workspace."""
     lens = np.asarray(seq_lens, dtype=np.int64)
     if lens.size and lens.max() > workspace_size:
         raise ValueError(f"sequence {int(lens.argmax()) + first} has {int(lens.max())} tokens, more than the workspace of "
