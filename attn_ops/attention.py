@@ -1,8 +1,8 @@
 """The semantic attention op: what one attention site of a model means, with no KV cache and no batch metadata.
 
 Every route into quire (the Hugging Face attention interface, the pass that raises ``F.scaled_dot_product_attention``) ends
-in ``torch.ops.quire.attention``, and every backend is a lowering of it (``passes/rewrite/lower.py``). The op is functional
-and has a fake, an eager implementation and a derivative, so a model that emits it runs, traces and trains without an engine.
+in ``torch.ops.quire.attention``, and every backend is a lowering of it (``passes/rewrite/lower.py``). The op is functional and
+has a derivative, so a model that emits it runs, traces and trains without an engine.
 
 Shapes, in all of quire:
 
@@ -150,9 +150,7 @@ def attention_eager(
     window: int | None, softcap: float | None, chunk: int | None, causal: bool,
 ) -> torch.Tensor:
     """The op in plain PyTorch, in fp32 or better: q (B, H, S, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) -> (B, H, S, Dv).
-
-    Dense, O(S * Sk) memory: the specification, and what a model runs without an engine.
-    """
+    Dense, O(S * Sk) memory: the specification, and what a model runs without an engine."""
     _check(q, k, v, sinks, window=window, softcap=softcap, chunk=chunk)
     if causal and q.shape[2] > k.shape[2]:
         raise ValueError(f"quire::attention is causal with {q.shape[2]} queries but {k.shape[2]} keys: queries are the last "
@@ -181,9 +179,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tenso
 
 
 def attention_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, *, layer: int,
-                   scale: float, window: int | None, softcap: float | None, chunk: int | None,
-                   causal: bool) -> torch.Tensor:
-    """Shape and dtype of the result, for tracing: (B, H, S, Dv), contiguous, q's dtype."""
+                   scale: float, window: int | None, softcap: float | None, chunk: int | None, causal: bool) -> torch.Tensor:
     _check(q, k, v, sinks, window=window, softcap=softcap, chunk=chunk)
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
 

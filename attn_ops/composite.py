@@ -1,8 +1,5 @@
-"""Backends made of backends: one per phase of a batch, or one per kind of layer.
-
-A composite is an ``AttentionBackend`` like any other: the passes, the engine and the kit know nothing of it. Its op chooses a
-part and calls that part's op; its ``make_state``, ``plan`` and ``prepare`` call those of the parts. A composite declares what
-every part that may serve a site declares.
+"""Backends made of backends: one per phase of a batch, or one per kind of layer. The op of a composite chooses a part and calls
+that part's op; its other hooks call those of all parts. It declares what every part that may serve a site declares.
 """
 
 from __future__ import annotations
@@ -108,20 +105,15 @@ class Composite:
 
     def op(self, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> torch.Tensor:
         *tensors, prepared = rest  # caches, scales, tables, sinks
-        if is_recording():  # kernels are compiled ahead: those of either part may run
-            for part in self.parts[1:]:
-                part.op(q, k, v, *tensors, self._prepared(part, prepared), **options)
-            part = self.parts[0]
-        else:
-            part = self._part(q, tensors, options)
-        return part.op(q, k, v, *tensors, self._prepared(part, prepared), **options)
+        for part in self._attending(q, tensors, options):
+            out = part.op(q, k, v, *tensors, self._prepared(part, prepared), **options)
+        return out
 
     def rope_op(self, *args: Any, scale: float, window: int | None, softcap: float | None, chunk: int | None, **form: Any
                 ) -> torch.Tensor:
         rope, tensors, prepared = args[:8], args[8:-1], args[-1]
         options = {"scale": scale, "window": window, "softcap": softcap, "chunk": chunk}
-        parts = self.parts if is_recording() else (self._part(rope[0], tensors, options),)
-        for part in parts:
+        for part in self._attending(rope[0], tensors, options):
             given = self._prepared(part, prepared)
             if part.rope_op is not None and (part.rope_forms or not form):
                 out = part.rope_op(*rope, *tensors, given, **options, **form)
@@ -132,15 +124,16 @@ class Composite:
 
     def mla_op(self, q: Any, *args: Any, scale: float) -> torch.Tensor:
         tensors, prepared, scales = args[:8], args[8], args[9:]
-        chosen = self.choose(q.shape[0], tensors[7].shape[0], None, None)
-        out: Any = None
-        for part in (*self.parts[1:], self.parts[0]) if is_recording() else (chosen,):
+        for part in self._attending(q, tensors, {}):
             if part.mla_op is not None:
                 out = part.mla_op(q, *tensors, self._prepared(part, prepared), *scales, scale=scale)
         return out
 
-    def _part(self, q: torch.Tensor, tensors: Sequence[Any], options: dict[str, Any]) -> AttentionBackend:
-        return self.choose(q.shape[0], tensors[7].shape[0], options["window"], options["chunk"])  # seq_lens
+    def _attending(self, q: torch.Tensor, tensors: Sequence[Any], options: dict[str, Any]) -> tuple[AttentionBackend, ...]:
+        """The part that attends; all of them while kernels are compiled ahead: those of each may run."""
+        if is_recording():
+            return self.parts
+        return (self.choose(q.shape[0], tensors[7].shape[0], options.get("window"), options.get("chunk")),)  # seq_lens
 
     def _prepared(self, part: AttentionBackend, prepared: list[torch.Tensor]) -> list[torch.Tensor]:
         return prepared[self.slices[part.name]] if prepared and part.name in self.slices else []
@@ -165,7 +158,6 @@ class Composite:
                 for part in self.parts if part.make_state is not None}
 
     def page_bytes(self, site: AttentionSite, page_size: int) -> int:
-        """Bytes that the parts keep per page of the layer."""
         serving = self.site_parts(site)
         return 0 if isinstance(serving, str) else sum(part.bytes_beside(site, page_size) for part in serving)
 

@@ -41,8 +41,7 @@ class PagedKVCache:
     Layers may have page numbers of their own: those with a window need fewer pages (``graph_runner/window_pages.py``).
 
     Args:
-        num_pages: the null page included, so that (num_pages - 1) * page_size tokens fit.
-        layer_pages: pages of each layer, where they differ.
+        num_pages: the null page included.  layer_pages: pages of each layer, where they differ.
         num_kv_heads, head_dim, head_dim_v: Hkv, D, Dv; an int, or one per layer. head_dim_v defaults to head_dim.
         layout: ``get_kv_cache_layout()`` by default.
         layer_ids: the model's own numbers of the layers, in order; default 0..num_layers-1.
@@ -50,9 +49,8 @@ class PagedKVCache:
         kv_sources: of layers that attend to an earlier layer's keys and values: the layer whose tensors they have.
 
     Raises:
-        ValueError: a size that is not positive, fewer than two pages, a list that is not num_layers long, a dtype that
-            neither is a quantized one nor can hold keys as they are, a latent layer that has more than one
-            key head, or values longer than keys, or a layer whose source is not an earlier one of the same sizes.
+        ValueError: a size, a list or a dtype that is not possible, a latent layer that has more than one key head, or values
+            longer than keys, or a layer whose source is not an earlier one of the same sizes.
     """
 
     def __init__(
@@ -115,7 +113,6 @@ class PagedKVCache:
 
     @property
     def quantized(self) -> bool:
-        """Whether k and v hold codes with scales."""
         return self.dtype in QUANTIZED_KV_DTYPES
 
     def _allocate_scale(self, num_pages: int, heads: int) -> torch.Tensor | None:
@@ -151,8 +148,8 @@ class PagedKVCache:
     def for_model(cls, model: Any, *, num_pages: int, page_size: int = 16, dtype: torch.dtype | None = None,
                   device: torch.device | str | None = None, layout: Layout | None = None, latent: bool = False) -> PagedKVCache:
         """A cache for ``model``: its attention sites are found by tracing it (nothing is computed). ``latent``: latent vectors
-        for MLA layers. Such a cache serves compiled models only, and backends that have MLA. Raises UnsupportedAttention if
-        quire cannot serve the model; the message says which site and why."""
+        for MLA layers, for compiled models and backends that have MLA. Raises UnsupportedAttention if quire cannot serve the
+        model."""
         if not site_finders:
             raise RuntimeError("PagedKVCache.for_model needs quire's capture; use quire.PagedKVCache")
         if device is None:
@@ -203,7 +200,6 @@ class PagedKVCache:
 
     @property
     def beside_bytes(self) -> int:
-        """Bytes of what backends keep beside the cache."""
         return sum(t.numel() * t.element_size() for tensors in self.beside.values() for t in tensors.values())
 
     def __repr__(self) -> str:
@@ -243,5 +239,4 @@ def _per_layer(name: str, value: int | Sequence[int], num_layers: int) -> list[i
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages for ``num_tokens`` tokens."""
     return math.ceil(num_tokens / page_size)

@@ -20,7 +20,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,24 +43,13 @@ PLAN_US = 500.0
 FAILURES = 3  # steps in a row whose planning fails, after which no further one is tried: others may be served
 
 
-class Kind(NamedTuple):
+Kind = tuple[Any, ...]
+
+
+def kind_of(site: AttentionSite) -> Kind:
     """What the op sees of a site."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    dim_v: int
-    dtype: torch.dtype
-    scale: float
-    window: int | None
-    softcap: float | None
-    chunk: int | None
-    sinks: bool
-
-    @classmethod
-    def of(cls, site: AttentionSite) -> Kind:
-        return cls(site.num_heads, site.num_kv_heads, site.head_dim, site.head_dim_v, site.dtype, site.scale, site.window,
-                   site.softcap, site.chunk, site.sinks)
+    return (site.num_heads, site.num_kv_heads, site.head_dim, site.head_dim_v, site.dtype, site.scale, site.window,
+            site.softcap, site.chunk, site.sinks)
 
 
 @dataclass
@@ -88,24 +77,18 @@ class State:
     prepared: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     step: weakref.ref[Step] | None = None
 
+    def prompts(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The part of a batch that PREFILL would serve."""
+        first = leading_ones(query_lens) if self.split else 0
+        return query_lens[first:], seq_lens[first:]
+
     def won(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> frozenset[Kind]:
         """The kinds for which PREFILL takes less time on a batch."""
-        first = leading_ones(query_lens) if self.split else 0
-        batch = query_lens[first:], seq_lens[first:]
+        batch = self.prompts(query_lens, seq_lens)
         if not batch[0].size or batch[0].max() <= 1:
             return frozenset()
         return frozenset(kind for kind, (site, layers, rule) in self.rules.items()
                          if layers * rule.spared(work(site, *batch)) >= PLAN_US)
-
-    def times(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> tuple[float, float]:
-        """``AttentionBackend.without_graph``, of the layers that PREFILL may serve."""
-        won, with_graph, without = self.won(query_lens, seq_lens), 0.0, 0.0
-        first = leading_ones(query_lens) if self.split else 0
-        for kind, (site, layers, rule) in self.rules.items():
-            of = work(site, query_lens[first:], seq_lens[first:])
-            with_graph += layers * (rule.graph or rule.rest).us(of)
-            without += layers * (rule.prefill if kind in won else rule.rest).us(of)
-        return with_graph, without
 
 
 def build_seconds() -> float:
@@ -145,8 +128,6 @@ class LongPrefill(Composite):
     def prefill(self) -> AttentionBackend:
         return self.parts[1]
 
-    # -- an engine's start ------------------------------------------------------------------------------------------
-
     def ready(self, sites: Sequence[AttentionSite], device: torch.device, seconds: float = 0.0) -> str | None:
         """``PrefillPart.ready`` of PREFILL, for those of the sites that it supports."""
         part, able = self.prefill.prefill, self._able(sites, device)
@@ -170,7 +151,7 @@ class LongPrefill(Composite):
     def warm_up(self, sites: Sequence[AttentionSite], device: torch.device, seconds: float) -> str | None:
         """``AttentionBackend.warm_up``: have PREFILL's kernels compiled, and run a short prompt through each of them."""
         why = self.ready(sites, device, seconds)
-        kinds = {} if why else {Kind.of(s): s for s in self._able(sites, device, page_size=16)}
+        kinds = {} if why else {kind_of(s): s for s in self._able(sites, device, page_size=16)}
         for site in kinds.values():
             try:
                 self._try(replace(site, layer=0, kv_source=None), device)
@@ -198,7 +179,7 @@ class LongPrefill(Composite):
         of_cache: dict[str, Any] = {"page_size": cache.page_size, "kv_dtype": cache.dtype, "layout": cache.layout}
         rules: dict[Kind, tuple[AttentionSite, int, PrefillRule]] = {}
         for site in self._able(sites, cache.device, **of_cache):
-            kind = Kind.of(site)
+            kind = kind_of(site)
             if kind in rules:
                 rules[kind] = (site, rules[kind][1] + 1, rules[kind][2])
             elif (found := self._rule(site, cache.device, of_cache)) is not None and found.ever:
@@ -215,7 +196,7 @@ class LongPrefill(Composite):
     def _rule(self, site: AttentionSite, device: torch.device, of_cache: dict[str, Any]) -> PrefillRule | None:
         if self._copies(of_cache["kv_dtype"]):  # only caches of the model's dtype are measured, and REST is no faster on these
             of_cache = {**of_cache, "kv_dtype": None}
-        key = (Kind.of(site), device, *of_cache.values())
+        key = (kind_of(site), device, *of_cache.values())
         if key not in self.known:
             self.known[key] = self.rule(self.prefill, self.rest, site, device=device, **of_cache)
         return self.known[key]
@@ -228,7 +209,7 @@ class LongPrefill(Composite):
         if why := self.ready(sites, cache.device):
             self._give_up(state, why)
             return False
-        self._make_prefill(state.parts, [s for s in sites if Kind.of(s) in state.rules], cache, limits)
+        self._make_prefill(state.parts, [s for s in sites if kind_of(s) in state.rules], cache, limits)
         return True
 
     def _make_prefill(self, states: dict[str, Any], sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits
@@ -253,8 +234,6 @@ class LongPrefill(Composite):
         elif kind not in self.logged:  # the text may have the sizes of the batch
             self.logged.add(kind)
             logger.warning("attention %s: a step runs on %s, later ones try again: %s", self.name, self.rest.name, why)
-
-    # -- a step -----------------------------------------------------------------------------------------------------
 
     def plan(self, metadata: CommonAttentionMetadata, step: Step) -> None:
         """Choose, and plan for the choice."""
@@ -287,12 +266,9 @@ class LongPrefill(Composite):
         if state is None or state.step is None or state.step() is not step or tensors[6].data_ptr() != state.starts:
             return None
         k_cache, v_cache, sinks = tensors[0], tensors[1], tensors[8]
-        kind = Kind(q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3], q.dtype, options["scale"], options["window"],
-                    options["softcap"], options["chunk"], sinks is not None)
+        kind = (q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3], q.dtype, options["scale"], options["window"],
+                options["softcap"], options["chunk"], sinks is not None)
         return state if kind in state.serving else None
-
-    def _part(self, q: torch.Tensor, tensors: Sequence[Any], options: dict[str, Any]) -> AttentionBackend:
-        return self.rest
 
     def op(self, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> torch.Tensor:
         *tensors, prepared = rest
@@ -316,8 +292,6 @@ class LongPrefill(Composite):
             return super().rope_op(*args, **options, **form)
         return self.op(rope_kv_write(*rope, *tensors[:5], **form), None, None, *tensors, prepared, **options)
 
-    # -- as a backend -----------------------------------------------------------------------------------------------
-
     def long_backend(self) -> AttentionBackend:
         """The composite as a backend, its ops registered. It declares what REST does, which serves MLA alone."""
         rest = self.rest
@@ -335,9 +309,13 @@ class LongPrefill(Composite):
     def without_graph(self, sites: Sequence[AttentionSite], device: torch.device, state: State, query_lens: np.ndarray,
                       seq_lens: np.ndarray) -> tuple[float, float]:
         """``AttentionBackend.without_graph``: REST may have a way of its own for what PREFILL does not serve."""
-        won = bool(state.won(query_lens, seq_lens))
-        with_graph, without = state.times(query_lens, seq_lens) if won else (0.0, 0.0)
-        others = [site for site in sites if not won or Kind.of(site) not in state.rules]
+        won, with_graph, without = state.won(query_lens, seq_lens), 0.0, 0.0
+        rules = state.rules if won else {}
+        for kind, (site, layers, rule) in rules.items():
+            of = work(site, *state.prompts(query_lens, seq_lens))
+            with_graph += layers * (rule.graph or rule.rest).us(of)
+            without += layers * (rule.prefill if kind in won else rule.rest).us(of)
+        others = [site for site in sites if kind_of(site) not in rules]
         if self.rest.without_graph is not None and others:
             more = self.rest.without_graph(others, device, state.parts.get(self.rest.name), query_lens, seq_lens)
             with_graph, without = with_graph + more[0], without + more[1]

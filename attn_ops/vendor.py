@@ -1,6 +1,5 @@
 """What backends of vendors' packages share: why a package cannot be used, tables by token, and ops of kernels that only decode.
-
-A file of a backend imports its package at the first call, never before: `quire backends` and the registry load without it.
+They import their packages at the first call, never before: `quire backends` and the registry load without them.
 """
 
 from __future__ import annotations
@@ -107,11 +106,8 @@ def any_width(page_size: int) -> int:
 
 
 def define_by_token(name: str, multiple: Callable[[int], int] = any_width) -> Any:
-    """Register ``tables_by_token`` as the op ``quire::<name>_prepare``, for ``AttentionBackend.prepare``; return its overload.
-    What depends on the step alone is computed there, once for all layers.
-
-    ``multiple``: page size -> number of which the columns of the table must be a multiple; added ones are the null page.
-    """
+    """``tables_by_token`` as an op for ``AttentionBackend.prepare``, once for all layers. ``multiple``: page size -> number of
+    which the columns of the table must be a multiple; added ones are the null page."""
 
     def fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
              page_size: int) -> list[torch.Tensor]:
@@ -147,9 +143,10 @@ def state_of(name: str, make: Callable[[], Any]) -> Any:
 
 def paged_by_token(name: str, capabilities: AttentionCapabilities, attend: Callable[..., torch.Tensor]
                    ) -> Callable[..., torch.Tensor]:
-    """The paged op of a kernel that decodes: each token of a ragged batch is a sequence of its own; right for any batch.
-    ``attend``: q (T, H, D) contiguous, the caches, and table and lens of ``tables_by_token``; scale, window, softcap and sinks
-    by name -> (T, H, Dv), a new tensor. Not called without a token."""
+    """The paged op of a kernel that decodes: each token of a ragged batch is a sequence of its own. That is right for any
+    batch, reads nothing on the host, and can be captured; prefill reads its keys once per token, and is slow: choose another
+    backend for it, step by step. ``attend``: q (T, H, D) contiguous, the caches, and table and lens of ``tables_by_token``;
+    scale, window, softcap and sinks by name -> (T, H, Dv), a new tensor. Not called without a token."""
 
     def paged_attention(
         q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,

@@ -1,7 +1,5 @@
-"""Backend ``aiter``: AMD's AI Tensor Engine (package amd-aiter) on MI300 and newer. Not verified on hardware.
-
-Its kernels read pages of one token: ``prepare`` lays the slots of all sequences end to end. Batches of one token per sequence
-go to ``paged_attention_ragged``, all others to ``mha_batch_prefill_func``.
+"""Backend ``aiter``: AMD's AI Tensor Engine (package amd-aiter) on MI300 and newer. Not verified on hardware. Its kernels read
+pages of one token: ``prepare`` lays the slots of all sequences end to end.
 """
 
 from __future__ import annotations

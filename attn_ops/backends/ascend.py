@@ -1,7 +1,5 @@
-"""Backend ``ascend``: Huawei's NPUs through torch_npu. Not verified on hardware.
-
-Its kernels take the lengths on the host, which a step's metadata has. A batch of decodes goes to ``_npu_paged_attention``, all
-others to ``_npu_flash_attention_qlens``. Steps are not captured: an NPU graph needs new lengths on the host at each replay.
+"""Backend ``ascend``: Huawei's NPUs through torch_npu. Not verified on hardware. Its kernels take the lengths on the host,
+which a step's metadata has. Steps are not captured: an NPU graph needs new lengths on the host at each replay.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 against the signature of flashinfer-python 0.7.2.
 
 FlashInfer builds a cuDNN graph for each shape of a batch at its first call, on the host, and needs cuDNN's frontend for it.
-Each token of a ragged batch is given as a sequence of its own (``by_token``): right for any batch, nothing is read on the host,
-and every batch can be captured after it has run once. Prefill reads its keys once per token, and is slow: choose another
-backend for prefill, step by step. cuDNN's packed prefill, for head dim 128 only, is not used.
+A decoder (``paged_by_token``): every batch can be captured after it has run once. cuDNN's packed prefill, for head dim 128
+only, is not used.
 """
 
 from __future__ import annotations

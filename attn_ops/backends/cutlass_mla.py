@@ -1,9 +1,7 @@
 """Backend ``cutlass_mla``: CUTLASS's decoding kernel for MLA on the latent cache, from sgl-kernel, on datacenter Blackwell
 GPUs. Not verified on hardware; its call is tested against the signature of sgl-kernel 0.3.21.
 
-The kernel decodes one token per sequence, in absorbed terms and with up to 128 heads. Each token of a ragged batch is given as
-a sequence of its own (``by_token``): right for any batch, nothing is read on the host, and every batch can be captured. Prefill
-reads its keys once per token, and is slow.
+A decoder (``mla_by_token``), with up to 128 heads.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Backend ``flashinfer_mla``: FlashInfer's kernel for MLA on the latent cache, in absorbed terms, on CUDA.
 
-One kernel serves prefill, decode and mixed batches. FlashInfer divides a batch's work among the processors on the host:
-``plan`` does it once per step for each kind of layer (query heads and scale), and the op stores the latent vectors and runs the
-plan. Only batches of one token per sequence are captured in CUDA graphs; a graph's kernel reads buffers that ``plan`` refills
-before each replay. Its calls are those of flashinfer-python 0.6.18.
+FlashInfer divides a batch's work among the processors on the host: ``plan`` does it once per step for each kind of layer (query
+heads and scale). Only batches of one token per sequence are captured in CUDA graphs; a graph's kernel reads buffers that
+``plan`` refills before each replay. Its calls are those of flashinfer-python 0.6.18.
 """
 
 from __future__ import annotations
@@ -103,12 +102,8 @@ class State:
 
 
 def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
-    """Plan the step's batch.
-
-    Raises:
-        RuntimeError: its CUDA graph was not captured for this number of tokens, or is not of single tokens.
-        ValueError: the batch is larger than the StepLimits of the state.
-    """
+    """Raises RuntimeError if the step's CUDA graph was not captured for this number of tokens, or is not of single tokens, and
+    ValueError for a batch larger than the StepLimits of the state."""
     step.states[NAME].plan(metadata, step)
 
 

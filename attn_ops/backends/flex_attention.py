@@ -1,11 +1,9 @@
 """Backend ``flex_attention``: torch's FlexAttention, on CUDA compiled by Inductor, on a CPU with its dense fallback.
 
 The pages of the batch are gathered into one row of keys per sequence, zeros past its end, and FlexAttention runs on them with a
-block mask made from the lengths. Queries, keys and the mask are arguments, so a batch of another shape compiles nothing; a new
-combination of head counts, head dims, dtype and features does, and one block in the place of several. Batches of one token per
-sequence run as (T, H, 1, D), all others as one ragged row in which a query sees the keys of its own sequence only.
-
-It reads the lengths on the host, as the size of the gathered row, so its steps are not captured in CUDA graphs.
+block mask made from the lengths. A batch of another shape compiles nothing; a new combination of head counts, head dims, dtype
+and features does, and one block in the place of several. Batches of one token per sequence run as (T, H, 1, D), all others as
+one ragged row. It reads the lengths on the host, as the size of the gathered row, so its steps are not captured in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -34,10 +32,8 @@ ROUND = 1024  # keys that the gathered rows are rounded up to: few sizes, few al
 
 def gather(cache: torch.Tensor, scale: torch.Tensor | None, pages: torch.Tensor, live: torch.Tensor, dtype: torch.dtype
            ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys or values on ``pages`` (B, n): (B, Hkv, L, D), L = n * page_size, and whether each is finite, (B, Hkv, L).
-
-    Zeros stand for what is not ``live`` (B, L) or not finite: a masked key has weight 0, and 0 * NaN is NaN.
-    """
+    """Keys or values on ``pages`` (B, n): (B, Hkv, L, D), L = n * page_size, and whether each is finite, (B, Hkv, L). Zeros
+    stand for what is not ``live`` (B, L) or not finite: a masked key has weight 0, and 0 * NaN is NaN."""
     rows = cache[pages] if scale is None else dequantize(cache.view(torch.int8)[pages].view(cache.dtype), scale[pages])
     rows = rows.flatten(1, 2).to(dtype).transpose(1, 2).masked_fill(~live[:, None, :, None], 0)
     finite = rows.isfinite().all(-1)

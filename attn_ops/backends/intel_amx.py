@@ -1,7 +1,5 @@
-"""Backend ``intel_amx``: the CPU kernels of sgl-kernel, for processors with AMX. Not verified on hardware.
-
-The decode kernel writes the new keys and values itself; the extend kernel reads those of the step from k and v and the earlier
-ones from the cache. Both index the cache by token: a table of slots is made from the block table.
+"""Backend ``intel_amx``: the CPU kernels of sgl-kernel, for processors with AMX. Not verified on hardware. They index the cache
+by token, and take the step's keys and values beside it.
 """
 
 from __future__ import annotations

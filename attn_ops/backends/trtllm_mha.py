@@ -1,8 +1,6 @@
 """Backend ``trtllm_mha``: TensorRT-LLM's XQA decode kernels, through FlashInfer, on Hopper and consumer Blackwell GPUs.
 
-XQA serves one query token per sequence. A batch with longer queries runs with each of its tokens as a sequence of its own:
-exact, and slow for prefill; choose another backend for that step by step. Lengths are read on the device, so
-every batch can be captured in a CUDA graph.
+A decoder (``paged_by_token``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Backend ``trtllm_mla``: TensorRT-LLM's kernels for MLA on the latent cache, through FlashInfer, on datacenter Blackwell GPUs.
 Not verified on hardware; its call is tested against the signature of flashinfer-python 0.7.2.
-
-The kernel decodes, in absorbed terms. Each token of a ragged batch is given as a sequence of its own (``by_token``): right for
-any batch, nothing is read on the host, and every batch can be captured. Prefill reads its keys once per token, and is slow.
+A decoder (``mla_by_token``).
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ prepares, it does for each half, ``prepare`` in every layer: its sizes follow fr
 sequences stays whole, and so does one outside a step. In a CUDA graph the cut is that of the batch's shape, the middle row: so
 only batches of one token per sequence are captured. Never chosen by ``attention="auto"``.
 
-Elsewhere two batches overlap over the whole model, so that one computes while the other waits for other GPUs, between which
-experts exchange tokens. Here no pass splits the graph of a model: quire has one GPU and nothing to wait for. Both halves would
-read all weights, and decode steps, which are bound by these bytes, would take longer, up to twice as long; of experts, too, the
-halves together read more than the whole batch. Prefill is bound by products that fill the GPU alone.
+Elsewhere two batches overlap over the whole model, so that one computes while the other waits for other GPUs. Here no pass
+splits
+the graph of a model: quire has one GPU and nothing to wait for, and both halves would read all weights, whose bytes decode
+steps are bound by. Prefill is bound by products that fill the GPU alone.
 """
 
 from __future__ import annotations
@@ -38,11 +38,8 @@ NAME = "two_batch"
 
 
 def find_cut(query_start_loc: np.ndarray, captured: bool) -> int | None:
-    """The row at which a batch is cut, so that halves differ least in tokens; None: one half would have none.
-
-    Args:
-        query_start_loc: (B + 1,) on the host.  captured: cut by the number of rows, which a replay does not change.
-    """
+    """The row at which a batch with these offsets (B + 1,) is cut, so that halves differ least in tokens; None: one half would
+    have none. ``captured``: cut by the number of rows, which a replay does not change."""
     rows = query_start_loc.shape[0] - 1
     if captured:
         return rows // 2 or None

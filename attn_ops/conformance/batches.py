@@ -21,6 +21,7 @@ from quire.attn_ops.kv_cache import Layout, PagedKVCache
 from quire.attn_ops.kv_quant import dequantize, quantize
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops.rope import PLAIN, RopeForm, rotate
+from quire.attn_ops.ops.varlen import varlen_attention_eager
 from quire.attn_ops.step import Step, ensure_planned, running
 
 NOISE = 30.0  # standard deviation of what lies in slots without an owner; keys and values have 1
@@ -53,6 +54,22 @@ def noting_errors() -> Iterator[Worst]:
         yield worst
     finally:
         _WORST.reset(token)
+
+
+def rounding(size: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, softcap: float | None = None) -> torch.Tensor:
+    """The error that attention in ``dtype`` may have: the softmax weights and the output are each rounded, half an eps of
+    ``size``, the weighted sum of |v|, and of the output. Twice that, and 1e-5 for sums in float32. ``softcap``: in half
+    precision, the error of the hardware's tanh (2**-11 of its value) too."""
+    bound = (size + expected.abs()) * torch.finfo(dtype).eps + 1e-5
+    return bound + 2 * size * softcap * 2**-11 if softcap is not None and dtype != torch.float32 else bound
+
+
+def varlen_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *starts: torch.Tensor, **options: Any
+                     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``varlen_attention_eager`` in float64: the output, the weighted sum of |v|, and the log-sum-exp."""
+    q, k, v = q.double(), k.double(), v.double()
+    expected, lse = varlen_attention_eager(q, k, v, *starts, **options)
+    return expected, varlen_attention_eager(q, k, v.abs(), *starts, **options)[0], lse.double()
 
 
 def compare_numbers(out: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor, what: str = "outputs") -> None:
@@ -198,7 +215,7 @@ def lay_out(
         strided: q, k and v are views into one tensor, as a fused projection gives them.
         fill: what lies in slots without an owner; None: noise.
         expect: False leaves ``expected``, ``bound``, ``keys`` and ``values`` empty.
-        fast_tanh: allow half precision the error of the hardware's tanh (2**-11 of its value) in a softcap.
+        fast_tanh: allow the error of the hardware's tanh, see ``rounding``.
         shared: whole pages of tokens at the start of the sequences that are one and the same, for those sequences that do not
             schedule one of them.
     """
@@ -243,11 +260,7 @@ def lay_out(
             batch.expected[own] = reference(site, q[own], read[0], read[1], batch.sinks)
             magnitude[own] = reference(site, q[own], read[0], read[1].abs(), batch.sinks)
     if expect:
-        # The softmax weights and the output are each rounded to the dtype: half an eps of weights @ |v| and of the output.
-        # Twice that, and 1e-5 for sums in float32.
-        batch.bound = (magnitude + batch.expected.abs()) * torch.finfo(site.dtype).eps + 1e-5
-        if fast_tanh and site.softcap is not None and site.dtype != torch.float32:
-            batch.bound += 2 * magnitude * site.softcap * 2**-11
+        batch.bound = rounding(magnitude, batch.expected, site.dtype, site.softcap if fast_tanh else None)
     return batch
 
 

@@ -7,13 +7,12 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quire.attn_ops.backend import dtype_name
 from quire.attn_ops.registry import all_backends
 from quire.attn_ops.tuning.store import device_name
 
@@ -34,19 +33,10 @@ class Result:
     of_bound: float | None = None
 
 
-def run_record(backend: str, device: str, dtype: torch.dtype | None, kv_dtype: torch.dtype | None, results: Sequence[Result],
-               reason: str | None = None, quick: bool = False, left: Sequence[str] = ()) -> dict[str, Any]:
-    """One backend's results as JSON. ``reason``: why it was not checked. ``quick``: without the large batches. ``left``: names
-    of the checks that were not made."""
-    return {"backend": backend, "quick": quick, "device": device, "dtype": dtype and dtype_name(dtype),
-            "kv_dtype": kv_dtype and dtype_name(kv_dtype), "reason": reason, "left": list(left),
-            "results": [asdict(r) for r in results]}
-
-
-def read_results(files: Sequence[str | Path], backend: str, device: str, dtype: torch.dtype | None,
-                 kv_dtype: torch.dtype | None) -> dict[str, Result]:
-    """The results of such a run by check, without failures; of files with this device and these versions."""
-    asked = run_record(backend, device, dtype, kv_dtype, [])
+def read_results(files: Sequence[str | Path], asked: dict[str, Any]) -> dict[str, Result]:
+    """The results, by check and without failures, of the run of a backend, device, dtype and KV dtype; of files with this
+    device and these versions."""
+    device = asked["device"]
     here, found = environment([device]), dict[str, Result]()
     for file in files:
         record = json.loads(Path(file).read_text())
@@ -54,7 +44,7 @@ def read_results(files: Sequence[str | Path], backend: str, device: str, dtype: 
         if env["versions"] != here["versions"] or env["devices"].get(device) != here["devices"][device]:
             continue
         for run in record["runs"]:
-            if all(run[key] == asked[key] for key in ("backend", "device", "dtype", "kv_dtype")):
+            if all(run[key] == value for key, value in asked.items()):
                 found |= {r["check"]: Result(**r) for r in run["results"] if r["status"] != "FAIL"}
     return found
 

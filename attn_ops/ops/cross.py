@@ -1,7 +1,7 @@
 """Cross attention on a paged cache: keys and values of an encoder, written once per request, read in every step.
 
-Every query sees all keys of its request, so each token is a decode of its own: a sequence of one query token whose keys are the
-request's encoder tokens. So the paged op of any backend that needs no plan serves, without kernels of its own.
+Every query sees all keys of its request, so each token is a decode of its own, whose keys are the request's encoder tokens: the
+paged op of any backend that needs no plan serves.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ def cross_attention(
         block_table: (B, W) int32, pages of the encoder tokens.  query_start_loc: (B + 1,) int32, of the queries.
         encoder_lens: (B,) int32; the queries of a request with 0 give 0, as padding tokens do.
         k, v, slot_mapping: (N, Hkv, D), (N, Hkv, Dv), (N,) int64: encoder tokens to store first, in the request's first step.
+            Raises ValueError for some of them without the others.
 
-    Raises:
-        UnsupportedAttention: the backend plans on the host, or does not serve these heads.
-        ValueError: some of k, v and slot_mapping without the others.
+    Raises UnsupportedAttention if the backend plans on the host, or does not serve these heads.
     """
     if backend.plan is not None:
         raise UnsupportedAttention(f"cross attention: backend {backend.name} plans on the host for self-attention; use one "

@@ -5,13 +5,12 @@ and up product, SwiGLU and down product.
 
 Legend: T tokens with k experts each, S = T * k pairs of a token and an expert, E experts, weights (E, N, K).
 
-Few pairs (a decode batch): one launch per product, bound by the bytes of the weights in use. Each weight is read once, for all
-its pairs, and nothing sorts them first: each program searches the S ids for its expert's, about a microsecond next to the
-twenty or so for a few hundred KiB of weight. More pairs: they are sorted by expert on the device and cut into tiles of one
-expert; a product is one launch over the tiles, which reads and writes rows where they are, in the order of the pairs.
+Few pairs (a decode batch): one launch per product, bound by the bytes of the weights in use. Each weight is read once, and each
+program searches the S ids for its expert's: about a microsecond next to the twenty or so for a few hundred KiB of weight. More
+pairs: they are sorted by expert on the device and cut into tiles of one expert; a product is one launch over the tiles.
 
 The host reads nothing, and launches follow from shapes alone, so all of it can be captured in a CUDA graph. Limits: bf16, fp16
-and fp32 on CUDA; elsewhere the ops run their eager definitions, which are also the reference.
+and fp32 on CUDA; elsewhere the ops run their eager definitions.
 """
 
 from __future__ import annotations
@@ -129,10 +128,8 @@ def decode_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gated: boo
 
 
 def prefill_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gated: bool = False) -> Tile:
-    """The tile of ``sorted_kernel``: large where arithmetic is the bottleneck, but not much larger than the pairs per expert.
-
-    A gated product has half the outputs per tile, as it computes two. ``benchmarks/experts.py --tiles`` compares others.
-    """
+    """The tile of ``sorted_kernel``: large where arithmetic is the bottleneck, but not much larger than the pairs per expert. A
+    gated product has half the outputs per tile, as it computes two. ``benchmarks/experts.py --tiles`` compares others."""
     each = pairs / experts
     if dtype == torch.float32:
         tile = Tile(32, 32, 32, 4, 3)
@@ -177,11 +174,8 @@ def _supported(x: Tensor, expert_ids: Tensor, *weights: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The pairs of a batch, and how they are computed.
-
-    ids: (S,), contiguous. order: (S,) int64, the pairs in the order of their experts, and tiles: (tiles, 4) int32, of
-    ``tiles_kernel``; None for few pairs. tile: None: chosen by sizes.
-    """
+    """The pairs of a batch. ids: (S,), contiguous. order: (S,) int64, the pairs in the order of their experts, and tiles:
+    (tiles, 4) int32, of ``tiles_kernel``; None for few pairs. tile: None: chosen by sizes."""
 
     ids: Tensor
     experts: int

@@ -1,10 +1,9 @@
 """Index tensors for attention kernels that read no block table: flat key indices, page tables, splits. As ops.
 
 ``req_to_token`` (R, C) int32 has the slot of token t of request r at [r, t] (SGLang's table of tokens; ``page_size`` 1 of a
-block table). ``req_pool_indices`` (B,) are the rows of a batch in it. All results are written into given buffers at fixed
-addresses, with device work only: the ops may be captured, and ``out`` may be larger than needed. What lies past the live
-entries stays as it was. Lengths may be 0. Users: backends on kernels of FlashInfer, FlashMLA, TRT-LLM and FlashAttention, and
-engines that keep such a table.
+block table). ``req_pool_indices`` (B,) are the rows of a batch in it. All results are written into given buffers, with device
+work only: the ops may be captured, and ``out`` may be larger than needed. What lies past the live entries stays as it was.
+Lengths may be 0.
 """
 
 from __future__ import annotations
@@ -58,10 +57,8 @@ def create_flashinfer_kv_indices(req_to_token: torch.Tensor, req_pool_indices: t
 @_as_op("Tensor req_to_token, Tensor req_pool_indices, Tensor kv_lens, Tensor? kv_start, Tensor(a!) out, int page_size=64")
 def create_flashmla_kv_indices(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor,
                                kv_start: torch.Tensor | None, out: torch.Tensor, page_size: int = 64) -> None:
-    """out[i, p] = the page of tokens p * page_size and following of request i, for p < ceil(kv_lens[i] / page_size).
-
-    Right for every page size (SGLang 0.5.2 fills only half of a long row at 32). kv_start must be a multiple of the page size.
-    """
+    """out[i, p] = the page of tokens p * page_size and following of request i, for p < ceil(kv_lens[i] / page_size). kv_start
+    must be a multiple of the page size."""
     out = out[: kv_lens.shape[0]]
     page = torch.arange(out.shape[1], device=out.device)
     column = (page * page_size).expand(out.shape[0], -1)
@@ -78,14 +75,9 @@ def get_num_kv_splits(out: torch.Tensor, seq_lens: torch.Tensor, num_heads: int,
                       num_cores: int, static: bool = False) -> None:
     """Parts into which a decode kernel divides the keys of each query row, between 1 and ``max_kv_splits``: more for long
     sequences than for short ones, and for a small batch enough to occupy ``num_cores`` multiprocessors (0: unknown). The
-    formula is SGLang's; empty sequences get 1 and count for nothing (there they divide by zero).
-
-    Args:
-        out: (B * g,) int32, g query rows per sequence.  seq_lens: (B,).  static: all get ``max_kv_splits``.
-
-    Raises:
-        ValueError: ``out`` has no multiple of B rows.
-    """
+    formula is SGLang's; empty sequences get 1 and count for nothing (there they divide by zero). ``out``: (B * g,) int32, g
+    query rows per sequence. ``seq_lens``: (B,). ``static``: all get ``max_kv_splits``. Raises ValueError if ``out`` has no
+    multiple of B rows."""
     rows = seq_lens.shape[0]
     if rows < 1 or out.shape[0] % rows:
         raise ValueError(f"num_kv_splits has {out.shape[0]} rows, not a multiple of the {rows} sequences")
@@ -117,12 +109,8 @@ def update_sliding_window_buffer(req_to_token: torch.Tensor, req_pool_indices: t
 
     The window is Hugging Face's: the query at position i sees keys j with i - window < j <= i. So a decode has
     min(seq_len, window) keys (SGLang's has one fewer), and a sequence with more queries those from its first query's window
-    on, of which the kernel still masks some.
-
-    Args:
-        prefix_only: leave out the tokens of this step.
-        slot_map: slots of the window layers' pool by slot of the full one.
-        kv_indptr (B + 1,), kv_lens, kv_start (B,), out: written.
+    on, of which the kernel still masks some. Written: kv_indptr (B + 1,), kv_lens, kv_start (B,), out. ``prefix_only``: leave
+    out the tokens of this step. ``slot_map``: slots of the window layers' pool by slot of the full one.
     """
     done = seq_lens - query_lens
     kv_start.copy_((done - window + 1).clamp_min(0))

@@ -36,7 +36,6 @@ def _check_two(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, ls
 
 
 def merge_states_eager(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition of ``merge_states``."""
     _check(out, lse, states=True)
     lse = lse.masked_fill(lse == float("inf"), float("-inf"))
     total = torch.logsumexp(lse, dim=1) if lse.shape[1] else lse.new_full((lse.shape[0], lse.shape[2]), float("-inf"))
@@ -48,7 +47,6 @@ def merge_states_eager(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tens
 
 def merge_state_eager(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
                       ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition of ``merge_state``."""
     _check_two(out_a, lse_a, out_b, lse_b)
     return merge_states_eager(torch.stack([out_a, out_b], 1), torch.stack([lse_a, lse_b], 1))
 
@@ -67,7 +65,6 @@ def merge_states_triton(out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype
 
 def merge_state_triton(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
                        ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``merge_state`` as one kernel."""
     _check_two(out_a, lse_a, out_b, lse_b)
     merged, total = out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
     out_a, out_b = rows_contiguous(out_a), rows_contiguous(out_b)
@@ -112,11 +109,9 @@ define_op("merge_state(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -
 
 def merge_states(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge S attention states over disjoint keys: out (T, S, H, D), lse (T, S, H) float32 natural logarithm -> (T, H, D) in
-    out's dtype, (T, H) float32. ``torch.ops.quire.merge_states``.
-
-    A state with lse -inf or +inf has no keys, and its output is not read. Without any keys the result is 0 and -inf. Raises
-    ValueError for shapes that do not go together, or an lse that is not float32.
-    """
+    out's dtype, (T, H) float32. ``torch.ops.quire.merge_states``. A state with lse -inf or +inf has no keys, and its output is
+    not read. Without any keys the result is 0 and -inf. Raises ValueError for shapes that do not go together, or an lse that is
+    not float32."""
     return torch.ops.quire.merge_states(out, lse)
 
 

@@ -1,7 +1,5 @@
-"""Positions of a ragged batch's tokens from lengths on the device. Users: engines whose lengths never reach the host.
-
-quire's own engine packs positions on the host, with the step's other inputs (``graph_runner/step_buffers.py``).
-"""
+"""Positions of a ragged batch's tokens from lengths on the device. quire's engine packs them on the host
+(``graph_runner/step_buffers.py``)."""
 
 from __future__ import annotations
 

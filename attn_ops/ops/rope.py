@@ -1,9 +1,8 @@
 """Rotary embedding and the KV cache write in one kernel. ``torch.ops.quire.rope_kv_write``.
 
-Between the q/k/v projection and attention, each token needs small pieces of work on few bytes: an RMSNorm over each head of q
-and k (Qwen3 and others), the rotation of q and k by the token's position, and storing k and v in the cache. Separately, they
-are two to five launches per layer, each of which costs more than the bytes it moves. Attention then finds all keys in the
-cache: the paged op is called without k and v.
+An RMSNorm over each head of q and k (Qwen3 and others), the rotation of q and k by the token's position, and storing k and v in
+the cache are two to five launches per layer, each of which costs more than the bytes it moves. Attention then finds all keys in
+the cache: the paged op is called without k and v.
 
 The rotation (Su et al., "RoFormer", 2021, in GPT-NeoX's and Hugging Face's order of dimensions): with R rotated dimensions,
 ``x[i] * cos[i] - x[i + R/2] * sin[i]`` for i < R/2 and ``x[i] * cos[i] + x[i - R/2] * sin[i]`` for the other half; dimensions
@@ -31,7 +30,7 @@ from quire.attn_ops.library import define_op
 
 
 class RopeForm(NamedTuple):
-    """How q and k are rotated and normalized: keyword options of the ops."""
+    """How q and k are rotated and normalized: keyword options of the ops. The default is that of Llama and Qwen3."""
 
     interleaved: bool = False
     half_tables: bool = False
@@ -47,17 +46,13 @@ class RopeForm(NamedTuple):
         return {name: option for name, option in self._asdict().items() if option is not None and option is not False}
 
 
-#: The form of Llama and Qwen3: no options.
 PLAIN = RopeForm()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False, half_tables: bool = False
            ) -> torch.Tensor:
-    """x (T, H, D) rotated by cos and sin (T, R or R/2), R <= D, in x's dtype.
-
-    Computed in the dtype that x and the tables promote to: x's for tables of its dtype; with float32 tables float32, rounded
-    once.
-    """
+    """x (T, H, D) rotated by cos and sin (T, R or R/2), R <= D, in x's dtype; computed in the dtype that x and the tables
+    promote to."""
     if half_tables:
         cos, sin = (t.repeat_interleave(2, dim=-1) if interleaved else t.repeat(1, 2) for t in (cos, sin))
     size = cos.shape[-1]

@@ -6,9 +6,8 @@ iff ``mask[t, j]``; and the positions for the rotary embedding, which count a dr
 least the longest query; columns past a sequence's own drafts are not read. SGLang's and vLLM's trees are the same; there a mask
 covers the prefix too.
 
-The tokens before the step are attended to by a backend's ``state_op``, without a mask, the drafts among themselves by
-``quire::tree_attention_state`` in float32, and ``merge_state`` makes one result of both. Only sizes of the batch enter on the
-host, so all of it can be captured.
+The tokens before the step are attended to by a backend's ``state_op``, the drafts among themselves by
+``quire::tree_attention_state`` in float32, and ``merge_state`` makes one result of both. All of it can be captured.
 """
 
 from __future__ import annotations
@@ -57,13 +56,9 @@ def build_tree_mask(parents: torch.Tensor, query_start_loc: torch.Tensor, width:
 
 def tree_positions(mask: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
     """(T,) int64 positions of draft tokens: the sequence's tokens before the step, and the token's ancestors; 0 for padding.
-
-    Args:
-        mask: (T, W) of ``build_tree_mask``.  seq_lens: (B,) with the drafts, as in CommonAttentionMetadata.
-    """
+    ``mask``: (T, W) of ``build_tree_mask``. ``seq_lens``: (B,) with the drafts, as in CommonAttentionMetadata."""
     row, _ = _rows(query_start_loc, mask.shape[0])
-    computed = (seq_lens - query_start_loc.diff()).long()[row]
-    ancestors = mask.sum(1)
+    computed, ancestors = (seq_lens - query_start_loc.diff()).long()[row], mask.sum(1)
     return torch.where(ancestors > 0, computed + ancestors - 1, 0)
 
 
@@ -145,9 +140,8 @@ def tree_attention(
     to those that ``mask`` shows it: (T, H, Dv), 0 for padding tokens.
 
     Args:
-        backend: one that declares ``lse``.
+        backend: one that declares ``lse``.  cache, layer: where keys and values lie.  metadata: of the batch of drafts.
         q, k, v: (T, H, D), (T, Hkv, D), (T, Hkv, Dv).  sinks: (H,) or None.
-        cache, layer: where keys and values lie.  metadata: of the batch of drafts.
         mask: (T, W) bool, as of ``build_tree_mask``; W is at least the longest query.
 
     Raises:

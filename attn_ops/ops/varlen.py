@@ -168,12 +168,8 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, exclusive prefix sums of the sequences' lengths.
         scale, softcap: as in ``attention.py``.  window, causal, implementation: see ``attn_ops/ops/varlen.py``.
 
-    Returns:
-        (T, H, Dv) in q's dtype; (T, H) float32 log-sum-exp, natural logarithm, for ``merge_state``.
-
-    Raises:
-        ValueError: shapes that do not go together, a window or softcap that is not positive, an implementation that is unknown
-            or not usable on this device.
+    Returns (T, H, Dv) in q's dtype, and (T, H) float32 log-sum-exp, natural logarithm. Raises ValueError for shapes that do not
+    go together, a window or softcap that is not positive, an implementation that is unknown or not usable on this device.
     """
     return torch.ops.quire.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=scale, window=window, softcap=softcap,
                                             causal=causal, implementation=implementation)

@@ -1,7 +1,7 @@
 """``attention="auto"`` by measurement: the times that ``quire bench attention --save`` kept, and the rule that picks by them.
 
-Each row is one backend's times for one class of shapes (Measurement), written by commands only. Nothing is measured while an
-engine starts: kernels are compiled at first use, which can take minutes.
+Each row is one backend's times for one class of shapes (Measurement). Nothing is measured while an engine starts: kernels are
+compiled at first use, which can take minutes.
 
 The rule. A backend's time is the geometric mean over the points of the decode grid (batch x context) that all measured backends
 share, and over a model's layers where these differ. The fastest wins, with two exceptions:
@@ -47,8 +47,8 @@ COMMAND = "run `quire bench attention --save`"
 @dataclass(frozen=True)
 class ShapeClass:
     """Sites for which backends are assumed to rank alike. ``group``: query heads per key head; ``features``: names of what a
-    site needs besides plain causal attention. MLA on the latent cache is one key head of rank + R numbers, of which the first
-    rank are its value, with the feature LATENT."""
+    site needs besides plain causal attention. MLA on the latent cache is one key head of rank + R numbers, with the feature
+    LATENT."""
 
     dtype: str
     kv_dtype: str
@@ -100,11 +100,10 @@ class Measurement:
     """One backend's times for one class of shapes.
 
     Args:
-        device: ``device_name``.  torch, packages: the versions that it was measured with (``packages``: the backend's).
+        device: ``device_name``.  torch, packages: the versions that it was measured with.  date: ISO 8601.
         num_kv_heads, window, chunk: of the measured site; other sites of the class may differ in them.
         decode_us: microseconds of one call, by "batch x context" such as "32x1024".  extend_us: the same for prefills, by
-            name; not used by the rule above (``tuning/prefill.py`` uses them).
-        date: ISO 8601.
+            name, for ``tuning/prefill.py``.
     """
 
     device: str
@@ -126,7 +125,6 @@ class Measurement:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """A newer row replaces an older one with the same identity."""
         return self.device, self.torch, self.backend, tuple(sorted(self.packages.items())), self.shape, self.variant
 
     @classmethod
@@ -169,7 +167,8 @@ def load(path: Path) -> tuple[Measurement, ...]:
 
 
 def save(rows: Iterable[Measurement], path: Path | None = None) -> Path:
-    """Merge ``rows`` into the file (None: the user's); an unreadable file is replaced."""
+    """Merge ``rows`` into the file (None: the user's), in place of older ones of their identity; an unreadable file is
+    replaced."""
     merged = {row.identity: row for row in [*load(path or STORE.user_file), *rows]}
     return STORE.save([dataclasses.asdict(row) for row in merged.values()], path)
 

@@ -1,7 +1,5 @@
-"""Launch parameters of ``small_linear``'s kernels: looked up in measurements, else by a rule.
-
-Both the op and the measuring (``small_linear.py``) import this file. The user's file is keyed by device and Triton version,
-the shipped one by device.
+"""Launch parameters of ``small_linear``'s kernels: looked up in measurements (``small_linear.py``), else by a rule. The user's
+file is keyed by device and Triton version, the shipped one by device.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ def decode_triton(
     dim_v, half = v_cache.shape[3], q.dtype.itemsize == 2
     width, limit = table.shape[1] * k_cache.shape[1], options.limit
     block = (64 if max(dim, dim_v) <= 128 else 32) if half else 16
-    splits = num_splits(tokens * heads, min(limit, width), block, q.device)
+    # At most three programs for each multiprocessor, as many as fit there, of at least four steps each.
+    splits = max(1, min(3 * host.num_sms(q.device) // (tokens * heads), min(limit, width) // (4 * block)))
     out = torch.empty(tokens, splits, heads, dim_v, dtype=torch.float32 if splits > 1 else q.dtype, device=q.device)
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device) if splits > 1 else None
     at_once = max(1, SCORE_BYTES // (heads * width * 12))
@@ -89,9 +90,3 @@ def decode_triton(
                table.stride(0), listed.shape[2], limit, heads, scale, softcap, heads // k_cache.shape[2],
                host.cache_layout(caches), block, 4 if half else 1, num_warps=4)
     return out[:, 0] if lse is None else merge_states_triton(out, lse, q.dtype)[0]
-
-
-def num_splits(slots: int, keys: int, block: int, device: torch.device) -> int:
-    """Programs per token and head, from shapes only: together at most three for each multiprocessor, as many as fit there, of
-    at least four steps each."""
-    return max(1, min(3 * host.num_sms(device) // slots, keys // (4 * block)))

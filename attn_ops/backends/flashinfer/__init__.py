@@ -12,13 +12,12 @@ refills before each replay, allocating nothing. See NOTE [Padding]: rows without
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import (
     AttentionBackend,
     AttentionCapabilities,
@@ -29,19 +28,13 @@ from quire.attn_ops.backend import (
 )
 from quire.attn_ops.backends.flashinfer.modules import begin, ready
 from quire.attn_ops.backends.flashinfer.state import FlashInferState, Group
-from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.metadata import CommonAttentionMetadata
-from quire.attn_ops.step import Step, StepLimits, current_step
+from quire.attn_ops.step import Step, current_step
 from quire.attn_ops.vendor import ONE_SCALE, missing, no_compiler, too_old
 
 NAME = "flashinfer"
-
-
-def make_prompts_state(sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> FlashInferState:
-    """The state of a backend that serves prompts beside another."""
-    return FlashInferState(sites, cache, limits, prompts_only=True)
 
 
 def keys_share(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
@@ -51,12 +44,8 @@ def keys_share(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
 
 
 def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
-    """Plan the step's batch.
-
-    Raises:
-        RuntimeError: the step has no state, or its CUDA graph was not captured, or not for this number of rows.
-        ValueError: the batch is larger than the StepLimits of the state.
-    """
+    """Raises RuntimeError if the step has no state, or its CUDA graph was not captured, or not for this number of rows, and
+    ValueError for a batch larger than the StepLimits of the state."""
     if NAME not in step.states:
         raise RuntimeError("flashinfer: no state; set step.states['flashinfer'] = make_state(sites, cache, limits)")
     step.states[NAME].plan(metadata, step)
@@ -122,7 +111,7 @@ BACKEND = AttentionBackend(
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
     make_state=FlashInferState,
     plan=plan, plans_windows=True,
-    prefill=PrefillPart(ready, make_prompts_state, begin, QUANTIZED_KV_DTYPES),
+    prefill=PrefillPart(ready, functools.partial(FlashInferState, prompts_only=True), begin, QUANTIZED_KV_DTYPES),
     priority={"cuda": 20},
     packages=("flashinfer-python", "triton"),
 )
