@@ -28,7 +28,6 @@ class ChannelMoments:
         self.tokens = 0
 
     def reset(self) -> None:
-        """Forget what was measured."""
         for sums in self.sums.values():
             for total in sums:
                 total.zero_()

@@ -1,6 +1,5 @@
 """Backends made of backends: one per phase of a batch, or one per kind of layer. The op of a composite chooses a part and calls
-that part's op; its other hooks call those of all parts. It declares what every part that may serve a site declares.
-"""
+that part's op; its other hooks call those of all parts. It declares what every part that may serve a site declares."""
 
 from __future__ import annotations
 
@@ -33,7 +32,6 @@ KINDS = ("full", "window", "chunk")
 
 
 def kind_of(window: int | None, chunk: int | None) -> str:
-    """The kind of a site with this window and chunk."""
     return "chunk" if chunk is not None else "window" if window is not None else "full"
 
 

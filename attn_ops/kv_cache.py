@@ -170,7 +170,6 @@ class PagedKVCache:
         return self.k[i], None if self.latent[i] else self.v[i], self.k_scale[i], self.v_scale[i]
 
     def is_latent(self, layer: int) -> bool:
-        """Whether that layer holds latent vectors."""
         return self.latent[self.index(layer)]
 
     def check(self, site: AttentionSite) -> None:

@@ -1,6 +1,5 @@
 """Storing a step's keys and values, or latent vectors, in the paged cache: on a GPU in one launch. In PyTorch
-(``kv_quant.write_kv``, the definition, of the same bits) it takes seven for keys and seven for values.
-"""
+(``kv_quant.write_kv``, the definition, of the same bits) it takes seven for keys and seven for values."""
 
 from __future__ import annotations
 

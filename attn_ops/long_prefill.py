@@ -109,11 +109,8 @@ def leading_ones(query_lens: np.ndarray) -> int:
 
 @dataclass(frozen=True, eq=False)
 class LongPrefill(Composite):
-    """Args:
-        parts: REST, PREFILL.
-        rule: (PREFILL, REST, site, device=, page_size=, kv_dtype=, layout=) -> the rule for a site, None without times.
-        logged: reasons that are in the log.  failed: why PREFILL failed, by device.  known: rules by kind and cache.
-    """
+    """Of REST and PREFILL. ``rule``: (PREFILL, REST, site, device=, page_size=, kv_dtype=, layout=) -> the rule for a site,
+    None without times. ``logged``: reasons that are in the log. ``failed``: why PREFILL failed, by device."""
 
     rule: Callable[..., PrefillRule | None] = tuning.rule
     logged: set[str] = field(default_factory=set)
@@ -143,7 +140,6 @@ class LongPrefill(Composite):
         return self.prefill.prefill is not None and kv_dtype in self.prefill.prefill.kv_dtypes
 
     def begin_warm_up(self, sites: Sequence[AttentionSite], device: torch.device, seconds: float) -> None:
-        """``AttentionBackend.begin_warm_up``."""
         part, able = self.prefill.prefill, self._able(sites, device)
         if part is not None and part.begin is not None and able:
             part.begin(able, device, seconds)
@@ -236,7 +232,6 @@ class LongPrefill(Composite):
             logger.warning("attention %s: a step runs on %s, later ones try again: %s", self.name, self.rest.name, why)
 
     def plan(self, metadata: CommonAttentionMetadata, step: Step) -> None:
-        """Choose, and plan for the choice."""
         state: State = step.states[self.name]
         step.states.update(state.parts)
         state.step, state.serving, state.prepared = None, frozenset(), {}

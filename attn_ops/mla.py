@@ -12,8 +12,7 @@ So a cache of ``[c, k_rope]``, rank + R numbers per token in place of H * (D + D
 
 In these *absorbed* terms all H heads attend to one key head of dim rank + R whose value is its first rank numbers. A prefill of
 many tokens takes fewer products with keys and values expanded (``mla_prefill.py``). ``kv_b`` is always the model's own
-parameter,
-read in every step: weights that are updated in place reach the next step.
+parameter, read in every step: weights that are updated in place reach the next step.
 
 =======  ==========================================================================================================
 Dn, R    numbers of a query and a key without and with rotary embedding; D = Dn + R, the rotary part comes last
@@ -48,8 +47,7 @@ MLA_PAGED_SCHEMA = (
 def mla_attention_eager(q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, *, layer: int,
                         scale: float) -> torch.Tensor:
     """The semantic op: q (B, H, S, D), c (B, Sk, rank), k_rope (B, Sk, R), kv_b (H * (Dn + Dv), rank) -> (B, H, S, Dv).
-    Expanded
-    to keys and values, in float32 or better: the specification. Queries are the last S of Sk tokens."""
+    Expanded to keys and values, in float32 or better: the specification. Queries are the last S of Sk tokens."""
     _check(q, c, k_rope, kv_b)
     heads, nope = q.shape[1], q.shape[3] - k_rope.shape[2]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -118,8 +116,8 @@ def define_mla_op(name: str, impl: Callable[..., torch.Tensor], devices: Iterabl
                   launches: bool = False) -> Any:
     """Register ``impl`` as ``quire::<name>_mla_paged_attention`` with MLA_PAGED_SCHEMA and its fake, for "CPU", "CUDA" or both;
     return the op overload. ``impl`` stores the step's latent vectors at their slots of ``cache``, mutates nothing else, and
-    gives zeros for padding tokens (NOTE [Padding]); it gets scales only where the backend declares
-    ``latent_kv_dtypes``. ``launches``: see ``define_op``."""
+    gives zeros for padding tokens (NOTE [Padding]); it gets scales only where the backend declares ``latent_kv_dtypes``.
+    ``launches``: see ``define_op``."""
     keys, impl = set(devices), breakable(impl, _paged_fake)
     return define_op(f"{name}_mla_paged_attention{MLA_PAGED_SCHEMA}", cpu=impl if "CPU" in keys else None,
                      cuda=impl if "CUDA" in keys else None, fake=_paged_fake, launches=launches)

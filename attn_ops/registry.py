@@ -56,7 +56,6 @@ class Registry:
         return dict(self._backends), dict(self._broken)
 
     def get(self, name: str) -> AttentionBackend:
-        """See ``get_backend``."""
         backends, broken = self.load()
         if name in backends:
             return backends[name]

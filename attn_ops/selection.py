@@ -70,12 +70,9 @@ def select_backend(
 ) -> Selection:
     """Choose the backend for a model: ``name``, or for "auto" the best that can serve every site; where none can, the best for
     each kind of layer (``attn_ops/composite.py``). The best is the fastest by what was measured on this device
-    (``attn_ops/tuning/attention.py`` has the rule), else the first in order of priority. Nothing is measured here.
-
-    Raises:
-        UnsupportedAttention: no backend (or not the one asked for) can; lists the site, its needs, and each reason.
-        ValueError: there is no backend called ``name``.
-    """
+    (``attn_ops/tuning/attention.py`` has the rule), else the first in order of priority. Raises UnsupportedAttention, which
+    lists the site, its needs, and each reason, if no backend (or not the one asked for) can, and ValueError for an unknown
+    name."""
     name = attention_name(name)
     cache: dict[str, Any] = {"page_size": page_size, "kv_dtype": kv_dtype, "layout": layout}
 

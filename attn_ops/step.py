@@ -1,9 +1,8 @@
 """The paged step in progress: the context that a forward cannot take as an argument.
 
 A model's forward has no parameter for a KV cache and batch metadata (some models drop unknown keyword arguments), so they
-travel
-in a context variable: ``with step(cache, metadata): model(...)``. Compiled graphs read the tensors here once, at their start,
-and take them as graph inputs; backends that plan on the host find their state here. Two threads can each run a step.
+travel in a context variable: ``with step(cache, metadata): model(...)``. Compiled graphs read the tensors here once, at their
+start, and take them as graph inputs; backends that plan on the host find their state here. Two threads can each run a step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """What backends of vendors' packages share: why a package cannot be used, tables by token, and ops of kernels that only decode.
-They import their packages at the first call, never before: `quire backends` and the registry load without them.
-"""
+They import their packages at the first call, never before: `quire backends` and the registry load without them."""
 
 from __future__ import annotations
 
@@ -154,7 +153,6 @@ def paged_by_token(name: str, capabilities: AttentionCapabilities, attend: Calla
         query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
         scale: float, window: int | None, softcap: float | None, chunk: int | None,
     ) -> torch.Tensor:
-        """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
         refuse(name, capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
         store_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
         if not q.shape[0]:
@@ -180,7 +178,6 @@ def mla_by_token(attend: Callable[..., torch.Tensor], multiple: Callable[[int], 
         slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
         prepared: list[torch.Tensor], *, scale: float,
     ) -> torch.Tensor:
-        """Store [c, k_rope], then attend: q (T, H, D) -> (T, H, Dv)."""
         heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
         store_latent(c, k_rope, cache, slot_mapping)
         w_uk, w_uv = split_weight(kv_b, heads, nope)

@@ -1,6 +1,5 @@
 """Backend ``aiter``: AMD's AI Tensor Engine (package amd-aiter) on MI300 and newer. Not verified on hardware. Its kernels read
-pages of one token: ``prepare`` lays the slots of all sequences end to end.
-"""
+pages of one token: ``prepare`` lays the slots of all sequences end to end."""
 
 from __future__ import annotations
 
@@ -45,7 +44,6 @@ def paged_attention(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
     scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
-    """Store k and v, then attend: q (T, H, D) -> (T, H, D)."""
     refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     store_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     tokens, heads, dim = q.shape

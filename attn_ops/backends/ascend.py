@@ -1,6 +1,5 @@
 """Backend ``ascend``: Huawei's NPUs through torch_npu. Not verified on hardware. Its kernels take the lengths on the host,
-which a step's metadata has. Steps are not captured: an NPU graph needs new lengths on the host at each replay.
-"""
+which a step's metadata has. Steps are not captured: an NPU graph needs new lengths on the host at each replay."""
 
 from __future__ import annotations
 
@@ -30,7 +29,6 @@ def paged_attention(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
     scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
-    """Store k and v, then attend: q (T, H, D) -> (T, H, D)."""
     refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     step = current_step()
     if step is None:

@@ -20,7 +20,6 @@ LIBRARY = "sgl_kernel"
 
 def attend(query: torch.Tensor, rotary: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor,
            scale: float, nope: int) -> torch.Tensor:
-    """See ``mla_by_token``."""
     workspace = state_of(NAME, lambda: _workspace(table.shape[1], len(query), query.device))
     return importlib.import_module(LIBRARY).cutlass_mla_decode(
         q_nope=query.contiguous(), q_pe=rotary.contiguous(), kv_c_and_k_pe_cache=cache, seq_lens=lens,

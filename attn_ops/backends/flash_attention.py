@@ -67,7 +67,6 @@ def paged_attention(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
     scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
-    """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
     refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     name, lib = _variant_and_module()
     store_kv(k, v, k_cache, v_cache, None, None, slot_mapping)

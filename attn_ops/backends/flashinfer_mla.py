@@ -122,7 +122,6 @@ def mla_paged_attention(
     slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
     prepared: list[torch.Tensor], *, scale: float,
 ) -> torch.Tensor:
-    """Store [c, k_rope], then run the step's plan: q (T, H, D) -> (T, H, Dv)."""
     step = current_step()
     state = None if step is None else step.states.get(NAME)
     if step is None or state is None or state.step is None or state.step() is not step:

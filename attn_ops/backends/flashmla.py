@@ -21,7 +21,6 @@ NAME, PAGE_SIZE, RANK, ROPE = "flashmla", 64, 512, 64
 
 def attend(query: torch.Tensor, rotary: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor,
            scale: float, nope: int) -> torch.Tensor:
-    """See ``mla_by_token``."""
     package = importlib.import_module("flash_mla")
     return package.flash_mla_with_kvcache(
         torch.cat([query, rotary], dim=-1)[:, None], cache[:, :, None], table, lens, RANK, package.get_mla_metadata()[0],

@@ -110,7 +110,6 @@ def paged_attention(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
     scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
-    """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
     check_scales(k_cache, k_scale, v_scale)
     store_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
     (tokens, heads, _), room, rows = q.shape, block_table.shape[1] * k_cache.shape[1], seq_lens.shape[0]

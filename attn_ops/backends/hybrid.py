@@ -1,11 +1,9 @@
 """Backends ``hybrid:PREFILL+DECODE``: one backend for prefill, another for decoding, chosen step by step.
 
 Steps of at most one token per sequence go to DECODE, and so does every step that runs as a CUDA graph; all others go to
-PREFILL. Steps too large for a graph are those in which prefill takes the time. Where DECODE allows graphs of such batches only
-and PREFILL of any batch, graphs of other batches are PREFILL's, so that all steps can be captured. MLA layers are served from
-latent vectors where both can.
-
-``hybrid:PREFILL+DECODE@long`` gives PREFILL only the steps in which it was measured faster (``attn_ops/long_prefill.py``).
+PREFILL. Where DECODE allows graphs of such batches only and PREFILL of any batch, graphs of other batches are PREFILL's, so
+that all steps can be captured. MLA layers are served from latent vectors where both can. ``hybrid:PREFILL+DECODE@long`` gives
+PREFILL only the steps in which it was measured faster (``attn_ops/long_prefill.py``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Backend ``intel_amx``: the CPU kernels of sgl-kernel, for processors with AMX. Not verified on hardware. They index the cache
-by token, and take the step's keys and values beside it.
-"""
+by token, and take the step's keys and values beside it."""
 
 from __future__ import annotations
 
@@ -23,7 +22,6 @@ def paged_attention(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
     scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
-    """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
     refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     importlib.import_module("sgl_kernel")  # registers torch.ops.sgl_kernel
     heads, page_size = q.shape[1], k_cache.shape[1]

@@ -1,7 +1,5 @@
 """Backend ``trtllm_mla``: TensorRT-LLM's kernels for MLA on the latent cache, through FlashInfer, on datacenter Blackwell GPUs.
-Not verified on hardware; its call is tested against the signature of flashinfer-python 0.7.2.
-A decoder (``mla_by_token``).
-"""
+Not verified on hardware; its call is tested against the signature of flashinfer-python 0.7.2. A decoder (``mla_by_token``)."""
 
 from __future__ import annotations
 
@@ -26,7 +24,6 @@ def _columns(page_size: int) -> int:
 
 def attend(query: torch.Tensor, rotary: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor,
            scale: float, nope: int) -> torch.Tensor:
-    """See ``mla_by_token``."""
     return importlib.import_module(LIBRARY).trtllm_batch_decode_with_kv_cache_mla(
         query=torch.cat([query, rotary], dim=-1)[:, None], kv_cache=cache,
         workspace_buffer=state_of(NAME, lambda: _workspace(query.device)), qk_nope_head_dim=nope, kv_lora_rank=RANK,

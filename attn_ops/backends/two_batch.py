@@ -9,9 +9,8 @@ sequences stays whole, and so does one outside a step. In a CUDA graph the cut i
 only batches of one token per sequence are captured. Never chosen by ``attention="auto"``.
 
 Elsewhere two batches overlap over the whole model, so that one computes while the other waits for other GPUs. Here no pass
-splits
-the graph of a model: quire has one GPU and nothing to wait for, and both halves would read all weights, whose bytes decode
-steps are bound by. Prefill is bound by products that fill the GPU alone.
+splits the graph of a model: quire has one GPU and nothing to wait for, and both halves would read all weights, whose bytes
+decode steps are bound by. Prefill is bound by products that fill the GPU alone.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ class TwoBatches:
         self.halves: list[tuple[slice, slice, Step]] = []
 
     def plan(self, meta: CommonAttentionMetadata, step: Step) -> None:
-        """Cut the batch, and plan the halves."""
         captured, rows, tokens = step.graph_key is not None, meta.seq_lens.shape[0], meta.num_tokens
         cut = find_cut(meta.query_start_loc_cpu.numpy(), captured)
         if cut is None:

@@ -47,7 +47,6 @@ def kernels(heads: int, kv_heads: int, dim: int, dim_v: int, dtype: torch.dtype,
 
 def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, *,
            scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
-    """See ``paged_by_token``."""
     (tokens, heads, dim), dim_v, page_size = q.shape, v_cache.shape[3], k_cache.shape[1]
     out = q.new_empty(tokens, heads, dim_v)
     first, second = kernels(heads, k_cache.shape[2], dim, dim_v, q.dtype, scale, softcap or 0.0)

@@ -1,8 +1,4 @@
-"""Ragged batches in a paged cache: to check a backend, or to time it.
-
-``lay_out`` makes a batch with its pages shuffled and noise in every slot that no sequence owns, ``run`` puts it through a
-backend as a model's forward does, and ``check`` also compares the output with the reference and the cache bit by bit.
-"""
+"""Ragged batches in a paged cache: to check a backend, or to time it."""
 
 from __future__ import annotations
 
@@ -130,11 +126,9 @@ class Batch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of the paged op."""
         return {name: getattr(self.site, name) for name in ("scale", "window", "softcap", "chunk")}
 
     def arguments(self, prepared: Sequence[torch.Tensor] = ()) -> tuple[Any, ...]:
-        """Positional arguments of the paged op."""
         return (self.q, self.k, self.v, *self.cache.of_layer(0), *self.tables, self.sinks, list(prepared))
 
     def buffers(self) -> list[torch.Tensor]:
@@ -142,14 +136,12 @@ class Batch:
         return [tensor for tensor in self.arguments()[:12] if tensor is not None]
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """The tensors that the op only reads."""
         names = ("q", "k", "v", "slot_mapping", "block_table", "query_start_loc", "seq_lens", "sinks")
         tensors = (self.q, self.k, self.v, *self.tables, self.sinks)
         return {name: tensor for name, tensor in zip(names, tensors, strict=True) if tensor is not None}
 
     @property
     def held(self) -> dict[str, torch.Tensor]:
-        """The cache's tensors, by name."""
         names = ("key", "value", "key scale", "value scale")
         return {n: t for n, t in zip(names, self.cache.of_layer(0), strict=True) if t is not None}
 
@@ -166,7 +158,6 @@ class Batch:
         return quantize(new, self.cache.dtype) if self.cache.quantized else (new, None)
 
     def pour(self, fill: float | None, generator: torch.Generator) -> None:
-        """Fill the whole cache with ``fill``, or noise."""
         for tensor in self.held.values():
             noise = (torch.tensor(fill, device=tensor.device) if fill is not None else
                      torch.empty(tensor.shape, device=tensor.device).normal_(0, NOISE, generator=generator))
@@ -206,7 +197,7 @@ def lay_out(
     strided: bool = False, fill: float | None = None, expect: bool = True, fast_tanh: bool = False, seed: int = 0,
     shared: int = 0,
 ) -> Batch:
-    """A batch in which sequence r schedules the last query_lens[r] of its seq_lens[r] tokens.
+    """A batch in which sequence r schedules the last query_lens[r] of its seq_lens[r] tokens, with its pages shuffled.
 
     Args:
         kv_dtype: of the cache; None: the site's.
@@ -299,11 +290,8 @@ def prepared(backend: AttentionBackend, batch: Batch) -> list[torch.Tensor]:
 
 def run(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeForm = PLAIN, **step_options: Any) -> torch.Tensor:
     """The batch through the backend as in a model's forward: state and plan on the host, then ``prepare`` and the op.
-    ``step_options``: of ``Step``.
-
-    With ``rotary`` through ``rope_op``, on q and k that a rotation of ``rotary`` dimensions turns into the batch's: by quarter
-    turns, which are exact.
-    """
+    ``step_options``: of ``Step``. With ``rotary`` through ``rope_op``, on q and k that a rotation of ``rotary`` dimensions
+    turns into the batch's: by quarter turns, which are exact."""
     with planned(backend, batch, **step_options):
         arguments = batch.arguments(prepared(backend, batch))
         if not rotary:

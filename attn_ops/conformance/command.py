@@ -15,8 +15,16 @@ import torch
 from quire.attn_ops.backend import dtype_name, listed
 from quire.attn_ops.conformance.lanes import work_off
 from quire.attn_ops.conformance.ops import op_checks
-from quire.attn_ops.conformance.record import Result, read_results, write_record
-from quire.attn_ops.conformance.report import DTYPES, backend_checks, first_dtype, print_table, run_checks
+from quire.attn_ops.conformance.report import (
+    DTYPES,
+    Result,
+    backend_checks,
+    first_dtype,
+    print_table,
+    read_results,
+    run_checks,
+    write_record,
+)
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.registry import all_backends, get_backend
 
@@ -50,7 +58,6 @@ class Case:
 
 
 def run_case(case: Case) -> Result:
-    """Make one check."""
     (result,) = run_checks([each for each in case.checks() if each[0] == case.check])
     return result
 
@@ -73,7 +80,6 @@ class Run:
         return [self.results[name] for name in self.names if name in self.results]
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
         return {**self.case.key, "quick": self.case.quick, "reason": self.reason, "left": self.left,
                 "results": [asdict(result) for result in self.done]}
 

@@ -80,8 +80,7 @@ def work_off(tasks: Sequence[Task], function: Callable[[Task], Answer], take: Ca
     """Run ``function``, which can be imported by name, on the tasks in this order; ``take`` their answers, one at a time.
 
     Args:
-        failed: makes the answer for a task whose process ended, or took too long.
-        jobs: processes; 1: this one.
+        failed: makes the answer for a task whose process ended, or took too long.  jobs: processes; 1: this one.
         until: by ``time.time()``; nothing is started after it, and with several processes what is not done by then is ended
             without an answer.
         each: seconds for one task, with several processes.

@@ -20,7 +20,7 @@ from quire.attn_ops.attention import AttentionSite, Latent, attention_eager
 from quire.attn_ops.backend import dtype_name
 from quire.attn_ops.conformance import sweeps
 from quire.attn_ops.conformance.batches import Batch, Failure, bits, planned, prepared, scattered
-from quire.attn_ops.conformance.checks import DECODE, MIXED, PREFILL, Kit, Rows, Skip
+from quire.attn_ops.conformance.checks import DECODE, MIXED, PREFILL, Kit, Rows, Skip, full_pages
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, quantize
 from quire.attn_ops.mla import mla_attention_eager, read_latent, split_weight
@@ -132,7 +132,7 @@ class MlaKit(Kit):
 
     def __init__(self, kit: Kit) -> None:
         super().__init__(replace(kit.backend, op=kit.backend.mla_op), kit.device, kit.dtype, kit.kv_dtype)
-        self.features = {}
+        self.features, self.op_name, self.op_options = {}, "mla_op", [{}]
         self.latents = [latent for latent in LATENTS if self.caps.mla_dims(*latent)]
 
     def checks(self) -> list[tuple[str, Callable[[], str | None]]]:
@@ -142,9 +142,9 @@ class MlaKit(Kit):
             ("split keys, chunk with a prefix", lambda: self.exact(LONG, LONG[:1])),
             ("long prefills", self.prefill),
             ("latent dims", self.latent_dims),
-            ("query heads", self.heads),
-            ("page sizes", self.all_pages),
-            ("layouts", self.all_layouts),
+            ("query heads", lambda: self.each("heads", HEADS, DECODE, MIXED)),
+            ("page sizes", lambda: self.each("page_size", self.page_sizes, MIXED)),
+            ("layouts", lambda: self.each("layout", self.layouts, MIXED)),
             *((f"KV cache {dtype_name(d)}", lambda d=d: self.quantized(d)) for d in sorted(QUANTIZED_KV_DTYPES, key=str)),
             ("padding", self.padding),
             ("stale metadata in padding", self.stale),
@@ -206,20 +206,11 @@ class MlaKit(Kit):
         for rows in (((60, 60),), ((1, 20), (0, 5), (60, 60), (70, 130), (1, 9)), ((100, 260), (3, 40))):
             self.exact(rows, latent=latent, pad=(2, 1))
 
-    def heads(self) -> str:
-        for heads in HEADS:
-            self.exact(DECODE, MIXED, heads=heads)
-        return ", ".join(map(str, HEADS))
-
-    def all_pages(self) -> str:
-        for page_size in self.page_sizes:
-            self.exact(MIXED, [(1, 2 * page_size + 1), (min(3, page_size), page_size)], page_size=page_size)
-        return ", ".join(map(str, self.page_sizes))
-
-    def all_layouts(self) -> str:
-        for layout in self.layouts:
-            self.exact(MIXED, layout=layout)
-        return ", ".join(self.layouts)
+    def each(self, option: str, values: Sequence[Any], *batches: Rows) -> str:
+        """The batches with each of these values; of page sizes also one that fills its pages."""
+        for value in values:
+            self.exact(*batches, *([full_pages(value)] if option == "page_size" else []), **{option: value})
+        return ", ".join(map(str, values))
 
     def updated(self) -> None:
         """Nothing of kv_b may be kept between calls."""
@@ -232,13 +223,3 @@ class MlaKit(Kit):
         live = batch.metadata.num_actual_tokens
         if torch.equal(first[:live], second[:live]):
             raise Failure("the output does not follow an update of kv_b in place")
-
-    def opcheck(self) -> str:
-        for rows in (DECODE, MIXED):
-            batch = self.batch(rows)
-            with planned(self.backend, batch), torch.enable_grad():
-                given = batch.arguments(prepared(self.backend, batch))
-                torch.library.opcheck(self.backend.op, given, batch.options, test_utils=self.op_tests)
-                if not self.backend.op(*given, **batch.options).is_contiguous():
-                    raise Failure("the output is not contiguous, which the fake says")
-        return "mla_op"

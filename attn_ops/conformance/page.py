@@ -29,7 +29,6 @@ GROUPS = {"shape ": "batch shapes", "page size ": "page sizes", "KV cache ": "qu
 
 
 def declared(backends: Sequence[AttentionBackend]) -> list[str]:
-    """What the backends declare, as a Markdown table."""
     lines = ["| backend | devices | dtypes | KV cache | head dims | page sizes | features | CUDA graphs | hardware |",
              "|---|---|---|---|---|---|---|---|---|"]
     for backend in backends:

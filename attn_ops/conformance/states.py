@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 def checks(kit: Kit) -> list[tuple[str, Callable[[], str | None]]]:
-    """(name, function) of each check."""
     if not kit.caps.lse:
         return []
     return [("states: causal, to all", lambda: lse(kit)), ("states: opcheck", lambda: opcheck(kit)),
@@ -34,7 +33,6 @@ def checks(kit: Kit) -> list[tuple[str, Callable[[], str | None]]]:
 
 
 def arguments(kit: Kit, batch: Batch) -> tuple[Any, ...]:
-    """Positional arguments of ``state_op``."""
     return (batch.q, batch.k, batch.v, *batch.cache.of_layer(0), *batch.tables, prepared(kit.backend, batch))
 
 

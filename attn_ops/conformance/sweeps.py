@@ -1,7 +1,5 @@
-"""Checks of the kit over families of batches: lengths at every boundary, vLLM's batch shapes, a batch cut in parts.
-
-The shapes and their names are those of vLLM's tests of attention backends, at this kit's head counts.
-"""
+"""Checks of the kit over families of batches: lengths at every boundary, a batch cut in parts, and the shapes of vLLM's tests
+of attention backends, by their names."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """``AttentionMetadataBuilder``, for engines whose backends need metadata objects of their own, as in vLLM. quire's backends are
-records whose ``plan`` and ``prepare`` do this work (``attn_ops/backend.py``), so its engine has no builder.
-"""
+records whose ``plan`` and ``prepare`` do this work (``attn_ops/backend.py``), so its engine has no builder."""
 
 from __future__ import annotations
 

@@ -1,16 +1,15 @@
 """Batch metadata of a paged step: which tokens belong to which sequence, and where their keys and values live.
 
-A step's tokens are ragged: all sequences end to end in one row of T tokens. Sequence r owns tokens
-``query_start_loc[r]`` to ``query_start_loc[r + 1]``; they are the *last* of its ``seq_lens[r]`` tokens, the earlier ones
-being in the cache already. Token t of sequence r has position p = seq_lens[r] - query_start_loc[r + 1] + t and its key and
-value go to slot ``block_table[r, p // page_size] * page_size + p % page_size``.
+A step's tokens are ragged: all sequences end to end in one row of T tokens. Sequence r owns tokens ``query_start_loc[r]`` to
+``query_start_loc[r + 1]``; they are the *last* of its ``seq_lens[r]`` tokens, the earlier ones being in the cache already.
+Token t of sequence r has position p = seq_lens[r] - query_start_loc[r + 1] + t and its key and value go to slot
+``block_table[r, p // page_size] * page_size + p % page_size``.
 
 NOTE [Padding]: a batch may be padded to a bucket's shape. Padding rows repeat the last ``query_start_loc`` (zero tokens) and
-have ``seq_lens`` 0; padding tokens have slot -1, "do not write". Page 0 is the null page: no sequence owns it, and padding
-rows of ``block_table`` hold it, and so do those of pages that every query of a sequence has left behind its window or chunk.
-Entries past a sequence's own pages may be any page, of others too: nothing may depend on them.
-Kernels accept rows of zero length, write no slot that is not mapped, and give zeros for padding tokens. Nothing in the
-contract reads a device tensor on the host.
+have ``seq_lens`` 0; padding tokens have slot -1, "do not write". Page 0 is the null page: no sequence owns it, and padding rows
+of ``block_table`` hold it, and so do those of pages that every query of a sequence has left behind its window or chunk. Entries
+past a sequence's own pages may be any page, of others too: nothing may depend on them. Kernels accept rows of zero length,
+write no slot that is not mapped, and give zeros for padding tokens. Nothing in the contract reads a device tensor on the host.
 """
 
 from __future__ import annotations
@@ -76,7 +75,6 @@ class CommonAttentionMetadata:
 
     @functools.cached_property
     def has_single_queries(self) -> bool:
-        """Whether some sequence has one token in this step."""
         return bool((self.query_lens_cpu == 1).any())
 
     @property

@@ -13,7 +13,6 @@ _override: KVCacheLayoutType | None = None
 
 
 def is_valid_kv_cache_layout(value: object) -> TypeGuard[KVCacheLayoutType]:
-    """Whether ``value`` is "NHD" or "HND"."""
     return value in get_args(KVCacheLayoutType)
 
 

@@ -1,6 +1,5 @@
 """Shapes of batches in which every sequence has equally many tokens, for kernels that verify drafts, and the programs of a
-causal convolution over a ragged batch. quire's engine has no speculation yet, and refuses convolutions.
-"""
+causal convolution over a ragged batch. quire's engine has no speculation yet, and refuses convolutions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Decodes and prefills of one batch: where the border is, and how to bring a batch into that order, for backends with a kernel
-for each. quire's scheduler puts decodes first already.
-"""
+for each. quire's scheduler puts decodes first already."""
 
 from __future__ import annotations
 

@@ -59,7 +59,6 @@ def sample_tokens(logits: Tensor, temperature: Tensor, seed: Tensor, position: T
 
 
 def sample_tokens_eager(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """The definition of `sample_tokens`, in plain PyTorch."""
     x, index = chunks(logits)
     sampled = winner(score(x, index, temperature, seed, position), index, temperature)
     if logits.dtype != torch.float64:
@@ -159,9 +158,8 @@ def score(x: Tensor, index: Tensor, temperature: Tensor, seed: Tensor, position:
 
 def winner(score: Tensor, index: Tensor, temperature: Tensor) -> Tensor:
     """(B,) int64: the token with the highest score in each row, the first of equals, or INVALID_TOKEN. One reduction finds
-    score
-    and token: the maximum of 64-bit keys with the score's rank above and the token below, complemented so that of equal scores
-    the lower token is the larger key. A NaN outranks all."""
+    score and token: the maximum of 64-bit keys with the score's rank above and the token below, complemented so that of equal
+    scores the lower token is the larger key. A NaN outranks all."""
     pattern = score.view(torch.int32)
     rank = torch.where(score.isnan(), _NAN_RANK, pattern ^ ((pattern >> 31) & 0x7FFF_FFFF))
     # Xor, not minus: torch.compile would do the subtraction from an index in 32 bits.

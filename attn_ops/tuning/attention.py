@@ -155,11 +155,8 @@ class Decision:
     passed_over: dict[str, list[str]]
 
 
-def _read(rows: Any) -> tuple[Measurement, ...]:
-    return tuple(Measurement.read(row) for row in rows)
-
-
-STORE = Store(Path(__file__).parent / "attention.json", "rows", _read, f"{COMMAND} to write them anew")
+STORE = Store(Path(__file__).parent / "attention.json", "rows", lambda rows: tuple(map(Measurement.read, rows)),
+              f"{COMMAND} to write them anew")
 
 
 def load(path: Path) -> tuple[Measurement, ...]:
@@ -237,7 +234,8 @@ def _decide(rows: list[Measurement], usable: Sequence[AttentionBackend], pairs: 
     options = [(cost(b), b, b) for b in measured]  # of equals the first in order of priority
     options += [(us[b.name] * PAIRED, pairs[b.name], b) for b in measured if b.name in pairs]
     _, chosen, best = min(options, key=lambda option: option[0])  # the backend, and the one of it that decodes
-    where = _where(sites, device)
+    kinds = list(dict.fromkeys(describe(s) for s in sites))
+    where = f"{device_name(device)}, {kinds[0]}" + (f" and {len(kinds) - 1} more" if len(kinds) > 1 else "")
     if guessed := [next(iter(by.values())) for (by, _), (shape, *_) in zip(found, classes, strict=True)
                    if all(row.shape != shape for row in by.values())]:
         where += f", by the nearest shape measured, {guessed[0].shape.describe(guessed[0].num_kv_heads)[0]}"
@@ -289,11 +287,6 @@ def _unmeasured(rows: list[Measurement], backend: AttentionBackend, shapes: list
             now = ", ".join(f"{n} {v}" for n, v in {"torch": own, **packages}.items())
             return f"measured with {then}, and here is {now}: {COMMAND}"
     return f"not measured on this device: {COMMAND}"
-
-
-def _where(sites: Sequence[AttentionSite], device: torch.device) -> str:
-    kinds = list(dict.fromkeys(describe(s) for s in sites))
-    return f"{device_name(device)}, {kinds[0]}" + (f" and {len(kinds) - 1} more" if len(kinds) > 1 else "")
 
 
 def describe(site: AttentionSite) -> str:

@@ -1,6 +1,5 @@
 """Launch parameters of ``small_linear``'s kernels: looked up in measurements (``small_linear.py``), else by a rule. The user's
-file is keyed by device and Triton version, the shipped one by device.
-"""
+file is keyed by device and Triton version, the shipped one by device."""
 
 from __future__ import annotations
 

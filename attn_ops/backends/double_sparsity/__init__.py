@@ -2,12 +2,12 @@
 
 Double sparsity (Yang et al., 2024, arXiv:2408.07092): a few channels of the keys show which tokens matter. A *label* is a key
 in CHANNELS channels of its head, chosen once by ``quire calibrate`` and read from FILE. Decoding multiplies each query head
-with the labels of all tokens, takes the TOKENS largest, and attends exactly to these. With ``all`` in place of
-CHANNELS:FILE whole keys are the labels: no file, no memory, and the bound of what channels can reach.
+with the labels of all tokens, takes the TOKENS largest, and attends exactly to these. With ``all`` in place of CHANNELS:FILE
+whole keys are the labels.
 
-Exact: sequences of at most max(TOKENS, DENSE_BELOW) tokens, and every step with a prefill, which the first backend in order of
-priority that needs no plan attends. Labels take CHANNELS / (D + Dv) of the memory of keys and values, beside the KV cache; they
-are made of the keys in it when an engine starts, and of the new keys in each step, so every step must run through this backend.
+Exact: sequences of at most max(TOKENS, DENSE_BELOW) tokens, and every step with a prefill, which another backend attends.
+Labels take CHANNELS / (D + Dv) of the memory of keys and values, beside the KV cache; they are made of the new keys in each
+step, so every step must run through this backend.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | N
         query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
         scale: float, window: int | None, softcap: float | None, chunk: int | None,
     ) -> torch.Tensor:
-        """Store k and v and their labels, then attend: q (T, H, D) -> (T, H, Dv)."""
         refuse(NAME, CAPABILITIES, k_scale, window=window, chunk=chunk, sinks=sinks)
         step = current_step()
         if step is None or name not in step.states:

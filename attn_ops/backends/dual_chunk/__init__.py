@@ -13,9 +13,9 @@ a layer whose rotary embedding quire does not find is served up to CHUNK tokens,
 
 With the others, the prefill of a sequence of more than DENSE_BELOW tokens is sparse (``vertical_slash.py``; DENSE_BELOW and
 LAST are ``sparse_attention_threshold`` and ``sparse_attention_last_q`` of such a model's config). The LAST last tokens of the
-step's part of it choose the keys and the distances that all of the part attend to, so that results depend on how a prompt is
-cut into parts. SIZES is VERTICAL:SLASH, numbers of keys and distances, or a checkpoint's ``sparse_attention_config.json``,
-which has both for each layer and head. Decoding is not sparse, nor is a part of one token.
+step's part of it choose the keys and the distances that all of the part attend to, so results depend on how a prompt is cut
+into parts. SIZES is VERTICAL:SLASH, numbers of keys and distances, or a checkpoint's ``sparse_attention_config.json``. Decoding
+is not sparse, nor is a part of one token.
 """
 
 from __future__ import annotations

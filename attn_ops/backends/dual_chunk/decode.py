@@ -21,11 +21,9 @@ def decode_by_chunk(
     """(T, H, Dv) of tokens whose keys are in the cache, zeros of padding tokens.
 
     Args:
-        q, turned: (T, H, D), before the norm and the rotary embedding, and behind them at the token's position; ``turned``
-            contiguous.
+        q, turned: (T, H, D), before the norm and the rotary embedding, and behind them, contiguous.
         far: cos and sin of the positions ``chunk`` + b * ``length``, in row b, as many as the longest sequence has far chunks,
-            and the norm.
-        longest: tokens of the longest sequence.
+            and the norm.  longest: tokens of that sequence.
     """
     caches = Caches(k_cache, v_cache, None, None)
     host.check_cache_strides("decoding by chunks", caches)

@@ -88,18 +88,14 @@ def sparse_attention(
     values: torch.Tensor, sizes: Sequence[tuple[int, int]], last: int, *, scale: float, softcap: float | None,
     use_kernel: bool,
 ) -> torch.Tensor:
-    """The prefill of one sequence, ``row``.
+    """The prefill of one sequence, ``row``: (queries, H, Dv).
 
     Args:
         rotated: (T, H, D), queries of the batch at their positions.
         far_query: (b, some of the batch's tokens) -> their queries as from CHUNK + b * L.
         keys, values: (total, Hkv, D), (total, Hkv, Dv).
-        sizes: numbers of keys and distances of each head.
-        last: queries that choose.
+        sizes: numbers of keys and distances of each head.  last: queries that choose.
         use_kernel: in a Triton kernel, else in plain PyTorch.
-
-    Returns:
-        (queries, H, Dv).
     """
     def far(b: int, begin: int, end: int) -> torch.Tensor:
         return far_query(b, slice(row.begin + begin, row.begin + end))

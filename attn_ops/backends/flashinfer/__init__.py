@@ -1,13 +1,12 @@
 """Backend ``flashinfer``: FlashInfer's decode and prefill kernels, on CUDA.
 
-FlashInfer divides a batch's work among the GPU's processors on the host ("planning"), for all layers of a Group. ``plan``
-does that once per step; the paged op stores the new keys and values and runs the plan. Rows (sequences) of one token at the
-head of a batch go to the decode kernel, all others to the prefill kernel: schedule decodes first. Sinks follow from the
-log-sum-exp, so they need no kernels of their own. Quantized caches are served for long prompts only, whose keys are copied as
-they read back (``contiguous.py``): a decode reads each key once, and a copy would read and write it twice more.
+FlashInfer divides a batch's work among the GPU's processors on the host, for all layers of a Group: ``plan`` does that once per
+step. Sequences of one token at the head of a batch go to the decode kernel, all others to the prefill kernel: schedule decodes
+first. Sinks follow from the log-sum-exp. Quantized caches are served for long prompts only, whose keys are copied as they read
+back (``contiguous.py``): a decode reads each key once, and a copy would read and write it twice more.
 
 Only batches of one token per sequence are captured in CUDA graphs. A graph's kernels read persistent buffers, which ``plan``
-refills before each replay, allocating nothing. See NOTE [Padding]: rows without tokens give zeros, whatever their queries.
+refills before each replay, allocating nothing. See NOTE [Padding]: rows without tokens give zeros.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ def paged_attention(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
     scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
-    """Store k and v, then run the step's plan."""
     if chunk is not None:
         raise UnsupportedAttention("the flashinfer backend has no chunked attention")
     step = current_step()

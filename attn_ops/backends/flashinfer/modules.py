@@ -34,8 +34,6 @@ _builds: dict[tuple[Module, ...], Build] = {}
 
 
 class Module(NamedTuple):
-    """What FlashInfer compiles one module for."""
-
     kernels: str
     dtype: str
     dim: int
