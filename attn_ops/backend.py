@@ -47,6 +47,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.attn_ops.attention import AttentionSite, dtype_name
 from quire.attn_ops.breaks import breakable
@@ -126,10 +127,8 @@ class AttentionCapabilities:
     any_batch: bool = False
     cudagraph_support: CudagraphSupport = CudagraphSupport.NEVER
 
-    def reasons_against(
-        self, site: AttentionSite, *, device: torch.device, page_size: int | None = None,
-        kv_dtype: torch.dtype | None = None, layout: str | None = None,
-    ) -> list[str]:
+    def reasons_against(self, site: AttentionSite, *, device: torch.device, page_size: int | None = None,
+                        kv_dtype: torch.dtype | None = None, layout: str | None = None) -> list[str]:
         """Why this backend cannot serve ``site``; empty if it can."""
         why, kv_dtype = list[str](), kv_dtype or site.dtype
         if device.type not in self.devices:
@@ -221,13 +220,12 @@ class AttentionBackend:
             result as ``prepared``. Device work only: no sync, no shape that depends on data.
         priority: place in the order of ``attention="auto"``, by device type; lower is tried first, missing is not tried.
         packages: distributions, besides torch, that its speed depends on.
-        verified: whether the kit has passed on the hardware that it is for. False: only its calls have been checked, against
-            the signatures that its package publishes; tables say so.
+        verified: whether the kit has passed on the hardware that it is for. False: only its calls have been checked.
         route: for a backend made of backends: site -> which of them serve it, as text.
         approximate: what its results leave out, for tables and logs; "": it is exact. Never chosen by "auto".
         every_step: it keeps data about the cached keys, so another backend cannot take some of the steps.
-        page_bytes: (site, page_size) -> bytes that it keeps of each page of that layer in ``PagedKVCache.beside``, which count
-            when the KV cache is sized. With ``every_step``.
+        page_bytes: (site, page_size) -> bytes that it keeps of each page of that layer in ``PagedKVCache.beside``; with
+            ``every_step``.
         plans_windows: its plan takes ``Step.window_metadata``, where there are some, for sites with a window or chunk, so that
             these may have page numbers of their own. Without a plan that needs nothing.
         same_in_graphs: a captured step has the kernels and grids of an uncaptured one of the same shape, whatever its number of
@@ -255,7 +253,7 @@ class AttentionBackend:
     rope_op: Any | None = None
     mla_op: Any | None = None
     state_op: Any | None = None
-    varlen: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    varlen: Callable[..., tuple[Tensor, Tensor]] | None = None
     rope_forms: bool = False
     make_state: Callable[..., Any] | None = None
     plan: Callable[..., None] | None = None
@@ -292,7 +290,7 @@ class AttentionBackend:
     def bytes_beside(self, site: AttentionSite, page_size: int) -> int:
         return 0 if self.page_bytes is None else self.page_bytes(site, page_size)
 
-    def prepared(self, *tables: Any) -> list[torch.Tensor]:
+    def prepared(self, *tables: Any) -> list[Tensor]:
         """What ``prepare`` makes of the tables and the page size; [] without it."""
         return [] if self.prepare is None else list(self.prepare(*tables))
 
@@ -341,15 +339,12 @@ class UnsupportedAttention(ValueError):
     """A model, or one attention site of it, needs what cannot be honoured. The message lists what, and why not."""
 
 
-def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Iterable[str] = ("CPU", "CUDA"),
+def define_paged_op(name: str, impl: Callable[..., Tensor], devices: Iterable[str] = ("CPU", "CUDA"),
                     rope: bool = False, launches: bool = False) -> Any:
-    """Register ``impl`` as ``quire::<name>_paged_attention`` with PAGED_SCHEMA and its fake; return the op overload.
-
-    Args:
-        impl: see this module's docstring. It mutates the caches and scales and nothing else.
-        devices: dispatch keys.  launches: see ``define_op``.
-        rope: register ``quire::<name>_rope_paged_attention`` with ROPE_PAGED_SCHEMA instead.
-    """
+    """Register ``impl`` (see this module's docstring; it mutates the caches and scales and nothing else) as
+    ``quire::<name>_paged_attention`` with PAGED_SCHEMA and its fake; return the op overload. ``devices``: dispatch keys.
+    ``rope``: register ``quire::<name>_rope_paged_attention`` with ROPE_PAGED_SCHEMA instead. ``launches``: see
+    ``define_op``."""
     schema = f"{name}_rope_paged_attention{ROPE_PAGED_SCHEMA}" if rope else f"{name}_paged_attention{PAGED_SCHEMA}"
     keys, fake = set(devices), _rope_paged_fake if rope else _paged_fake
     impl = breakable(impl, fake)
@@ -360,29 +355,28 @@ def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Itera
     return op
 
 
-def define_prepare(name: str, impl: Callable[..., list[torch.Tensor]], fake: Callable[..., list[torch.Tensor]]) -> Any:
+def define_prepare(name: str, impl: Callable[..., list[Tensor]], fake: Callable[..., list[Tensor]]) -> Any:
     """Register ``impl`` as ``quire::<name>_prepare`` with PREPARE_SCHEMA, for CPU and CUDA; return the op overload."""
     return define_op(f"{name}_prepare{PREPARE_SCHEMA}", cpu=impl, cuda=impl, fake=fake)
 
 
-def define_state_op(name: str, impl: Callable[..., tuple[torch.Tensor, torch.Tensor]], launches: bool = False) -> Any:
+def define_state_op(name: str, impl: Callable[..., tuple[Tensor, Tensor]], launches: bool = False) -> Any:
     """Register ``impl`` as ``quire::<name>_attention_state`` with STATE_SCHEMA and its fake, for CPU and CUDA; return the op
     overload. ``launches``: see ``define_op``."""
     return define_op(f"{name}_attention_state{STATE_SCHEMA}", cpu=impl, cuda=impl, fake=_state_fake, launches=launches)
 
 
-def _state_fake(q: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _state_fake(q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return _paged_fake(q, *args, **kwargs), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _paged_fake(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor,
-                v_cache: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _paged_fake(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor,
+                v_cache: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
 
 
-def _rope_paged_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_norm: Any,
-                     k_norm: Any, eps: float, k_cache: torch.Tensor, v_cache: torch.Tensor, *args: Any, **kwargs: Any
-                     ) -> torch.Tensor:
+def _rope_paged_fake(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm: Any, k_norm: Any, eps: float,
+                     k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return _paged_fake(q, k, v, k_cache, v_cache)
 
 

@@ -86,13 +86,9 @@ def common_capabilities(parts: Sequence[AttentionBackend], serving: Any, support
 
 @dataclass(frozen=True, eq=False)
 class Composite:
-    """Args:
-        name: of the composite backend.
-        parts: without repetition.
-        choose: (tokens, rows of the batch, window, chunk) -> the part that attends.
-        planned: (tokens, rows, whether the step runs as a CUDA graph) -> the parts whose plan a step needs.
-        site_parts: the parts that may serve a site.
-    """
+    """``parts``: without repetition. ``choose``: (tokens, rows of the batch, window, chunk) -> the part that attends.
+    ``planned``: (tokens, rows, whether the step runs as a CUDA graph) -> the parts whose plan a step needs. ``site_parts``:
+    those that may serve a site, or why there is none. ``slices``: of what was prepared, by part."""
 
     name: str
     parts: tuple[AttentionBackend, ...]
@@ -107,10 +103,9 @@ class Composite:
             out = part.op(q, k, v, *tensors, self._prepared(part, prepared), **options)
         return out
 
-    def rope_op(self, *args: Any, scale: float, window: int | None, softcap: float | None, chunk: int | None, **form: Any
-                ) -> torch.Tensor:
+    def rope_op(self, *args: Any, **form: Any) -> torch.Tensor:
         rope, tensors, prepared = args[:8], args[8:-1], args[-1]
-        options = {"scale": scale, "window": window, "softcap": softcap, "chunk": chunk}
+        options = {name: form.pop(name) for name in ("scale", "window", "softcap", "chunk")}
         for part in self._attending(rope[0], tensors, options):
             given = self._prepared(part, prepared)
             if part.rope_op is not None and (part.rope_forms or not form):

@@ -4,7 +4,7 @@ The kernels that are best for long prompts may be slow at decoding, need plannin
 PREFILL serves a step only where the step is no CUDA graph's and
 
 * by the times measured on this device (``attn_ops/tuning/prefill.py``) it spares all layers of a kind together at least
-  PLAN_US: a function of queries, context, heads, head dims and dtype;
+PLAN_US;
 * it supports the site and the cache (its capabilities), and its kernels are compiled (``PrefillPart.ready``): an engine has
   them compiled while it starts, in other processes and for a limited time; nothing is compiled in a step.
 
@@ -57,10 +57,10 @@ class State:
     """Of one engine or step.
 
     Args:
-        parts: the parts' states, by name.  split: whether decodes at the head of a batch stay with REST.
+        parts: the parts' states, by name.  given: what PREFILL's will be made of; None: it is made.
         rules: of the layers that PREFILL may serve, by kind: one of the sites, their number, the rule.
-        given: what PREFILL's state will be made of; None: it is made.
-        serving: kinds that PREFILL serves in the step that is planned.  decodes: sequences at its head that it leaves out.
+        split: whether decodes at the head of a batch stay with REST.  decodes: sequences that PREFILL leaves out.
+        serving: kinds that PREFILL serves in the step that is planned.
         starts: address of the batch's query_start_loc: a layer may run on a part of the batch.
         failures: steps in a row whose planning failed, but for those that were too large.
         prepared: what REST prepared for the decodes, by the address of their block table.
@@ -279,10 +279,9 @@ class LongPrefill(Composite):
             out[:n] = self.rest.op(q[:n], None, None, *caches, *few, sinks, state.prepared[key], **options)
         return out
 
-    def rope_op(self, *args: Any, scale: float, window: int | None, softcap: float | None, chunk: int | None, **form: Any
-                ) -> torch.Tensor:
+    def rope_op(self, *args: Any, **form: Any) -> torch.Tensor:
         rope, tensors, prepared = args[:8], args[8:-1], args[-1]
-        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "chunk": chunk}
+        options = {name: form.pop(name) for name in ("scale", "window", "softcap", "chunk")}
         if self._state(rope[0], tensors, options) is None:
             return super().rope_op(*args, **options, **form)
         return self.op(rope_kv_write(*rope, *tensors[:5], **form), None, None, *tensors, prepared, **options)

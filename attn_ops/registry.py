@@ -146,10 +146,9 @@ class BackendTable(list[BackendRow]):
     """The rows, in order of priority; ``measured``: lines on the times behind attention="auto"; ``usages``: on backends made of
     backends; ``str()`` is a table."""
 
-    def __init__(self, rows: list[BackendRow], device: torch.device, measured: list[str] | None = None,
-                 usages: list[str] | None = None) -> None:
+    def __init__(self, rows: list[BackendRow], device: torch.device, measured: list[str], usages: list[str]) -> None:
         super().__init__(rows)
-        self.device, self.measured, self.usages = device, measured or [], usages or []
+        self.device, self.measured, self.usages = device, measured, usages
 
     def __str__(self) -> str:
         table = [["backend", "usable", "dtypes", "quantized KV", "head dims", "page sizes", "features", "CUDA graphs"]]
@@ -182,8 +181,7 @@ def backends(device: torch.device | str | None = None) -> BackendTable:
         caps = backend.capabilities
         reason = None if where.type in caps.devices else f"runs on {listed(caps.devices)}"
         reason = reason or backend.available(where) or caps.reason_against_gpu(where)
-        rows.append(BackendRow(name, reason, (backend.priority or {}).get(where.type), caps,
-                               backend.verified))
+        rows.append(BackendRow(name, reason, (backend.priority or {}).get(where.type), caps, backend.verified))
     rows.sort(key=lambda r: (r.priority is None, r.priority or 0))
     rows += [BackendRow(name, why, None, None) for name, why in broken.items()]
     return BackendTable(rows, where, tuning.summary(where), [family.usage for family in REGISTRY.families])

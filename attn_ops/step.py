@@ -39,8 +39,7 @@ class Step:
         window_metadata: as ``metadata``, with the slots and the block table of layers with a window or chunk, where those have
             page numbers of their own (``LoweringTarget.window_tables``).
         states: the backends' own states, by name (``AttentionBackend.make_state``).
-        graph_key: names the CUDA graph that is captured or replayed; None in eager steps.
-        by_hand: of ``quire.step``, and not of an engine, whose scheduler knows what the model needs.
+        graph_key: names the CUDA graph that is captured or replayed; None in eager steps.  by_hand: of ``quire.step``.
         adapters: (at least T,) int64, the adapters of each token as bits (``attn_ops/ops/lora_rows.py``), or None.
         served: layers whose attention has run.  planned: backends that have planned.
     """

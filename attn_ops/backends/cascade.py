@@ -98,15 +98,12 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     def choose(tokens: int, rows: int, window: int | None, chunk: int | None) -> AttentionBackend:
         return part if window is None and chunk is None and 1 < rows and tokens <= MAX_TOKENS * rows else base
 
-    def serving(site: AttentionSite) -> tuple[AttentionBackend, ...]:
-        return (base,)
-
     def route(site: AttentionSite) -> str:
         whole = site.window is not None or site.chunk is not None
         return base.serves(site) + ("" if whole else ", a shared prefix once")
 
-    composite = Composite(name, parts, choose, lambda *of_step: (), serving)
-    return composite.backend(common_capabilities(parts, serving, base.capabilities.cudagraph_support), route)
+    composite = Composite(name, parts, choose, lambda *of_step: (), lambda site: (base,))
+    return composite.backend(common_capabilities(parts, composite.site_parts, base.capabilities.cudagraph_support), route)
 
 
 FAMILY = BackendFamily(NAME, "cascade:NAME[@READS]: a prefix that all sequences share is read once, where that saves READS "

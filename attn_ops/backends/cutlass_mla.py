@@ -1,8 +1,6 @@
 """Backend ``cutlass_mla``: CUTLASS's decoding kernel for MLA on the latent cache, from sgl-kernel, on datacenter Blackwell
-GPUs. Not verified on hardware; its call is tested against the signature of sgl-kernel 0.3.21.
-
-A decoder (``mla_by_token``), with up to 128 heads.
-"""
+GPUs. Not verified on hardware; its call is tested against the signature of sgl-kernel 0.3.21. A decoder (``mla_by_token``),
+with up to 128 heads."""
 
 from __future__ import annotations
 

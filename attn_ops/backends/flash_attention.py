@@ -17,6 +17,7 @@ import importlib
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_prepare
 from quire.attn_ops.kv_store import store_kv
@@ -49,24 +50,22 @@ def _variant_and_module() -> tuple[str, Any]:
     return found[0], importlib.import_module(found[1])
 
 
-def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-             page_size: int) -> list[torch.Tensor]:
+def _prepare(slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+             page_size: int) -> list[Tensor]:
     """[padding (T, 1, 1) bool, prefix sums (B + 1,) int32 of the sequences' lengths, which FA2 takes]."""
     return [padding_tokens(slot_mapping, query_start_loc),
             torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))]
 
 
-def _prepare_fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
-                  seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
+def _prepare_fake(slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                  seq_lens: Tensor, page_size: int) -> list[Tensor]:
     return [seq_lens.new_empty(slot_mapping.shape[0], 1, 1, dtype=torch.bool), seq_lens.new_empty(seq_lens.shape[0] + 1)]
 
 
-def paged_attention(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
-    scale: float, window: int | None, softcap: float | None, chunk: int | None,
-) -> torch.Tensor:
+def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                    v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                    seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
+                    softcap: float | None, chunk: int | None) -> Tensor:
     refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     name, lib = _variant_and_module()
     store_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
@@ -96,13 +95,10 @@ def paged_attention(
     return out.masked_fill_(padding, 0)  # the kernels leave padding tokens as they were
 
 
-def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
-           scale: float, window: int | None, softcap: float | None, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """``varlen_attention_eager``; reads the longest lengths on the host.
-
-    Raises:
-        ValueError: a dtype or head dims that the kernels lack.
-    """
+def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+           scale: float, window: int | None, softcap: float | None, causal: bool) -> tuple[Tensor, Tensor]:
+    """``varlen_attention_eager``; reads the longest lengths on the host. Raises ValueError for a dtype or head dims that the
+    kernels lack."""
     caps, (dim, dim_v) = BACKEND.capabilities, (q.shape[2], v.shape[2])
     if q.dtype not in caps.dtypes or not caps.head_dims(dim, dim_v):
         raise ValueError(f"implementation={NAME!r}: {q.dtype} and head dims {dim}/{dim_v}; it has "
@@ -124,7 +120,7 @@ def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torc
     return torch.where(seen[..., None], out, 0), torch.where(seen, lse, float("-inf"))
 
 
-def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """out (T, H, Dv), lse (H, T), natural: sinks leave exp(lse) / (exp(lse) + exp(sink)) of the weight for the keys."""
     return (out * torch.sigmoid(lse.transpose(0, 1) - sinks.float())[..., None]).to(out.dtype)
 

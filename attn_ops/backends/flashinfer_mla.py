@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_prepare
@@ -22,7 +23,7 @@ from quire.attn_ops.kv_store import store_latent
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 from quire.attn_ops.step import Step, StepLimits, current_step
-from quire.attn_ops.vendor import missing, no_compiler, too_old
+from quire.attn_ops.vendor import no_flashinfer
 
 NAME = "flashinfer_mla"
 LIBRARY = "flashinfer.mla"
@@ -107,21 +108,14 @@ def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
     step.states[NAME].plan(metadata, step)
 
 
-def unwritten(slot_mapping: torch.Tensor) -> torch.Tensor:
-    """(T, 1, 1) bool: tokens without a slot; in a batch of one token per sequence these are the padding."""
-    return (slot_mapping < 0)[:, None, None]
+def _prepare(slot_mapping: Tensor, *others: Any) -> list[Tensor]:
+    """[(T, 1, 1) bool]: tokens without a slot; in a batch of one token per sequence these are the padding."""
+    return [(slot_mapping < 0)[:, None, None]]
 
 
-def _prepare(slot_mapping: torch.Tensor, *others: Any) -> list[torch.Tensor]:
-    """The mask of padding, once for all layers."""
-    return [unwritten(slot_mapping)]
-
-
-def mla_paged_attention(
-    q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
-    slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-    prepared: list[torch.Tensor], *, scale: float,
-) -> torch.Tensor:
+def mla_paged_attention(q: Tensor, c: Tensor, k_rope: Tensor, kv_b: Tensor, cache: Tensor, slot_mapping: Tensor,
+                        block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, prepared: list[Tensor], *, scale: float
+                        ) -> Tensor:
     step = current_step()
     state = None if step is None else step.states.get(NAME)
     if step is None or state is None or state.step is None or state.step() is not step:
@@ -139,16 +133,14 @@ def mla_paged_attention(
     if last < num_tokens:
         out[last:].zero_()
     if state.key is not None:  # a graph's padding rows read a slot of the null page
-        out.masked_fill_(prepared[0] if prepared else unwritten(slot_mapping), 0.0)
+        out.masked_fill_((prepared or _prepare(slot_mapping))[0], 0.0)
     return expand_output(out, w_uv)
 
 
 def available(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"runs on cuda, not {device.type}"
-    package = LIBRARY.partition(".")[0]
-    return (missing(package, "pip install 'quire[flashinfer]'") or too_old("flashinfer-python", "0.6.18")
-            or no_compiler(package, "flashinfer-jit-cache"))
+    return no_flashinfer("0.6.18", "pip install 'quire[flashinfer]'")
 
 
 BACKEND = AttentionBackend(

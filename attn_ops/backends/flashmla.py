@@ -1,8 +1,6 @@
 """Backend ``flashmla``: FlashMLA's decoding kernel for MLA on the latent cache, in absorbed terms, on Hopper GPUs.
-
 A decoder (``mla_by_token``). The package is ``sgl-flash-mla``, which keeps the dense kernels for Hopper. Not yet run on a GPU;
-its call is tested against the signature of version 1.0.0.
-"""
+its call is tested against the signature of version 1.0.0."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, BackendFamily, CudagraphSupport
 from quire.attn_ops.composite import Composite, check_every_step, check_parts, common_capabilities
 from quire.attn_ops.long_prefill import make as make_long
@@ -45,11 +44,8 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
         step = current_step()
         return part(tokens, rows, step is not None and step.graph_key is not None)
 
-    def serving(site: AttentionSite) -> tuple[AttentionBackend, ...]:
-        return parts
-
-    composite = Composite(name, parts, choose, lambda *of_step: (part(*of_step),), serving)
-    return composite.backend(common_capabilities(parts, serving, whole if shared else support),
+    composite = Composite(name, parts, choose, lambda *of_step: (part(*of_step),), lambda site: parts)
+    return composite.backend(common_capabilities(parts, composite.site_parts, whole if shared else support),
                              lambda site: f"{prefill.serves(site)} / {decode.serves(site)}")
 
 

@@ -1,7 +1,5 @@
-"""Backends ``full=A,window=B,chunk=C``, or ``attention={"full": A, "window": B}``: one backend for each kind of layer.
-
-A layer with a window is of kind "window", with chunks "chunk", all others "full". A kind that is not named is refused.
-"""
+"""Backends ``full=A,window=B,chunk=C``, or ``attention={"full": A, "window": B}``: one backend for each kind of layer. A layer
+with a window is of kind "window", with chunks "chunk", all others "full". A kind that is not named is refused."""
 
 from __future__ import annotations
 

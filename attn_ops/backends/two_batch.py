@@ -1,12 +1,12 @@
 """Backends ``two_batch:NAME``: a batch cut between sequences into two of about equally many tokens, each attended to by NAME.
 
-On a GPU the halves run on two streams, so that the end of one half's kernels, where few programs are left, overlaps with
-those of the other; on a CPU one after the other. On an H200 a fifth to a quarter of the kernel time of decodes overlaps, and
-they take 1.2 to 1.4 times as long as whole batches (``h200_composite.json``): it is for kernels that leave more of a GPU idle.
-All keys of the step are stored before: a sequence may read pages that one of the other half fills. What NAME plans and
-prepares, it does for each half, ``prepare`` in every layer: its sizes follow from the cut. A batch that has no border between
-sequences stays whole, and so does one outside a step. In a CUDA graph the cut is that of the batch's shape, the middle row: so
-only batches of one token per sequence are captured. Never chosen by ``attention="auto"``.
+On a GPU the halves run on two streams, so that the end of one half's kernels, where few programs are left, overlaps with those
+of the other; on a CPU one after the other. On an H200 a fifth to a quarter of the kernel time of decodes overlaps, and they
+take 1.2 to 1.4 times as long as whole batches (``h200_composite.json``): it is for kernels that leave more of a GPU idle. All
+keys of the step are stored before: a sequence may read pages that one of the other half fills. NAME plans for each half, and
+prepares in every layer: sizes follow from the cut. A batch that has no border between sequences stays whole, and so does one
+outside a step. In a CUDA graph the cut is the middle row: so only batches of one token per sequence are captured. Never chosen
+by ``attention="auto"``.
 
 Elsewhere two batches overlap over the whole model, so that one computes while the other waits for other GPUs. Here no pass
 splits the graph of a model: quire has one GPU and nothing to wait for, and both halves would read all weights, whose bytes

@@ -208,7 +208,6 @@ class Kit:
     def rope(self) -> None:
         if self.backend.rope_op is None:
             raise Skip("it has no rope_op; a kernel before it rotates")
-
         dim = self.dims[0][0]
         for rows in (DECODE[:1], DECODE, MIXED):
             for features in ({}, self.features):

@@ -3,8 +3,8 @@
     python -m quire.attn_ops.conformance --backend all --json FILE.json       # on each device
     python -m quire.attn_ops.conformance.page FILE.json ... [docs/backends.md] > page.md
 
-Files of one device, date and set of versions make one table; of two runs of a backend the last file's counts. Of an earlier
-page the tables of other devices stay.
+Files of one environment make one table; of two runs of a backend the last file's counts. Of an earlier page the tables of other
+devices stay.
 """
 
 from __future__ import annotations

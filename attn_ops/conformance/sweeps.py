@@ -34,7 +34,6 @@ QUICK_PAIRS = 2**19  # of queries and keys, in the largest shape of the quick ki
 
 
 def shapes(quick: bool) -> list[str]:
-    """Names of the shapes; ``quick``: the small ones."""
     return [n for n, (lens, queries) in SHAPES.items()
             if not quick or sum(a * b for a, b in zip(lens, queries, strict=True)) <= QUICK_PAIRS]
 

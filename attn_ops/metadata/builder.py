@@ -25,13 +25,8 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
     Every tensor that a captured kernel reads must be a buffer at a fixed address, written in place by ``build``. Host numbers
     (longest query, splits) are constants of a captured graph: they must be upper bounds.
 
-    Args:
-        kv_cache_spec: what the layers' cache holds (attention sites, or the engine's own record).
-        config: the engine's; of it ``speculative_config.num_speculative_tokens`` is read, if there is one.
-
-    Attributes:
-        cudagraph_support: which batches may be captured.
-        reorder_batch_threshold: rows of at most this many tokens must be at the front of the batch; None: any order.
+    Of the engine's ``config``, ``speculative_config.num_speculative_tokens`` is read, if there is one.
+    ``reorder_batch_threshold``: rows of at most this many tokens must be at the front of the batch; None: any order.
     """
 
     cudagraph_support: ClassVar[CudagraphSupport] = CudagraphSupport.NEVER

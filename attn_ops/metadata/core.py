@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 PAD_SLOT_ID = -1
 NULL_PAGE = 0
@@ -37,10 +38,8 @@ class CommonAttentionMetadata:
         block_table_tensor: (B, max pages per sequence) int32, device: page numbers in the sequence's order.
         slot_mapping: (T,) int64, device: page * page_size + offset, or -1 for "do not write".
         num_reqs, num_actual_tokens: B and T, padding excluded.
-        max_query_len, max_seq_len: upper bounds on the host.
-        page_size: tokens per page.
+        max_query_len, max_seq_len: upper bounds on the host.  page_size: tokens per page.  causal: queries see no later keys.
         max_page: the largest page that holds a token, where the host knows it; None where only the device has the pages.
-        causal: queries see no later keys.
         logits_indices_padded, num_logits_indices: tokens whose logits are wanted, ascending, perhaps padded, and how many are
             not padding; only for layers that share an earlier layer's keys and values (``metadata/kv_sharing.py``).
         logits_indices_cpu: the same tokens on the host, for planning; None where only the device has them.
@@ -49,12 +48,12 @@ class CommonAttentionMetadata:
         encoder_seq_lens: (B,) int array on the host, encoder tokens per sequence; only for cross attention.
     """
 
-    query_start_loc: torch.Tensor
-    query_start_loc_cpu: torch.Tensor
-    seq_lens: torch.Tensor
-    seq_lens_cpu: torch.Tensor
-    block_table_tensor: torch.Tensor
-    slot_mapping: torch.Tensor
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    seq_lens_cpu: Tensor
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
     num_reqs: int
     num_actual_tokens: int
     max_query_len: int
@@ -62,14 +61,14 @@ class CommonAttentionMetadata:
     page_size: int
     max_page: int | None = None
     causal: bool = True
-    logits_indices_padded: torch.Tensor | None = None
+    logits_indices_padded: Tensor | None = None
     num_logits_indices: int = 0
-    logits_indices_cpu: torch.Tensor | None = None
+    logits_indices_cpu: Tensor | None = None
     encoder_seq_lens: np.ndarray | None = None
-    total_lens: torch.Tensor | None = None
+    total_lens: Tensor | None = None
 
     @property
-    def query_lens_cpu(self) -> torch.Tensor:
+    def query_lens_cpu(self) -> Tensor:
         """(B,) int32, host: tokens scheduled per sequence; 0 for padding rows."""
         return self.query_start_loc_cpu.diff()
 
@@ -78,7 +77,7 @@ class CommonAttentionMetadata:
         return bool((self.query_lens_cpu == 1).any())
 
     @property
-    def num_computed_tokens_cpu(self) -> torch.Tensor:
+    def num_computed_tokens_cpu(self) -> Tensor:
         """(B,) int32, host: tokens in the cache before this step."""
         return self.seq_lens_cpu - self.query_lens_cpu
 
@@ -88,7 +87,7 @@ class CommonAttentionMetadata:
         return self.slot_mapping.shape[0]
 
     @property
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """(T,) int64: each token's position in its sequence, 0 for padding tokens. What ``position_ids`` must be."""
         positions = np.zeros(self.num_tokens, dtype=np.int64)
         live = _positions(self.query_start_loc_cpu.diff().numpy(), self.seq_lens_cpu.numpy())
@@ -96,21 +95,14 @@ class CommonAttentionMetadata:
         return torch.from_numpy(positions).to(self.slot_mapping.device)
 
     @property
-    def logits_indices(self) -> torch.Tensor:
+    def logits_indices(self) -> Tensor:
         """(B,) int64 index of each sequence's last token in the ragged row."""
         return (self.query_start_loc[1:].long() - 1).clamp_min(0)
 
     @classmethod
-    def build(
-        cls,
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
-        block_table: Sequence[Sequence[int]] | torch.Tensor | np.ndarray,
-        *,
-        page_size: int,
-        device: torch.device | str = "cpu",
-        total_lens: Sequence[int] | None = None,
-    ) -> CommonAttentionMetadata:
+    def build(cls, query_lens: Sequence[int], seq_lens: Sequence[int],
+              block_table: Sequence[Sequence[int]] | Tensor | np.ndarray, *, page_size: int, device: torch.device | str = "cpu",
+              total_lens: Sequence[int] | None = None) -> CommonAttentionMetadata:
         """Make the metadata of a batch from plain lists.
 
         Args:
@@ -120,9 +112,8 @@ class CommonAttentionMetadata:
                 differ in length. Sequences may share pages that none of them writes to in this step.
             total_lens: as the field, >= seq_lens, for the prompt of a model with longrope in several steps; None: seq_lens.
 
-        Raises:
-            ValueError: lengths that do not fit each other, a sequence whose pages do not hold its tokens, a page below 1, or
-                a slot that two tokens would be written to.
+        Raises ValueError for lengths that do not fit each other, a sequence whose pages do not hold its tokens, a page below 1,
+        or a slot that two tokens would be written to.
         """
         if not len(query_lens) == len(seq_lens) == len(block_table):
             raise ValueError(f"query_lens, seq_lens and block_table describe {len(query_lens)}, {len(seq_lens)} and "
@@ -146,7 +137,7 @@ class CommonAttentionMetadata:
         slots = table[row_of, positions // page_size].astype(np.int64) * page_size + positions % page_size
         _check_slots(slots, row_of, page_size)
 
-        def to(array: np.ndarray) -> torch.Tensor:
+        def to(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(device)
 
         return cls(
@@ -175,7 +166,7 @@ class CommonAttentionMetadata:
             raise ValueError(f"cannot pad a batch of {self.num_tokens} tokens and {self.seq_lens.shape[0]} sequences to "
                              f"{num_tokens} and {num_reqs}")
 
-        def pad(tensor: torch.Tensor, count: int, value: int) -> torch.Tensor:
+        def pad(tensor: Tensor, count: int, value: int) -> Tensor:
             return torch.cat([tensor, tensor.new_full((count, *tensor.shape[1:]), value)])
 
         return replace(
@@ -190,10 +181,10 @@ class CommonAttentionMetadata:
         )
 
 
-def _table(block_table: Sequence[Sequence[int]] | torch.Tensor | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _table(block_table: Sequence[Sequence[int]] | Tensor | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(B, at least 1) int32, filled up with the null page, and the length of each row (B,)."""
-    if isinstance(block_table, (torch.Tensor, np.ndarray)):
-        given = np.asarray(block_table.cpu() if isinstance(block_table, torch.Tensor) else block_table)
+    if isinstance(block_table, (Tensor, np.ndarray)):
+        given = np.asarray(block_table.cpu() if isinstance(block_table, Tensor) else block_table)
         table = np.array(given, dtype=np.int32, ndmin=2) if given.size else np.zeros((len(given), 1), np.int32)
         return table, np.full(len(given), given.shape[1] if given.ndim == 2 else 0)
     widths = np.fromiter(map(len, block_table), np.int64, len(block_table))

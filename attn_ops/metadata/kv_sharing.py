@@ -41,10 +41,8 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     Returns the same object where there is nothing to leave out: no logits indices, or decodes only. The model's positions are
     ``positions[logits_indices]`` of the whole batch. ``logits_indices_cpu``: ``logits_indices_padded`` on the host, by default
     the batch's own copy; needed where the indices are on a device, because nothing here waits for one.
-
-    Raises:
-        ValueError: indices on a device without their copy; indices that are not the last tokens of their sequences (their
-            positions are counted from the end, so others would attend wrongly).
+    Raises ValueError for indices on a device without their copy, or that are not the last tokens of their sequences (their
+    positions are counted from the end, so others would attend wrongly).
     """
     meta = common_attn_metadata
     if meta.logits_indices_padded is None or meta.max_query_len <= 1:

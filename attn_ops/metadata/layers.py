@@ -1,7 +1,5 @@
-"""What a backend's plan depends on, layer by layer, and which layers share it.
-
-A plan made for one window and scale is wrong for a layer with others, so backends that plan on the host do it by group.
-"""
+"""What a backend's plan depends on, layer by layer, and which layers share it: a plan made for one window and scale is wrong
+for a layer with others."""
 
 from __future__ import annotations
 

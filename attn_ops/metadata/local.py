@@ -1,7 +1,5 @@
-"""Chunked local attention as plain causal attention over more sequences.
-
-A kernel without ``chunk`` (``attention.py``) serves a site that has it if every chunk becomes a sequence of its own.
-"""
+"""Chunked local attention as plain causal attention over more sequences: a kernel without ``chunk`` (``attention.py``) serves a
+site that has it if every chunk becomes a sequence of its own."""
 
 from __future__ import annotations
 

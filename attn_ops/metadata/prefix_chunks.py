@@ -17,10 +17,9 @@ class PrefixChunks:
     """All chunks of a batch's prefixes; n chunks, B sequences.
 
     Args:
-        chunk_len: tokens per sequence and chunk.
+        chunk_len: tokens per sequence and chunk.  num_tokens: per chunk, on the host.
         starts, seq_lens: (n, B) int32, device: first token of each sequence's part, and its length, perhaps 0.
         cu_seq_lens: (n, B + 1) int32, device: prefix sums of seq_lens.
-        num_tokens: per chunk, on the host.
     """
 
     chunk_len: int

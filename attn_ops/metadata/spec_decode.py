@@ -31,16 +31,10 @@ def compute_causal_conv1d_metadata(query_start_loc_cpu: torch.Tensor, device: to
                                    ) -> tuple[dict[int, dict[str, object]], torch.Tensor, torch.Tensor]:
     """The programs of a ragged causal convolution, one for each block of 8 tokens of a sequence.
 
-    Args:
-        query_start_loc_cpu: (B + 1,) on the host.  device: of the results, the host by default.
-
-    Returns:
-        ({8: {"nums", "tot", "mlist", "mlist_len", "offsetlist", "batch_ptr", "token_chunk_offset_ptr"}}, batch_ptr,
-        token_chunk_offset_ptr). batch_ptr holds the sequence of each program and token_chunk_offset_ptr the number of its
-        block in the sequence; both int32, with room for twice as many programs (at least 1024), the rest -1.
-
-    Raises:
-        ValueError: offsets on a device, which would have to be waited for.
+    Returns ({8: {"nums", "tot", "mlist", "mlist_len", "offsetlist", "batch_ptr", "token_chunk_offset_ptr"}}, batch_ptr,
+    token_chunk_offset_ptr). batch_ptr holds the sequence of each program and token_chunk_offset_ptr the number of its block in
+    the sequence; both int32, with room for twice as many programs (at least 1024), the rest -1. ``device``: of the results, the
+    host by default. Raises ValueError for offsets (B + 1,) on a device, which would have to be waited for.
     """
     if query_start_loc_cpu.device.type != "cpu":
         raise ValueError(f"query_start_loc is on {query_start_loc_cpu.device}; pass query_start_loc_cpu")

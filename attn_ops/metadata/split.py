@@ -104,11 +104,8 @@ class SchedulerOutput(Protocol):
 
 def reorder_batch_to_split_decodes_and_prefills(input_batch: InputBatch, scheduler_output: SchedulerOutput,
                                                 decode_threshold: int = 1) -> bool:
-    """Bring an engine's batch into ``decode_first_order`` by swaps. Returns whether a row moved; a second call moves none.
-
-    For engines whose batch has rows of persistent state. Of ``input_batch``, ``num_computed_tokens_cpu`` and
-    ``num_prompt_tokens`` count too, if they are there; see ``decode_first_order``.
-    """
+    """Bring an engine's batch into ``decode_first_order`` by swaps. Returns whether a row moved; a second call moves none. Of
+    ``input_batch``, ``num_computed_tokens_cpu`` and ``num_prompt_tokens`` count too, if they are there."""
     scheduled = [scheduler_output.num_scheduled_tokens[request_id] for request_id in input_batch.req_ids]
     rows = len(scheduled)
     computed, prompt = (None if given is None else np.asarray(given)[:rows] for given in (

@@ -57,11 +57,8 @@ def split_attn_metadata(ubatch_slices: Sequence[UBatchSlice], common_attn_metada
     """The metadata of each microbatch; the batch itself is not changed.
 
     In a microbatch a row has the tokens that lie in its token slice, and as ``seq_lens`` its length after them. A slice that
-    goes past the last row's tokens has padding there.
-
-    Raises:
-        ValueError: a slice without tokens, or whose first or last token is not in its first or last row; a batch with
-            logits_indices_padded, which no microbatch can keep.
+    goes past the last row's tokens has padding there. Raises ValueError for a slice without tokens, or whose first or last
+    token is not in its first or last row, and for a batch with logits_indices_padded, which no microbatch can keep.
     """
     meta = common_attn_metadata
     if meta.logits_indices_padded is not None:

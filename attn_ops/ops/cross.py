@@ -7,6 +7,7 @@ paged op of any backend that needs no plan serves.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
@@ -16,11 +17,9 @@ from quire.attn_ops.metadata import PAD_SLOT_ID
 from quire.attn_ops.step import running
 
 
-def cross_attention(
-    backend: AttentionBackend, q: torch.Tensor, cache: PagedKVCache, layer: int, block_table: torch.Tensor,
-    query_start_loc: torch.Tensor, encoder_lens: torch.Tensor, *, scale: float, softcap: float | None = None,
-    k: torch.Tensor | None = None, v: torch.Tensor | None = None, slot_mapping: torch.Tensor | None = None,
-) -> torch.Tensor:
+def cross_attention(backend: AttentionBackend, q: Tensor, cache: PagedKVCache, layer: int, block_table: Tensor,
+                    query_start_loc: Tensor, encoder_lens: Tensor, *, scale: float, softcap: float | None = None,
+                    k: Tensor | None = None, v: Tensor | None = None, slot_mapping: Tensor | None = None) -> Tensor:
     """Attend each query to all encoder tokens of its request: q (T, H, D) -> (T, H, Dv).
 
     Args:
@@ -57,10 +56,8 @@ def cross_attention(
     if not tokens or not encoder_lens.shape[0]:
         return q.new_zeros(tokens, q.shape[1], v_cache.shape[3])
     token = torch.arange(tokens, device=q.device)
-    row = torch.searchsorted(query_start_loc[1:].long(), token, right=True)
-    live = token < query_start_loc[-1]
-    row = row.clamp_max(encoder_lens.shape[0] - 1)
-    lens = torch.where(live, encoder_lens[row], 0).int()
+    row = torch.searchsorted(query_start_loc[1:].long(), token, right=True).clamp_max(encoder_lens.shape[0] - 1)
+    lens = torch.where(token < query_start_loc[-1], encoder_lens[row], 0).int()
     # A token without keys reads the null page, and its result is dropped.
     slots = torch.full((tokens,), PAD_SLOT_ID, dtype=torch.int64, device=q.device)
     starts = torch.arange(tokens + 1, dtype=torch.int32, device=q.device)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import ParamSpec
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.library import define_op
 
@@ -33,14 +34,14 @@ def _as_op(arguments: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     return register
 
 
-def _tokens(req_to_token: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def _tokens(req_to_token: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """req_to_token[rows, columns] with columns held inside the table; offsets in int64."""
     return req_to_token[rows.long(), columns.clamp(0, req_to_token.shape[1] - 1)]
 
 
 @_as_op("Tensor req_to_token, Tensor req_pool_indices, Tensor kv_lens, Tensor kv_indptr, Tensor? kv_start, Tensor(a!) out")
-def create_flashinfer_kv_indices(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor,
-                                 kv_indptr: torch.Tensor, kv_start: torch.Tensor | None, out: torch.Tensor) -> None:
+def create_flashinfer_kv_indices(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor,
+                                 kv_indptr: Tensor, kv_start: Tensor | None, out: Tensor) -> None:
     """out[kv_indptr[i] : kv_indptr[i] + kv_lens[i]] = the slots of request i's tokens from kv_start[i] (default 0) on."""
     if not kv_lens.shape[0] or not out.shape[0]:
         return
@@ -55,8 +56,8 @@ def create_flashinfer_kv_indices(req_to_token: torch.Tensor, req_pool_indices: t
 
 
 @_as_op("Tensor req_to_token, Tensor req_pool_indices, Tensor kv_lens, Tensor? kv_start, Tensor(a!) out, int page_size=64")
-def create_flashmla_kv_indices(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor,
-                               kv_start: torch.Tensor | None, out: torch.Tensor, page_size: int = 64) -> None:
+def create_flashmla_kv_indices(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor,
+                               kv_start: Tensor | None, out: Tensor, page_size: int = 64) -> None:
     """out[i, p] = the page of tokens p * page_size and following of request i, for p < ceil(kv_lens[i] / page_size). kv_start
     must be a multiple of the page size."""
     out = out[: kv_lens.shape[0]]
@@ -71,7 +72,7 @@ def create_flashmla_kv_indices(req_to_token: torch.Tensor, req_pool_indices: tor
 
 @_as_op("Tensor(a!) out, Tensor seq_lens, int num_heads, int num_kv_heads, int max_kv_splits, int num_cores, "
         "bool static=False")
-def get_num_kv_splits(out: torch.Tensor, seq_lens: torch.Tensor, num_heads: int, num_kv_heads: int, max_kv_splits: int,
+def get_num_kv_splits(out: Tensor, seq_lens: Tensor, num_heads: int, num_kv_heads: int, max_kv_splits: int,
                       num_cores: int, static: bool = False) -> None:
     """Parts into which a decode kernel divides the keys of each query row, between 1 and ``max_kv_splits``: more for long
     sequences than for short ones, and for a small batch enough to occupy ``num_cores`` multiprocessors (0: unknown). The
@@ -101,10 +102,9 @@ def get_num_kv_splits(out: torch.Tensor, seq_lens: torch.Tensor, num_heads: int,
 @_as_op("Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, Tensor query_lens, int window, *, "
         "Tensor(a!) kv_indptr, Tensor(b!) kv_lens, Tensor(c!) kv_start, Tensor(d!) out, bool prefix_only=False, "
         "Tensor? slot_map=None")
-def update_sliding_window_buffer(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor,
-                                 query_lens: torch.Tensor, window: int, *, kv_indptr: torch.Tensor, kv_lens: torch.Tensor,
-                                 kv_start: torch.Tensor, out: torch.Tensor, prefix_only: bool = False,
-                                 slot_map: torch.Tensor | None = None) -> None:
+def update_sliding_window_buffer(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, query_lens: Tensor,
+                                 window: int, *, kv_indptr: Tensor, kv_lens: Tensor, kv_start: Tensor, out: Tensor,
+                                 prefix_only: bool = False, slot_map: Tensor | None = None) -> None:
     """Key indices of a window layer: the keys that any query of a sequence sees.
 
     The window is Hugging Face's: the query at position i sees keys j with i - window < j <= i. So a decode has
@@ -125,8 +125,8 @@ def update_sliding_window_buffer(req_to_token: torch.Tensor, req_pool_indices: t
 
 
 @_as_op("Tensor(a!) out, Tensor prefix_table, Tensor draft_table, Tensor prefix_lens, Tensor draft_lens, int num_draft")
-def prepare_swa_spec_page_table(out: torch.Tensor, prefix_table: torch.Tensor, draft_table: torch.Tensor,
-                                prefix_lens: torch.Tensor, draft_lens: torch.Tensor, num_draft: int) -> None:
+def prepare_swa_spec_page_table(out: Tensor, prefix_table: Tensor, draft_table: Tensor,
+                                prefix_lens: Tensor, draft_lens: Tensor, num_draft: int) -> None:
     """Page tables (page size 1) for tree verification in kernels with one window per call: row r of ``out`` is the prefix of
     sequence r // num_draft, then the draft tokens that draft token r sees. Raises ValueError for row counts that do not fit
     each other."""
@@ -145,10 +145,9 @@ def prepare_swa_spec_page_table(out: torch.Tensor, prefix_table: torch.Tensor, d
 @_as_op("Tensor(a!) cache_seqlens, Tensor(b!) cu_seqlens_k, Tensor(c!) page_table, Tensor req_to_token, "
         "Tensor req_pool_indices, Tensor seq_lens, int seq_len_delta, int page_size, Tensor? slot_map=None, "
         "Tensor(d!)? window_page_table=None")
-def normal_decode_set_metadata(cache_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, page_table: torch.Tensor,
-                               req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor,
-                               seq_len_delta: int, page_size: int, slot_map: torch.Tensor | None = None,
-                               window_page_table: torch.Tensor | None = None) -> None:
+def normal_decode_set_metadata(cache_seqlens: Tensor, cu_seqlens_k: Tensor, page_table: Tensor, req_to_token: Tensor,
+                               req_pool_indices: Tensor, seq_lens: Tensor, seq_len_delta: int, page_size: int,
+                               slot_map: Tensor | None = None, window_page_table: Tensor | None = None) -> None:
     """A decode step's lengths (seq_lens + seq_len_delta), their prefix sums, and the live part of its page table; that of the
     window layers' pool too, if ``slot_map`` (slots there by slot of the full pool) is given."""
     cache_seqlens.copy_(seq_lens + seq_len_delta)

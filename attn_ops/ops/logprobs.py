@@ -57,8 +57,7 @@ def launches_beside_sampling(logits: Tensor, temperature: Tensor, seed: Tensor, 
     token_logprobs(logits, position, temperature)
 
 
-def token_logprobs_eager(logits: Tensor, tokens: Tensor, temperature: Tensor, threshold: Tensor | None = None
-                         ) -> TokenLogprobs:
+def token_logprobs_eager(logits: Tensor, tokens: Tensor, temperature: Tensor, threshold: Tensor | None = None) -> TokenLogprobs:
     """The definition of `token_logprobs`, in plain PyTorch. On CUDA it computes the skipped rows too, without a
     synchronization."""
     out = TokenLogprobs(temperature.new_zeros(3, len(tokens), dtype=torch.float32))

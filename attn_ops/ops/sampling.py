@@ -95,9 +95,8 @@ def divide(rows: int, vocabulary: int) -> tuple[int, int]:
     return -(-blocks // blocks_per_part), blocks_per_part * BLOCK
 
 
-def sample_tokens_cuda(
-    logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, *, pdl: bool | None = None
-) -> Tensor:
+def sample_tokens_cuda(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, *, pdl: bool | None = None
+                       ) -> Tensor:
     """The op on CUDA: one launch, or two where rows are split, the second of which picks among the parts of each row. (The last
     program of a row could do that, see NOTE [Last one merges], with counters that would be shared among streams, or zeroed by a
     launch of their own.) ``pdl``: see attn_ops/kernels/pdl.py; None: ``host.use_pdl``."""
@@ -184,12 +183,9 @@ def _gumbel(bits: Tensor) -> Tensor:
 
 
 def random_bits(seed: Tensor, position: Tensor, index: Tensor) -> Tensor:
-    """64 random bits, as int64, for every (seed, position, index); arguments int64, broadcast together.
-
-    SplitMix64 at random access, three levels deep: output number `seed` is where the outputs of the positions start, and
-    each of those is where the outputs of its indices start. Starts are random among 2**64, so sequences of a few hundred
-    thousand practically never overlap, and consecutive seeds start unrelated ones.
-    """
+    """64 random bits, as int64, for every (seed, position, index); arguments int64, broadcast together. SplitMix64 at random
+    access, three levels deep: output number `seed` is where the outputs of the positions start, and each of those is where the
+    outputs of its indices start. Starts are random among 2**64, so sequences practically never overlap."""
     return _split_mix(_split_mix(_split_mix(seed) + position) + index)
 
 

@@ -10,8 +10,8 @@ share, and over a model's layers where these differ. The fastest wins, with two 
   steps that mix prefill and decode then run uncaptured, and launching them takes the host longer than attention saves;
 * the backend first in order of priority must have been measured: else nothing shows that another is faster.
 
-Of MLA on the latent cache there are pairs too: the first backend for prefills and mixed steps, which leave no batch out of CUDA
-graphs, and one that plans on the host for decodes, at that one's times. A pair must be PAIRED times as fast.
+Of MLA on the latent cache there are pairs too: the first backend for prefills and mixed steps, and one that plans on the host
+for decodes, at that one's times. A pair must be PAIRED times as fast.
 
 A shape that was not measured uses the times of the nearest one that was: the same dtypes, page size, layout and features, at
 most NEAR powers of two away in query heads per key head and head dims together. A latent vector is longer than any transfer

@@ -82,12 +82,9 @@ def _key(shape: LinearShape, num_tokens: int) -> str:
 
 def tune(shapes: Iterable[LinearShape], device: torch.device, *, timer: Callable[..., float] | None = None,
          progress: Callable[[list[Any]], Iterator[Any]] = iter) -> int:
-    """Measure what is ``missing`` and keep it in the user's file; returns the number of shapes and sizes measured.
-
-    Args:
-        timer: (function that makes the calls, number of calls) -> microseconds per call; default: from a CUDA graph.
-        progress: wraps the list of work, for a progress bar.
-    """
+    """Measure what is ``missing`` and keep it in the user's file; returns the number of shapes and sizes measured. ``timer``:
+    (function that makes the calls, number of calls) -> microseconds per call; default: from a CUDA graph. ``progress``: wraps
+    the list of work, for a progress bar."""
     todo = missing(shapes, device)
     if not todo:
         return 0

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import (
@@ -47,17 +48,29 @@ USAGE = (f"{NAME}:TOKENS:DENSE_BELOW:CHANNELS:FILE: an approximation. Decodes ov
          f"DENSE_BELOW; FILE is from `quire calibrate`. {NAME}:TOKENS:DENSE_BELOW:all needs no file")
 
 
+def _prepare(*tables: Any) -> list[Tensor]:
+    return list(by_token(*tables[:4]))
+
+
+def _prepare_fake(slot_mapping: Tensor, block_table: Tensor, *others: Any) -> list[Tensor]:
+    tokens = slot_mapping.shape[0]
+    return [block_table.new_empty(tokens, block_table.shape[1]), block_table.new_empty(tokens)]
+
+
+PREPARE = define_prepare(NAME, _prepare, _prepare_fake)  # padding tokens have no keys, and so an output of 0
+
+
 class State:
     """The labels of every key in a cache, by the address of the layer's key cache: the op is given no layer."""
 
     def __init__(self, options: Options, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> None:
         self.options, self.cache, self.layers = options, cache, dict[int, LayerLabels]()
-        self.channels: dict[int, torch.Tensor] = {}  # of each layer, on the device: nothing is copied there in a CUDA graph
+        self.channels: dict[int, Tensor] = {}  # of each layer, on the device: nothing is copied there in a CUDA graph
         cache.beside[NAME] = {}
         for site in sites:
             self.of(cache.of_layer(site.layer)[0])
 
-    def of(self, k_cache: torch.Tensor) -> LayerLabels:
+    def of(self, k_cache: Tensor) -> LayerLabels:
         """The labels of this key cache. Those of a copy (opcheck makes some) are made anew, where one layer leaves no doubt."""
         if k_cache.data_ptr() in self.layers:
             return self.layers[k_cache.data_ptr()]
@@ -77,15 +90,13 @@ class State:
         return made
 
 
-def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | None = None) -> AttentionBackend:
+def backend(name: str, options: Options, decode: Callable[..., Tensor] | None = None) -> AttentionBackend:
     """The backend of these options. ``decode``: None: in Triton kernels on a GPU, else in plain PyTorch."""
 
-    def paged_attention(
-        q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-        k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-        query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
-        scale: float, window: int | None, softcap: float | None, chunk: int | None,
-    ) -> torch.Tensor:
+    def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                        v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                        seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
+                        softcap: float | None, chunk: int | None) -> Tensor:
         refuse(NAME, CAPABILITIES, k_scale, window=window, chunk=chunk, sinks=sinks)
         step = current_step()
         if step is None or name not in step.states:
@@ -110,22 +121,10 @@ def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | N
         name=name,
         capabilities=CAPABILITIES,
         available=lambda device: None, op=define_paged_op(op_name(name), paged_attention),
-        make_state=functools.partial(State, options), prepare=_prepare_op(), packages=("triton",), every_step=True,
+        make_state=functools.partial(State, options), prepare=PREPARE, packages=("triton",), every_step=True,
         page_bytes=None if options.channels is None else lambda site, page_size: (
             page_size * site.num_kv_heads * (options.channels or 0) * site.dtype.itemsize),
         approximate=f"decodes over {options.tokens} keys of sequences longer than {options.limit} tokens")
-
-
-@functools.cache
-def _prepare_op() -> Any:
-    """``by_token``, as an op: padding tokens have no keys, and so an output of 0."""
-    def prepare(*tables: Any) -> list[torch.Tensor]:
-        return list(by_token(*tables[:4]))
-
-    def fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, *others: Any) -> list[torch.Tensor]:
-        return [block_table.new_empty(len(slot_mapping), block_table.shape[1]), block_table.new_empty(len(slot_mapping))]
-
-    return define_prepare(NAME, prepare, fake)
 
 
 def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:

@@ -16,6 +16,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.backend import (
     AttentionBackend,
@@ -31,12 +32,12 @@ from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, current_step
-from quire.attn_ops.vendor import ONE_SCALE, missing, no_compiler, too_old
+from quire.attn_ops.vendor import ONE_SCALE, no_flashinfer
 
 NAME = "flashinfer"
 
 
-def keys_share(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def keys_share(lse: Tensor, sinks: Tensor) -> Tensor:
     """The part of the softmax that sinks (H,) leave to the keys, (T, H), from FlashInfer's lse, a binary logarithm: exp(lse) /
     (exp(lse) + exp(sink)). No keys, no part."""
     return torch.sigmoid(lse * math.log(2) - sinks.float()).nan_to_num(nan=0.0)
@@ -50,12 +51,10 @@ def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
     step.states[NAME].plan(metadata, step)
 
 
-def paged_attention(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
-    scale: float, window: int | None, softcap: float | None, chunk: int | None,
-) -> torch.Tensor:
+def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                    v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                    seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
+                    softcap: float | None, chunk: int | None) -> Tensor:
     if chunk is not None:
         raise UnsupportedAttention("the flashinfer backend has no chunked attention")
     step = current_step()
@@ -93,8 +92,7 @@ def paged_attention(
 def available(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"runs on cuda, not {device.type}"
-    return (missing("flashinfer", "pip install 'quire[flashinfer]'") or too_old("flashinfer-python", "0.6.18")
-            or no_compiler("flashinfer", "flashinfer-jit-cache"))
+    return no_flashinfer("0.6.18", "pip install 'quire[flashinfer]'")
 
 
 BACKEND = AttentionBackend(

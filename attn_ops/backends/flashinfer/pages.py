@@ -27,9 +27,8 @@ def gather_pages(block_table, table, indices, row_stride, table_stride,  # type:
     tl.store(indices + begin + i, page, mask=live)
 
 
-def page_table(
-    seq_lens: np.ndarray, query_lens: np.ndarray, page_size: int, window: int | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def page_table(seq_lens: np.ndarray, query_lens: np.ndarray, page_size: int, window: int | None
+               ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """FlashInfer's page table of a batch, on the host: (B,) lengths -> (indptr, last_page_len, first_page).
 
     ``indptr`` (B + 1,): prefix sums of the pages each row reads; ``last_page_len`` (B,): tokens on its last page;
