@@ -1,8 +1,8 @@
 """The semantic attention op: what one attention site of a model means, with no KV cache and no batch metadata.
 
 Every route into quire (the Hugging Face attention interface, the pass that raises ``F.scaled_dot_product_attention``) ends
-in ``torch.ops.quire.attention``, and every backend is a lowering of it (``passes/rewrite/lower.py``). The op is functional
-and has a fake, an eager implementation and a derivative, so a model that emits it runs, traces and trains without an engine.
+in ``torch.ops.quire.attention``, and every backend is a lowering of it (``passes/rewrite/lower.py``). The op is functional and
+has a derivative, so a model that emits it runs, traces and trains without an engine.
 
 Shapes, in all of quire:
 
@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.library import LIBRARY, define_op
 
@@ -50,10 +51,8 @@ class AttentionSite:
     """What one attention site needs. Static facts only: this is what backends are checked against.
 
     Args:
-        layer: the layer's number in the model; unique.
-        name: the module path of the attention module, for messages.
-        num_heads, num_kv_heads, head_dim, head_dim_v: H, Hkv, D, Dv.
-        dtype: of q, k and v.
+        layer: the layer's number in the model; unique.  name: the module path, for messages.
+        num_heads, num_kv_heads, head_dim, head_dim_v: H, Hkv, D, Dv.  dtype: of q, k and v.
         scale: factor on q.k; window (keys), softcap, chunk (tokens): None where the site has none; sinks: has sink logits.
         route: how the site was found: ``interface`` (HF attention interface), ``raised`` (from F.sdpa), ``op`` (emitted by
             the model itself).
@@ -105,9 +104,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def visible(
-    query_pos: torch.Tensor, key_pos: torch.Tensor, *, window: int | None, chunk: int | None, causal: bool
-) -> torch.Tensor:
+def visible(query_pos: Tensor, key_pos: Tensor, *, window: int | None, chunk: int | None, causal: bool) -> Tensor:
     """The mask: whether the query at ``query_pos`` (..., 1) sees the key at ``key_pos`` (..., Sk). Broadcasts."""
     keep = key_pos <= query_pos if causal else torch.ones_like(query_pos + key_pos, dtype=torch.bool)
     if window is not None:
@@ -117,10 +114,8 @@ def visible(
     return keep
 
 
-def _weights(
-    q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None, scale: float, window: int | None,
-    softcap: float | None, chunk: int | None, causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _weights(q: Tensor, k: Tensor, sinks: Tensor | None, scale: float, window: int | None, softcap: float | None,
+             chunk: int | None, causal: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Softmax weights (B, Hkv, G, S, Sk), scores (capped if there is a softcap) and the sinks' weights, in ``_wide(q)``."""
     batch, heads, length, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
@@ -140,19 +135,15 @@ def _weights(
     return weights[..., :-1], capped, weights[..., -1:]
 
 
-def _wide(q: torch.Tensor) -> torch.dtype:
+def _wide(q: Tensor) -> torch.dtype:
     """The dtype that the op computes in: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def attention_eager(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, *, layer: int, scale: float,
-    window: int | None, softcap: float | None, chunk: int | None, causal: bool,
-) -> torch.Tensor:
+def attention_eager(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, layer: int, scale: float, window: int | None,
+                    softcap: float | None, chunk: int | None, causal: bool) -> Tensor:
     """The op in plain PyTorch, in fp32 or better: q (B, H, S, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) -> (B, H, S, Dv).
-
-    Dense, O(S * Sk) memory: the specification, and what a model runs without an engine.
-    """
+    Dense, O(S * Sk) memory: the specification, and what a model runs without an engine."""
     _check(q, k, v, sinks, window=window, softcap=softcap, chunk=chunk)
     if causal and q.shape[2] > k.shape[2]:
         raise ValueError(f"quire::attention is causal with {q.shape[2]} queries but {k.shape[2]} keys: queries are the last "
@@ -162,7 +153,7 @@ def attention_eager(
     return out.reshape(q.shape[0], q.shape[1], q.shape[2], v.shape[3]).to(q.dtype)
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, *, window: int | None,
+def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, window: int | None,
            softcap: float | None, chunk: int | None) -> None:
     """Shape and range rules, shared by the eager and the fake implementation: tracing raises the same errors."""
     torch._check_value(q.dim() == k.dim() == v.dim() == 4, lambda: (
@@ -180,20 +171,18 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tenso
             raise ValueError(f"quire::attention: {name} must be positive or None, got {value}")
 
 
-def attention_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, *, layer: int,
-                   scale: float, window: int | None, softcap: float | None, chunk: int | None,
-                   causal: bool) -> torch.Tensor:
-    """Shape and dtype of the result, for tracing: (B, H, S, Dv), contiguous, q's dtype."""
+def attention_fake(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, layer: int,
+                   scale: float, window: int | None, softcap: float | None, chunk: int | None, causal: bool) -> Tensor:
     _check(q, k, v, sinks, window=window, softcap=softcap, chunk=chunk)
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
 
 
-def _setup_context(ctx: Any, inputs: tuple, keyword_only_inputs: dict, output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple, keyword_only_inputs: dict, output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:4])
     ctx.options = keyword_only_inputs
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple:
+def _backward(ctx: Any, grad: Tensor) -> tuple:
     """Softmax attention's derivative, weights recomputed (FlashAttention paper, section 3.1, without the tiling)."""
     q, k, v, sinks = ctx.saved_tensors
     opts = ctx.options

@@ -11,12 +11,7 @@ A backend is an ``AttentionBackend`` record and a function, the paged op. The na
     BACKEND = AttentionBackend("mine", AttentionCapabilities(devices=frozenset({"cuda"}), dtypes=frozenset({torch.bfloat16})),
                                available=lambda device: None, op=define_paged_op("mine", paged_attention))
 
-Register it with ``quire.register_backend(BACKEND)``, or, for every process, by an entry point in pyproject.toml::
-
-    [project.entry-points."quire.backends"]
-    mine = "my_package.my_backend:BACKEND"
-
-and check it with ``python -m quire.attn_ops.conformance --backend mine``, or ``quire.check_backend(BACKEND)``.
+CONTRIBUTING.md ("Adding a backend") says how it is registered and checked.
 
 The paged op stores the step's keys and values, then attends each query to its sequence's pages and returns (T, H, Dv). T, B
 and the other letters are those of ``attention.py``, the tensors those of ``metadata/core.py`` and ``kv_cache.py``:
@@ -35,8 +30,8 @@ scale, ...         as in ``attention.py``
 
 Rules:
 
-* Declare only what the kernels honour. What a model needs and no backend declares is refused with the reasons. The op itself
-  raises UnsupportedAttention for a feature that it lacks, and changes no input.
+* Declare only what the kernels honour. The op itself raises UnsupportedAttention for a feature that it lacks, and changes no
+  input.
 * Write the mapped slots and nothing else. See NOTE [Padding]: rows may be empty, padding tokens give zeros.
 * Read nothing on the host in the op: host work belongs in ``plan``, which finds its state in ``current_step()``.
 * For ``attention="auto"``, set ``priority`` for each device type, and ``packages`` to the distributions that the speed depends
@@ -52,6 +47,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.attn_ops.attention import AttentionSite, dtype_name
 from quire.attn_ops.breaks import breakable
@@ -72,6 +68,8 @@ ROPE_PAGED_SCHEMA = PAGED_SCHEMA.replace("Tensor? k, Tensor? v, ", (
 #: sequence, perhaps none or fewer than it has queries. A query without keys, as a padding token, gives 0 and -inf.
 STATE_SCHEMA = PAGED_SCHEMA.replace("Tensor? sinks, ", "").replace(
     "int? window, float? softcap, int? chunk) -> Tensor", "float? softcap, bool causal) -> (Tensor, Tensor)")
+PREPARE_SCHEMA = (
+    "(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) -> Tensor[]")
 
 
 class CudagraphSupport(IntEnum):
@@ -88,21 +86,18 @@ class AttentionCapabilities:
     """What a backend can do. A feature not declared here is refused, never tried.
 
     Args:
-        devices: torch device types.
-        dtypes: of q, k and v.
+        devices: torch device types.  dtypes: of q, k and v.
         kv_dtypes: of the cache, besides the dtype of q.  kv_dtypes_note: why no others, for messages.
-        min_kv_compute_capability: of a CUDA device, for some of kv_dtypes.
+        min_compute_capability: of a CUDA device.  min_kv_compute_capability: the same for some of kv_dtypes.
         head_dims: predicate on (D, Dv).  heads: on (H, Hkv).  mla_dims: on (rank, R).  page_sizes: on tokens per
             page.  *_note: for messages.
         layouts: memory layouts of the cache.
-        min_compute_capability: of a CUDA device.
         window, softcap, sinks, chunk, non_causal: features of a site.
         mla: MLA on the latent cache, with ``mla_op``.  latent_kv_dtypes: of kv_dtypes, those of a latent cache.
         lse: it has ``state_op``, so that parts of the keys can be attended to apart: shared prefixes, trees of drafts.
         batch_invariant: a sequence's output does not depend, bit for bit, on the rest of its batch.
         any_batch: the op takes the batch from its tables alone, so that it may be called with another than the step's: at
             most as long in queries and sequences. Without a plan and a state only.
-        cudagraph_support: see CudagraphSupport.
     """
 
     devices: frozenset[str]
@@ -132,15 +127,12 @@ class AttentionCapabilities:
     any_batch: bool = False
     cudagraph_support: CudagraphSupport = CudagraphSupport.NEVER
 
-    def reasons_against(
-        self, site: AttentionSite, *, device: torch.device, page_size: int | None = None,
-        kv_dtype: torch.dtype | None = None, layout: str | None = None,
-    ) -> list[str]:
+    def reasons_against(self, site: AttentionSite, *, device: torch.device, page_size: int | None = None,
+                        kv_dtype: torch.dtype | None = None, layout: str | None = None) -> list[str]:
         """Why this backend cannot serve ``site``; empty if it can."""
-        why = []
+        why, kv_dtype = list[str](), kv_dtype or site.dtype
         if device.type not in self.devices:
             why.append(f"runs on {listed(self.devices)}, not {device.type}")
-        kv_dtype = kv_dtype or site.dtype
         if old := self.reason_against_gpu(device):
             why.append(old)
         if old := self._too_old(device, self.min_kv_compute_capability.get(kv_dtype, (0, 0))):
@@ -196,9 +188,8 @@ class PrefillPart:
             It may compile what is missing, in other processes, for at most so many seconds; with 0 it only looks.
         make_state: as of the backend; with this state ``plan`` and ``op`` leave out the sequences of one token at the head of a
             batch: their keys and values are stored, and their rows of the result hold anything.
-        begin: (sites, device, seconds) -> None: start to compile in other processes what ``ready`` will wait for; optional.
-        kv_dtypes: quantized caches of layers without a window that it serves by copies of the keys in the dtype of the queries,
-            whatever the backend declares for whole steps.
+        begin: (sites, device, seconds) -> None: start to compile what ``ready`` will wait for; optional.
+        kv_dtypes: quantized caches of layers without a window that it serves by copies of the keys in the queries' dtype.
     """
 
     ready: Callable[[Sequence[AttentionSite], torch.device, float], str | None]
@@ -214,48 +205,40 @@ class AttentionBackend:
     Args:
         name: what users write: ``attention="name"``.
         available: device -> None if usable on it in this process, else the reason, with what to do about it.
-        op: the paged op (PAGED_SCHEMA), from ``define_paged_op``. None for a backend that has MLA only; its head_dims accept
-            nothing.
+        op: the paged op (PAGED_SCHEMA), from ``define_paged_op``. None for MLA only; head_dims accept nothing then.
         rope_op: the paged op with the rotary embedding in front (ROPE_PAGED_SCHEMA), for kernels that fuse it.
         mla_op: the paged op on the latent cache (``mla.py``), from ``define_mla_op``; with ``capabilities.mla``.
-        state_op: attention as a state (STATE_SCHEMA), from ``define_state_op``; with ``capabilities.lse``. It must need no
-            plan.
+        state_op: attention as a state (STATE_SCHEMA), from ``define_state_op``; with ``capabilities.lse``. Needs no plan.
         varlen: attention over ragged sequences without a KV cache: what ``varlen_attention_eager`` (``attn_ops/ops/varlen.py``)
             does, without ``implementation``, which is then this backend's name. Raises ValueError for what it lacks.
         rope_forms: whether rope_op honours the options of every RopeForm (``attn_ops/ops/rope.py``). False: it is called for
             PLAIN only, without options, and rope_kv_write rotates for the other forms.
-        make_state: (sites, cache, limits: StepLimits) -> the backend's state for one engine or step (workspaces, planned
-            kernels); None for a backend without.
-        plan: (metadata, step: Step) -> None, host work before a forward or a replay, outside the graph; once per step.
-            ``step`` holds the state and says whether a CUDA graph is captured or replayed. Must not allocate on the device
-            when replaying.
-        prepare: an op ``(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) ->
-            Tensor[]`` recorded in the graph once per forward; every layer gets the result as ``prepared``. Device work only:
-            no sync, no shape that depends on data.
+        make_state: (sites, cache, limits: StepLimits) -> the backend's state for one engine or step (workspaces, plans).
+        plan: (metadata, step: Step) -> None, host work before a forward or a replay, outside the graph; once per step. Must
+            not allocate on the device when replaying.
+        prepare: an op (PREPARE_SCHEMA), from ``define_prepare``, recorded in the graph once per forward; every layer gets the
+            result as ``prepared``. Device work only: no sync, no shape that depends on data.
         priority: place in the order of ``attention="auto"``, by device type; lower is tried first, missing is not tried.
         packages: distributions, besides torch, that its speed depends on.
-        verified: whether the kit has passed on the hardware that it is for. False: only its calls have been checked, against
-            the signatures that its package publishes; tables say so.
+        verified: whether the kit has passed on the hardware that it is for. False: only its calls have been checked.
         route: for a backend made of backends: site -> which of them serve it, as text.
         approximate: what its results leave out, for tables and logs; "": it is exact. Never chosen by "auto".
         every_step: it keeps data about the cached keys, so another backend cannot take some of the steps.
-        page_bytes: (site, page_size) -> bytes that it keeps of each page of that layer in ``PagedKVCache.beside``: an engine
-            counts them when it sizes the KV cache. With ``every_step``.
+        page_bytes: (site, page_size) -> bytes that it keeps of each page of that layer in ``PagedKVCache.beside``; with
+            ``every_step``.
         plans_windows: its plan takes ``Step.window_metadata``, where there are some, for sites with a window or chunk, so that
             these may have page numbers of their own. Without a plan that needs nothing.
         same_in_graphs: a captured step has the kernels and grids of an uncaptured one of the same shape, whatever its number of
             tokens and the length of its sequences (apart from MLA, and where ``without_graph`` gives two times). False: steps
             of more than about a thousand tokens are captured only on request, as their graphs may take the GPU longer.
-        unrotated: it needs q before the rotary embedding: rope_op is used wherever the rotation is found, whatever fusions are
-            chosen.
+        unrotated: it needs q before the rotary embedding: rope_op is used wherever the rotation is found.
         prefill: how it serves prompts beside another backend; None: whole steps only.
         plans_graphs: its plan works for steps that run as CUDA graphs too. False: there it does nothing, and what it needs on
             the device may be computed in the graph.
-        takes_other_batches: despite its plan and its state the op takes other batches than the step's: it does not use them
-            then. With ``capabilities.any_batch``.
+        takes_other_batches: the op takes other batches than the step's despite its plan and state, which it does not use then.
+            With ``capabilities.any_batch``.
         warm_up: (sites, device, seconds) -> None, or what is not ready: work before an engine's first step, such as compiling
-            kernels in other processes for at most so many seconds.  begin_warm_up: the same arguments; starts what can be done
-            in other processes while the engine compiles its model.
+            kernels in other processes for at most so many seconds.  begin_warm_up: starts it while a model is compiled.
         without_graph: (sites, device, state, query_lens, seq_lens) -> estimated microseconds of all layers' attention in a step
             with and without a CUDA graph; the state is its own, None without ``make_state``; the (B,) int arrays are on the
             host. Engines may run a step without its graph where that takes less.
@@ -270,7 +253,7 @@ class AttentionBackend:
     rope_op: Any | None = None
     mla_op: Any | None = None
     state_op: Any | None = None
-    varlen: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    varlen: Callable[..., tuple[Tensor, Tensor]] | None = None
     rope_forms: bool = False
     make_state: Callable[..., Any] | None = None
     plan: Callable[..., None] | None = None
@@ -305,8 +288,11 @@ class AttentionBackend:
                              "(every_step)")
 
     def bytes_beside(self, site: AttentionSite, page_size: int) -> int:
-        """Bytes that it keeps of each page of that layer, beside the KV cache."""
         return 0 if self.page_bytes is None else self.page_bytes(site, page_size)
+
+    def prepared(self, *tables: Any) -> list[Tensor]:
+        """What ``prepare`` makes of the tables and the page size; [] without it."""
+        return [] if self.prepare is None else list(self.prepare(*tables))
 
     @property
     def any_batch(self) -> bool:
@@ -330,37 +316,35 @@ class BackendFamily:
     """Backends that are made when their name is first used, registered as a backend is.
 
     Args:
-        name: of the family.  usage: the form of the names, for tables and messages.
-        matches: whether a name is one of the family's.
+        usage: the form of the names, for tables and messages.
         make: (name, get_backend) -> the backend. Raises ValueError for a name that is not of the form.
+        matches: whether a name is one of the family's; None: if it is the family's, or begins with that and a colon.
         long_prefill: (prefill, rest) -> the name of the backend that serves by ``prefill`` the steps in which its prompts were
-            measured faster, and all others by ``rest``; None: the family has none.
-        pair: (prefill, decode) -> the name of the backend that decodes by ``decode`` and serves all else by ``prefill``; None:
-            the family has none.
+            measured faster, and all others by ``rest``.
+        pair: (prefill, decode) -> the name of the backend that decodes by ``decode`` and serves all else by ``prefill``.
     """
 
     name: str
     usage: str
-    matches: Callable[[str], bool]
     make: Callable[[str, Callable[[str], AttentionBackend]], AttentionBackend]
+    matches: Callable[[str], bool] | None = None
     long_prefill: Callable[[str, str], str] | None = None
     pair: Callable[[str, str], str] | None = None
+
+    def has(self, name: str) -> bool:
+        return name.partition(":")[0] == self.name if self.matches is None else self.matches(name)
 
 
 class UnsupportedAttention(ValueError):
     """A model, or one attention site of it, needs what cannot be honoured. The message lists what, and why not."""
 
 
-def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Iterable[str] = ("CPU", "CUDA"),
+def define_paged_op(name: str, impl: Callable[..., Tensor], devices: Iterable[str] = ("CPU", "CUDA"),
                     rope: bool = False, launches: bool = False) -> Any:
-    """Register ``impl`` as ``quire::<name>_paged_attention`` with PAGED_SCHEMA and its fake; return the op overload.
-
-    Args:
-        impl: see this module's docstring. It mutates the caches and scales and nothing else.
-        devices: dispatch keys.
-        rope: register ``quire::<name>_rope_paged_attention`` with ROPE_PAGED_SCHEMA instead.
-        launches: see ``define_op``.
-    """
+    """Register ``impl`` (see this module's docstring; it mutates the caches and scales and nothing else) as
+    ``quire::<name>_paged_attention`` with PAGED_SCHEMA and its fake; return the op overload. ``devices``: dispatch keys.
+    ``rope``: register ``quire::<name>_rope_paged_attention`` with ROPE_PAGED_SCHEMA instead. ``launches``: see
+    ``define_op``."""
     schema = f"{name}_rope_paged_attention{ROPE_PAGED_SCHEMA}" if rope else f"{name}_paged_attention{PAGED_SCHEMA}"
     keys, fake = set(devices), _rope_paged_fake if rope else _paged_fake
     impl = breakable(impl, fake)
@@ -371,24 +355,28 @@ def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Itera
     return op
 
 
-def define_state_op(name: str, impl: Callable[..., tuple[torch.Tensor, torch.Tensor]], launches: bool = False) -> Any:
+def define_prepare(name: str, impl: Callable[..., list[Tensor]], fake: Callable[..., list[Tensor]]) -> Any:
+    """Register ``impl`` as ``quire::<name>_prepare`` with PREPARE_SCHEMA, for CPU and CUDA; return the op overload."""
+    return define_op(f"{name}_prepare{PREPARE_SCHEMA}", cpu=impl, cuda=impl, fake=fake)
+
+
+def define_state_op(name: str, impl: Callable[..., tuple[Tensor, Tensor]], launches: bool = False) -> Any:
     """Register ``impl`` as ``quire::<name>_attention_state`` with STATE_SCHEMA and its fake, for CPU and CUDA; return the op
     overload. ``launches``: see ``define_op``."""
     return define_op(f"{name}_attention_state{STATE_SCHEMA}", cpu=impl, cuda=impl, fake=_state_fake, launches=launches)
 
 
-def _state_fake(q: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _state_fake(q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return _paged_fake(q, *args, **kwargs), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _paged_fake(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor,
-                v_cache: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _paged_fake(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor,
+                v_cache: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
 
 
-def _rope_paged_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_norm: Any,
-                     k_norm: Any, eps: float, k_cache: torch.Tensor, v_cache: torch.Tensor, *args: Any, **kwargs: Any
-                     ) -> torch.Tensor:
+def _rope_paged_fake(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm: Any, k_norm: Any, eps: float,
+                     k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return _paged_fake(q, k, v, k_cache, v_cache)
 
 

@@ -1,8 +1,8 @@
 """Breaks: attention calls at which the recording of a step into graphs is interrupted.
 
-Some attention cannot be recorded for every batch: its work is planned on the host for the lengths. The rest of the step can.
-So whoever records a step may install a recorder (``breaking``), which then gets each call of a paged op in the place of its
-implementation: it ends a graph there, notes the call, and begins the next graph (``graph_runner/breakable.py``).
+Some attention cannot be recorded for every batch: its work is planned on the host for the lengths. So whoever records a step
+may install a recorder, which gets each call of a paged op in the place of its implementation: it ends a graph there, notes the
+call, and begins the next graph (``graph_runner/breakable.py``).
 """
 
 from __future__ import annotations

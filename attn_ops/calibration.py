@@ -1,8 +1,8 @@
 """Which channels of the keys matter: measured while a model runs, for backends that look at some of them only.
 
 A score is a sum over channels of q[c] * k[c]. If the two were independent, the root mean square of a channel's part would be
-``sqrt(mean(q[c]**2) * mean(k[c]**2))``: that is a channel's importance, with q[c]**2 summed over the query heads of a key head.
-It is measured on the queries and keys that attention gets, after the rotary embedding.
+``sqrt(mean(q[c]**2) * mean(k[c]**2))``: that is a channel's importance, with q[c]**2 summed over the query heads of a key head,
+after the rotary embedding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class ChannelMoments:
         self.tokens = 0
 
     def reset(self) -> None:
-        """Forget what was measured."""
         for sums in self.sums.values():
             for total in sums:
                 total.zero_()
@@ -45,8 +44,7 @@ class ChannelMoments:
 
 
 def recorder(base: AttentionBackend, moments: ChannelMoments) -> AttentionBackend:
-    """``base``, with every step's queries and keys added to ``moments``. Its name is a new one. ``base``: a backend without
-    state and plan. Raises ValueError for a ``base`` that has them."""
+    """``base``, with every step's queries and keys added to ``moments``. Raises ValueError for one with a state or a plan."""
     if base.op is None or base.make_state is not None or base.plan is not None:
         raise ValueError(f"channels are measured through a backend without state and plan, which {base.name} is not")
     name = op_name("calibration")

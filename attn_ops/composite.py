@@ -1,9 +1,5 @@
-"""Backends made of backends: one per phase of a batch, or one per kind of layer.
-
-A composite is an ``AttentionBackend`` like any other: the passes, the engine and the kit know nothing of it. Its op chooses a
-part and calls that part's op; its ``make_state``, ``plan`` and ``prepare`` call those of the parts. A composite declares what
-every part that may serve a site declares.
-"""
+"""Backends made of backends: one per phase of a batch, or one per kind of layer. The op of a composite chooses a part and calls
+that part's op; its other hooks call those of all parts. It declares what every part that may serve a site declares."""
 
 from __future__ import annotations
 
@@ -22,10 +18,10 @@ from quire.attn_ops.backend import (
     CudagraphSupport,
     UnsupportedAttention,
     define_paged_op,
+    define_prepare,
 )
 from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.library import define_op
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.mla import define_mla_op
 from quire.attn_ops.ops.rope import rope_kv_write
@@ -36,7 +32,6 @@ KINDS = ("full", "window", "chunk")
 
 
 def kind_of(window: int | None, chunk: int | None) -> str:
-    """The kind of a site with this window and chunk."""
     return "chunk" if chunk is not None else "window" if window is not None else "full"
 
 
@@ -91,13 +86,9 @@ def common_capabilities(parts: Sequence[AttentionBackend], serving: Any, support
 
 @dataclass(frozen=True, eq=False)
 class Composite:
-    """Args:
-        name: of the composite backend.
-        parts: without repetition.
-        choose: (tokens, rows of the batch, window, chunk) -> the part that attends.
-        planned: (tokens, rows, whether the step runs as a CUDA graph) -> the parts whose plan a step needs.
-        site_parts: the parts that may serve a site.
-    """
+    """``parts``: without repetition. ``choose``: (tokens, rows of the batch, window, chunk) -> the part that attends.
+    ``planned``: (tokens, rows, whether the step runs as a CUDA graph) -> the parts whose plan a step needs. ``site_parts``:
+    those that may serve a site, or why there is none. ``slices``: of what was prepared, by part."""
 
     name: str
     parts: tuple[AttentionBackend, ...]
@@ -108,20 +99,14 @@ class Composite:
 
     def op(self, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> torch.Tensor:
         *tensors, prepared = rest  # caches, scales, tables, sinks
-        if is_recording():  # kernels are compiled ahead: those of either part may run
-            for part in self.parts[1:]:
-                part.op(q, k, v, *tensors, self._prepared(part, prepared), **options)
-            part = self.parts[0]
-        else:
-            part = self._part(q, tensors, options)
-        return part.op(q, k, v, *tensors, self._prepared(part, prepared), **options)
+        for part in self._attending(q, tensors, options):
+            out = part.op(q, k, v, *tensors, self._prepared(part, prepared), **options)
+        return out
 
-    def rope_op(self, *args: Any, scale: float, window: int | None, softcap: float | None, chunk: int | None, **form: Any
-                ) -> torch.Tensor:
+    def rope_op(self, *args: Any, **form: Any) -> torch.Tensor:
         rope, tensors, prepared = args[:8], args[8:-1], args[-1]
-        options = {"scale": scale, "window": window, "softcap": softcap, "chunk": chunk}
-        parts = self.parts if is_recording() else (self._part(rope[0], tensors, options),)
-        for part in parts:
+        options = {name: form.pop(name) for name in ("scale", "window", "softcap", "chunk")}
+        for part in self._attending(rope[0], tensors, options):
             given = self._prepared(part, prepared)
             if part.rope_op is not None and (part.rope_forms or not form):
                 out = part.rope_op(*rope, *tensors, given, **options, **form)
@@ -132,15 +117,16 @@ class Composite:
 
     def mla_op(self, q: Any, *args: Any, scale: float) -> torch.Tensor:
         tensors, prepared, scales = args[:8], args[8], args[9:]
-        chosen = self.choose(q.shape[0], tensors[7].shape[0], None, None)
-        out: Any = None
-        for part in (*self.parts[1:], self.parts[0]) if is_recording() else (chosen,):
+        for part in self._attending(q, tensors, {}):
             if part.mla_op is not None:
                 out = part.mla_op(q, *tensors, self._prepared(part, prepared), *scales, scale=scale)
         return out
 
-    def _part(self, q: torch.Tensor, tensors: Sequence[Any], options: dict[str, Any]) -> AttentionBackend:
-        return self.choose(q.shape[0], tensors[7].shape[0], options["window"], options["chunk"])  # seq_lens
+    def _attending(self, q: torch.Tensor, tensors: Sequence[Any], options: dict[str, Any]) -> tuple[AttentionBackend, ...]:
+        """The part that attends; all of them while kernels are compiled ahead: those of each may run."""
+        if is_recording():
+            return self.parts
+        return (self.choose(q.shape[0], tensors[7].shape[0], options.get("window"), options.get("chunk")),)  # seq_lens
 
     def _prepared(self, part: AttentionBackend, prepared: list[torch.Tensor]) -> list[torch.Tensor]:
         return prepared[self.slices[part.name]] if prepared and part.name in self.slices else []
@@ -165,7 +151,6 @@ class Composite:
                 for part in self.parts if part.make_state is not None}
 
     def page_bytes(self, site: AttentionSite, page_size: int) -> int:
-        """Bytes that the parts keep per page of the layer."""
         serving = self.site_parts(site)
         return 0 if isinstance(serving, str) else sum(part.bytes_beside(site, page_size) for part in serving)
 
@@ -184,8 +169,6 @@ class Composite:
         name = op_name(self.name)
         launches = "cuda" in capabilities.devices
         states = any(part.make_state is not None for part in self.parts)
-        prepare = ("(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) -> "
-                   "Tensor[]")
         return AttentionBackend(
             name=self.name, capabilities=capabilities, available=self.available,
             op=define_paged_op(name, self.op, launches=launches),
@@ -195,7 +178,7 @@ class Composite:
             rope_forms=True, make_state=self.make_state if states else None,
             plan=self.plan if states or any(part.plan is not None for part in self.parts) else None,
             prepare=None if all(part.prepare is None for part in self.parts) else
-            define_op(f"{name}_prepare{prepare}", cpu=self.prepare, cuda=self.prepare, fake=self.prepare),
+            define_prepare(name, self.prepare, self.prepare),
             packages=tuple(dict.fromkeys(p for part in self.parts for p in part.packages)),
             verified=all(part.verified for part in self.parts), route=route,
             approximate="; ".join(f"{part.name} {part.approximate}" for part in self.parts if part.approximate),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.attention import AttentionSite, dtype_name
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
@@ -36,32 +37,26 @@ class PagedKVCache:
     (num_pages, page_size, Hkv) float32 their scales (``attn_ops/kv_quant.py``), with the heads outside the tokens in memory in
     either layout: a kernel reads the scales of one head. Else both lists hold None. In a latent layer (MLA,
     ``attn_ops/mla.py``) a token has one key of rank + R numbers, and ``v[i]`` is a view of the first rank of them: ``of_layer``
-    gives None for it. Quantized, ``k_scale[i]`` is that of these, and ``v_scale[i]`` of the other R.
-
-    Layers may have page numbers of their own: those with a window need fewer pages (``graph_runner/window_pages.py``).
+    gives None for it. Quantized, ``k_scale[i]`` is that of these, and ``v_scale[i]`` of the other R. Layers may have page
+    numbers of their own: those with a window need fewer pages (``graph_runner/window_pages.py``).
 
     Args:
-        num_pages: the null page included, so that (num_pages - 1) * page_size tokens fit.
-        layer_pages: pages of each layer, where they differ.
+        num_pages: the null page included.  layer_pages: pages of each layer, where they differ.
         num_kv_heads, head_dim, head_dim_v: Hkv, D, Dv; an int, or one per layer. head_dim_v defaults to head_dim.
         layout: ``get_kv_cache_layout()`` by default.
         layer_ids: the model's own numbers of the layers, in order; default 0..num_layers-1.
         latent: whether values are the first head_dim_v numbers of the keys; a bool, or one per layer.
         kv_sources: of layers that attend to an earlier layer's keys and values: the layer whose tensors they have.
 
-    Raises:
-        ValueError: a size that is not positive, fewer than two pages, a list that is not num_layers long, a dtype that
-            neither is a quantized one nor can hold keys as they are, a latent layer that has more than one
-            key head, or values longer than keys, or a layer whose source is not an earlier one of the same sizes.
+    Raises ValueError for a size, a list or a dtype that is not possible, a latent layer that has more than one key head, or
+    values longer than keys, and a layer whose source is not an earlier one of the same sizes.
     """
 
-    def __init__(
-        self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int | Sequence[int],
-        head_dim: int | Sequence[int], head_dim_v: int | Sequence[int] | None = None, dtype: torch.dtype,
-        device: torch.device | str, layout: Layout | None = None, layer_ids: Sequence[int] | None = None,
-        latent: bool | Sequence[bool] = False, layer_pages: Sequence[int] | None = None,
-        kv_sources: Mapping[int, int] | None = None,
-    ) -> None:
+    def __init__(self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int | Sequence[int],
+                 head_dim: int | Sequence[int], head_dim_v: int | Sequence[int] | None = None, dtype: torch.dtype,
+                 device: torch.device | str, layout: Layout | None = None, layer_ids: Sequence[int] | None = None,
+                 latent: bool | Sequence[bool] = False, layer_pages: Sequence[int] | None = None,
+                 kv_sources: Mapping[int, int] | None = None) -> None:
         for fewest in (num_pages, *(layer_pages or ())):
             if fewest < 2:
                 raise ValueError(f"a paged KV cache needs at least 2 pages (page 0 is the null page), got num_pages={fewest}")
@@ -90,8 +85,8 @@ class PagedKVCache:
         self._index = {layer: i for i, layer in enumerate(self.layer_ids)}
         self.kv_sources = dict(kv_sources or {})
         sizes = list(zip(self.layer_pages, heads, dims, dims_v, self.latent, strict=True))
-        self.k, self.v = list[torch.Tensor](), list[torch.Tensor]()
-        self.k_scale, self.v_scale = list[torch.Tensor | None](), list[torch.Tensor | None]()
+        self.k, self.v = list[Tensor](), list[Tensor]()
+        self.k_scale, self.v_scale = list[Tensor | None](), list[Tensor | None]()
         for i, (n, h, d, d_v, is_latent) in enumerate(sizes):
             if (at := self._index[self._source(i, sizes)]) != i:
                 for tensors in (self.k, self.v, self.k_scale, self.v_scale):
@@ -101,7 +96,7 @@ class PagedKVCache:
             self.v.append(self.k[i][..., :d_v] if is_latent else self._allocate(n, h, d_v))
             self.k_scale.append(self._allocate_scale(n, h))
             self.v_scale.append(self._allocate_scale(n, h))
-        self.beside: dict[str, dict[int, torch.Tensor]] = {}  # by backend and layer: what it keeps of keys, (num_pages, ...)
+        self.beside: dict[str, dict[int, Tensor]] = {}  # by backend and layer: what it keeps of keys, (num_pages, ...)
 
     def _source(self, i: int, sizes: Sequence[Any]) -> int:
         """The layer whose tensors the i-th one has: itself, if it has its own. Raises ValueError."""
@@ -115,15 +110,14 @@ class PagedKVCache:
 
     @property
     def quantized(self) -> bool:
-        """Whether k and v hold codes with scales."""
         return self.dtype in QUANTIZED_KV_DTYPES
 
-    def _allocate_scale(self, num_pages: int, heads: int) -> torch.Tensor | None:
+    def _allocate_scale(self, num_pages: int, heads: int) -> Tensor | None:
         if not self.quantized:
             return None
         return torch.zeros(num_pages, heads, self.page_size, dtype=torch.float32, device=self.device).transpose(1, 2)
 
-    def _allocate(self, num_pages: int, heads: int, dim: int) -> torch.Tensor:
+    def _allocate(self, num_pages: int, heads: int, dim: int) -> Tensor:
         # Zeros, not empty: a kernel may load (and mask out) the rest of a page, and 0 * NaN would still be NaN.
         if self.layout == "NHD":
             return torch.zeros(num_pages, self.page_size, heads, dim, dtype=self.dtype, device=self.device)
@@ -151,8 +145,8 @@ class PagedKVCache:
     def for_model(cls, model: Any, *, num_pages: int, page_size: int = 16, dtype: torch.dtype | None = None,
                   device: torch.device | str | None = None, layout: Layout | None = None, latent: bool = False) -> PagedKVCache:
         """A cache for ``model``: its attention sites are found by tracing it (nothing is computed). ``latent``: latent vectors
-        for MLA layers. Such a cache serves compiled models only, and backends that have MLA. Raises UnsupportedAttention if
-        quire cannot serve the model; the message says which site and why."""
+        for MLA layers, for compiled models and backends that have MLA. Raises UnsupportedAttention if quire cannot serve the
+        model."""
         if not site_finders:
             raise RuntimeError("PagedKVCache.for_model needs quire's capture; use quire.PagedKVCache")
         if device is None:
@@ -167,13 +161,12 @@ class PagedKVCache:
             raise ValueError(f"the KV cache has no layer {layer}; its layers are {self.layer_ids}")
         return self._index[layer]
 
-    def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """(k, v, k_scale, v_scale) of that layer, in the order of a paged op's arguments; v None for a latent layer."""
         i = self.index(layer)
         return self.k[i], None if self.latent[i] else self.v[i], self.k_scale[i], self.v_scale[i]
 
     def is_latent(self, layer: int) -> bool:
-        """Whether that layer holds latent vectors."""
         return self.latent[self.index(layer)]
 
     def check(self, site: AttentionSite) -> None:
@@ -184,7 +177,7 @@ class PagedKVCache:
             raise ValueError(f"layer {site.layer} of the KV cache has {found[0]} key heads of {found[1]}/{found[2]}, and the "
                              f"model's needs {site.needs()}; make the cache with PagedKVCache.for_model")
 
-    def copy_pages(self, source: torch.Tensor, target: torch.Tensor, layers: Sequence[int] | None = None) -> None:
+    def copy_pages(self, source: Tensor, target: Tensor, layers: Sequence[int] | None = None) -> None:
         """Copy pages ``source`` to pages ``target`` of these layers (of all by default), both (n,) int64 on the cache's device,
         with their scales and what backends keep beside them. All are read before any is written."""
         chosen = self.layer_ids if layers is None else layers
@@ -203,7 +196,6 @@ class PagedKVCache:
 
     @property
     def beside_bytes(self) -> int:
-        """Bytes of what backends keep beside the cache."""
         return sum(t.numel() * t.element_size() for tensors in self.beside.values() for t in tensors.values())
 
     def __repr__(self) -> str:
@@ -243,5 +235,4 @@ def _per_layer(name: str, value: int | Sequence[int], num_layers: int) -> list[i
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages for ``num_tokens`` tokens."""
     return math.ceil(num_tokens / page_size)

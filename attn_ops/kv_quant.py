@@ -71,10 +71,8 @@ def check_scales(k_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: t
 
 
 def write(cache: torch.Tensor, scale: torch.Tensor | None, new: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Store ``new`` (T, Hkv, D) at its slots of ``cache``, as codes if there is a ``scale``; both are mutated.
-
-    A slot of -1 writes back what slot 0 of the null page holds: a no-op.
-    """
+    """Store ``new`` (T, Hkv, D) at its slots of ``cache``, as codes if there is a ``scale``; both are mutated. A slot of -1
+    writes back what slot 0 of the null page holds."""
     slot = slot_mapping.clamp_min(0)
     page, offset = slot // cache.shape[1], slot % cache.shape[1]
     live = (slot_mapping >= 0)[:, None, None]

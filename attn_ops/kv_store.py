@@ -1,8 +1,5 @@
-"""Storing a step's keys and values, or latent vectors, in the paged cache: on a GPU in one launch, for every backend.
-
-In PyTorch (``kv_quant.write_kv``, the definition) it takes seven launches for keys and seven for values, more than a decode
-kernel takes for its keys at small batches. Both store the same bits (``kv_quant.py``).
-"""
+"""Storing a step's keys and values, or latent vectors, in the paged cache: on a GPU in one launch. In PyTorch
+(``kv_quant.write_kv``, the definition, of the same bits) it takes seven for keys and seven for values."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ def define_op(schema: str, *, cpu: Callable[..., Any] | None, cuda: Callable[...
     overhead, which eager steps pay once per layer.
 
     Args:
-        schema: ``name(arguments) -> result``.
         cpu, cuda: implementations by device; None: no implementation for it.  fake: shapes, strides and dtypes of the results.
         launches: ``cuda`` launches all its Triton kernels with ``kernels.launch.launch`` and works on fake tensors, so that an
             engine can compile the kernels ahead.

@@ -4,7 +4,7 @@ The kernels that are best for long prompts may be slow at decoding, need plannin
 PREFILL serves a step only where the step is no CUDA graph's and
 
 * by the times measured on this device (``attn_ops/tuning/prefill.py``) it spares all layers of a kind together at least
-  PLAN_US: a function of queries, context, heads, head dims and dtype;
+PLAN_US;
 * it supports the site and the cache (its capabilities), and its kernels are compiled (``PrefillPart.ready``): an engine has
   them compiled while it starts, in other processes and for a limited time; nothing is compiled in a step.
 
@@ -20,7 +20,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,24 +43,13 @@ PLAN_US = 500.0
 FAILURES = 3  # steps in a row whose planning fails, after which no further one is tried: others may be served
 
 
-class Kind(NamedTuple):
+Kind = tuple[Any, ...]
+
+
+def kind_of(site: AttentionSite) -> Kind:
     """What the op sees of a site."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    dim_v: int
-    dtype: torch.dtype
-    scale: float
-    window: int | None
-    softcap: float | None
-    chunk: int | None
-    sinks: bool
-
-    @classmethod
-    def of(cls, site: AttentionSite) -> Kind:
-        return cls(site.num_heads, site.num_kv_heads, site.head_dim, site.head_dim_v, site.dtype, site.scale, site.window,
-                   site.softcap, site.chunk, site.sinks)
+    return (site.num_heads, site.num_kv_heads, site.head_dim, site.head_dim_v, site.dtype, site.scale, site.window,
+            site.softcap, site.chunk, site.sinks)
 
 
 @dataclass
@@ -68,10 +57,10 @@ class State:
     """Of one engine or step.
 
     Args:
-        parts: the parts' states, by name.  split: whether decodes at the head of a batch stay with REST.
+        parts: the parts' states, by name.  given: what PREFILL's will be made of; None: it is made.
         rules: of the layers that PREFILL may serve, by kind: one of the sites, their number, the rule.
-        given: what PREFILL's state will be made of; None: it is made.
-        serving: kinds that PREFILL serves in the step that is planned.  decodes: sequences at its head that it leaves out.
+        split: whether decodes at the head of a batch stay with REST.  decodes: sequences that PREFILL leaves out.
+        serving: kinds that PREFILL serves in the step that is planned.
         starts: address of the batch's query_start_loc: a layer may run on a part of the batch.
         failures: steps in a row whose planning failed, but for those that were too large.
         prepared: what REST prepared for the decodes, by the address of their block table.
@@ -88,24 +77,18 @@ class State:
     prepared: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     step: weakref.ref[Step] | None = None
 
+    def prompts(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The part of a batch that PREFILL would serve."""
+        first = leading_ones(query_lens) if self.split else 0
+        return query_lens[first:], seq_lens[first:]
+
     def won(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> frozenset[Kind]:
         """The kinds for which PREFILL takes less time on a batch."""
-        first = leading_ones(query_lens) if self.split else 0
-        batch = query_lens[first:], seq_lens[first:]
+        batch = self.prompts(query_lens, seq_lens)
         if not batch[0].size or batch[0].max() <= 1:
             return frozenset()
         return frozenset(kind for kind, (site, layers, rule) in self.rules.items()
                          if layers * rule.spared(work(site, *batch)) >= PLAN_US)
-
-    def times(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> tuple[float, float]:
-        """``AttentionBackend.without_graph``, of the layers that PREFILL may serve."""
-        won, with_graph, without = self.won(query_lens, seq_lens), 0.0, 0.0
-        first = leading_ones(query_lens) if self.split else 0
-        for kind, (site, layers, rule) in self.rules.items():
-            of = work(site, query_lens[first:], seq_lens[first:])
-            with_graph += layers * (rule.graph or rule.rest).us(of)
-            without += layers * (rule.prefill if kind in won else rule.rest).us(of)
-        return with_graph, without
 
 
 def build_seconds() -> float:
@@ -126,11 +109,8 @@ def leading_ones(query_lens: np.ndarray) -> int:
 
 @dataclass(frozen=True, eq=False)
 class LongPrefill(Composite):
-    """Args:
-        parts: REST, PREFILL.
-        rule: (PREFILL, REST, site, device=, page_size=, kv_dtype=, layout=) -> the rule for a site, None without times.
-        logged: reasons that are in the log.  failed: why PREFILL failed, by device.  known: rules by kind and cache.
-    """
+    """Of REST and PREFILL. ``rule``: (PREFILL, REST, site, device=, page_size=, kv_dtype=, layout=) -> the rule for a site,
+    None without times. ``logged``: reasons that are in the log. ``failed``: why PREFILL failed, by device."""
 
     rule: Callable[..., PrefillRule | None] = tuning.rule
     logged: set[str] = field(default_factory=set)
@@ -144,8 +124,6 @@ class LongPrefill(Composite):
     @property
     def prefill(self) -> AttentionBackend:
         return self.parts[1]
-
-    # -- an engine's start ------------------------------------------------------------------------------------------
 
     def ready(self, sites: Sequence[AttentionSite], device: torch.device, seconds: float = 0.0) -> str | None:
         """``PrefillPart.ready`` of PREFILL, for those of the sites that it supports."""
@@ -162,7 +140,6 @@ class LongPrefill(Composite):
         return self.prefill.prefill is not None and kv_dtype in self.prefill.prefill.kv_dtypes
 
     def begin_warm_up(self, sites: Sequence[AttentionSite], device: torch.device, seconds: float) -> None:
-        """``AttentionBackend.begin_warm_up``."""
         part, able = self.prefill.prefill, self._able(sites, device)
         if part is not None and part.begin is not None and able:
             part.begin(able, device, seconds)
@@ -170,7 +147,7 @@ class LongPrefill(Composite):
     def warm_up(self, sites: Sequence[AttentionSite], device: torch.device, seconds: float) -> str | None:
         """``AttentionBackend.warm_up``: have PREFILL's kernels compiled, and run a short prompt through each of them."""
         why = self.ready(sites, device, seconds)
-        kinds = {} if why else {Kind.of(s): s for s in self._able(sites, device, page_size=16)}
+        kinds = {} if why else {kind_of(s): s for s in self._able(sites, device, page_size=16)}
         for site in kinds.values():
             try:
                 self._try(replace(site, layer=0, kv_source=None), device)
@@ -198,7 +175,7 @@ class LongPrefill(Composite):
         of_cache: dict[str, Any] = {"page_size": cache.page_size, "kv_dtype": cache.dtype, "layout": cache.layout}
         rules: dict[Kind, tuple[AttentionSite, int, PrefillRule]] = {}
         for site in self._able(sites, cache.device, **of_cache):
-            kind = Kind.of(site)
+            kind = kind_of(site)
             if kind in rules:
                 rules[kind] = (site, rules[kind][1] + 1, rules[kind][2])
             elif (found := self._rule(site, cache.device, of_cache)) is not None and found.ever:
@@ -215,7 +192,7 @@ class LongPrefill(Composite):
     def _rule(self, site: AttentionSite, device: torch.device, of_cache: dict[str, Any]) -> PrefillRule | None:
         if self._copies(of_cache["kv_dtype"]):  # only caches of the model's dtype are measured, and REST is no faster on these
             of_cache = {**of_cache, "kv_dtype": None}
-        key = (Kind.of(site), device, *of_cache.values())
+        key = (kind_of(site), device, *of_cache.values())
         if key not in self.known:
             self.known[key] = self.rule(self.prefill, self.rest, site, device=device, **of_cache)
         return self.known[key]
@@ -228,7 +205,7 @@ class LongPrefill(Composite):
         if why := self.ready(sites, cache.device):
             self._give_up(state, why)
             return False
-        self._make_prefill(state.parts, [s for s in sites if Kind.of(s) in state.rules], cache, limits)
+        self._make_prefill(state.parts, [s for s in sites if kind_of(s) in state.rules], cache, limits)
         return True
 
     def _make_prefill(self, states: dict[str, Any], sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits
@@ -254,10 +231,7 @@ class LongPrefill(Composite):
             self.logged.add(kind)
             logger.warning("attention %s: a step runs on %s, later ones try again: %s", self.name, self.rest.name, why)
 
-    # -- a step -----------------------------------------------------------------------------------------------------
-
     def plan(self, metadata: CommonAttentionMetadata, step: Step) -> None:
-        """Choose, and plan for the choice."""
         state: State = step.states[self.name]
         step.states.update(state.parts)
         state.step, state.serving, state.prepared = None, frozenset(), {}
@@ -287,12 +261,9 @@ class LongPrefill(Composite):
         if state is None or state.step is None or state.step() is not step or tensors[6].data_ptr() != state.starts:
             return None
         k_cache, v_cache, sinks = tensors[0], tensors[1], tensors[8]
-        kind = Kind(q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3], q.dtype, options["scale"], options["window"],
-                    options["softcap"], options["chunk"], sinks is not None)
+        kind = (q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3], q.dtype, options["scale"], options["window"],
+                options["softcap"], options["chunk"], sinks is not None)
         return state if kind in state.serving else None
-
-    def _part(self, q: torch.Tensor, tensors: Sequence[Any], options: dict[str, Any]) -> AttentionBackend:
-        return self.rest
 
     def op(self, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> torch.Tensor:
         *tensors, prepared = rest
@@ -304,19 +275,16 @@ class LongPrefill(Composite):
             caches, (slots, table, starts, lens, sinks) = tensors[:4], tensors[4:]
             few = slots[:n], table[:n], starts[: n + 1], lens[:n]
             if (key := table.data_ptr()) not in state.prepared:  # once per step; layers with a window may have another table
-                state.prepared[key] = [] if self.rest.prepare is None else self.rest.prepare(*few, caches[0].shape[1])
+                state.prepared[key] = self.rest.prepared(*few, caches[0].shape[1])
             out[:n] = self.rest.op(q[:n], None, None, *caches, *few, sinks, state.prepared[key], **options)
         return out
 
-    def rope_op(self, *args: Any, scale: float, window: int | None, softcap: float | None, chunk: int | None, **form: Any
-                ) -> torch.Tensor:
+    def rope_op(self, *args: Any, **form: Any) -> torch.Tensor:
         rope, tensors, prepared = args[:8], args[8:-1], args[-1]
-        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "chunk": chunk}
+        options = {name: form.pop(name) for name in ("scale", "window", "softcap", "chunk")}
         if self._state(rope[0], tensors, options) is None:
             return super().rope_op(*args, **options, **form)
         return self.op(rope_kv_write(*rope, *tensors[:5], **form), None, None, *tensors, prepared, **options)
-
-    # -- as a backend -----------------------------------------------------------------------------------------------
 
     def long_backend(self) -> AttentionBackend:
         """The composite as a backend, its ops registered. It declares what REST does, which serves MLA alone."""
@@ -335,9 +303,13 @@ class LongPrefill(Composite):
     def without_graph(self, sites: Sequence[AttentionSite], device: torch.device, state: State, query_lens: np.ndarray,
                       seq_lens: np.ndarray) -> tuple[float, float]:
         """``AttentionBackend.without_graph``: REST may have a way of its own for what PREFILL does not serve."""
-        won = bool(state.won(query_lens, seq_lens))
-        with_graph, without = state.times(query_lens, seq_lens) if won else (0.0, 0.0)
-        others = [site for site in sites if not won or Kind.of(site) not in state.rules]
+        won, with_graph, without = state.won(query_lens, seq_lens), 0.0, 0.0
+        rules = state.rules if won else {}
+        for kind, (site, layers, rule) in rules.items():
+            of = work(site, *state.prompts(query_lens, seq_lens))
+            with_graph += layers * (rule.graph or rule.rest).us(of)
+            without += layers * (rule.prefill if kind in won else rule.rest).us(of)
+        others = [site for site in sites if kind_of(site) not in rules]
         if self.rest.without_graph is not None and others:
             more = self.rest.without_graph(others, device, state.parts.get(self.rest.name), query_lens, seq_lens)
             with_graph, without = with_graph + more[0], without + more[1]

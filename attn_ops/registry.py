@@ -56,11 +56,10 @@ class Registry:
         return dict(self._backends), dict(self._broken)
 
     def get(self, name: str) -> AttentionBackend:
-        """See ``get_backend``."""
         backends, broken = self.load()
         if name in backends:
             return backends[name]
-        family = next((f for f in self._families.values() if f.matches(name)), None)
+        family = next((f for f in self._families.values() if f.has(name)), None)
         if family is None:
             why = f"; {name} {broken[name]}" if name in broken else ""
             forms = "".join(f", {f.usage.partition(': ')[0]}" for f in self._families.values())
@@ -147,10 +146,9 @@ class BackendTable(list[BackendRow]):
     """The rows, in order of priority; ``measured``: lines on the times behind attention="auto"; ``usages``: on backends made of
     backends; ``str()`` is a table."""
 
-    def __init__(self, rows: list[BackendRow], device: torch.device, measured: list[str] | None = None,
-                 usages: list[str] | None = None) -> None:
+    def __init__(self, rows: list[BackendRow], device: torch.device, measured: list[str], usages: list[str]) -> None:
         super().__init__(rows)
-        self.device, self.measured, self.usages = device, measured or [], usages or []
+        self.device, self.measured, self.usages = device, measured, usages
 
     def __str__(self) -> str:
         table = [["backend", "usable", "dtypes", "quantized KV", "head dims", "page sizes", "features", "CUDA graphs"]]
@@ -183,8 +181,7 @@ def backends(device: torch.device | str | None = None) -> BackendTable:
         caps = backend.capabilities
         reason = None if where.type in caps.devices else f"runs on {listed(caps.devices)}"
         reason = reason or backend.available(where) or caps.reason_against_gpu(where)
-        rows.append(BackendRow(name, reason, (backend.priority or {}).get(where.type), caps,
-                               backend.verified))
+        rows.append(BackendRow(name, reason, (backend.priority or {}).get(where.type), caps, backend.verified))
     rows.sort(key=lambda r: (r.priority is None, r.priority or 0))
     rows += [BackendRow(name, why, None, None) for name, why in broken.items()]
     return BackendTable(rows, where, tuning.summary(where), [family.usage for family in REGISTRY.families])

@@ -64,18 +64,13 @@ def select_latent_or_dense(name: str | Mapping[str, str] | AttentionBackend, sit
     return replace(selection, not_latent=f"{selection.backend.name}: {'; '.join(reasons)}")
 
 
-def select_backend(
-    name: str | Mapping[str, str] | AttentionBackend, sites: Sequence[AttentionSite], *, device: torch.device, page_size: int,
-    kv_dtype: torch.dtype | None = None, layout: str | None = None,
-) -> Selection:
+def select_backend(name: str | Mapping[str, str] | AttentionBackend, sites: Sequence[AttentionSite], *, device: torch.device,
+                   page_size: int, kv_dtype: torch.dtype | None = None, layout: str | None = None) -> Selection:
     """Choose the backend for a model: ``name``, or for "auto" the best that can serve every site; where none can, the best for
     each kind of layer (``attn_ops/composite.py``). The best is the fastest by what was measured on this device
-    (``attn_ops/tuning/attention.py`` has the rule), else the first in order of priority. Nothing is measured here.
-
-    Raises:
-        UnsupportedAttention: no backend (or not the one asked for) can; lists the site, its needs, and each reason.
-        ValueError: there is no backend called ``name``.
-    """
+    (``attn_ops/tuning/attention.py`` has the rule), else the first in order of priority. Raises UnsupportedAttention, which
+    lists the site, its needs, and each reason, if no backend (or not the one asked for) can, and ValueError for an unknown
+    name."""
     name = attention_name(name)
     cache: dict[str, Any] = {"page_size": page_size, "kv_dtype": kv_dtype, "layout": layout}
 

@@ -2,8 +2,7 @@
 
 A model's forward has no parameter for a KV cache and batch metadata (some models drop unknown keyword arguments), so they
 travel in a context variable: ``with step(cache, metadata): model(...)``. Compiled graphs read the tensors here once, at their
-start, and take them as ordinary graph inputs; backends that plan on the host find their state here. Two threads can each
-run a step.
+start, and take them as graph inputs; backends that plan on the host find their state here. Two threads can each run a step.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class Step:
         window_metadata: as ``metadata``, with the slots and the block table of layers with a window or chunk, where those have
             page numbers of their own (``LoweringTarget.window_tables``).
         states: the backends' own states, by name (``AttentionBackend.make_state``).
-        graph_key: names the CUDA graph that is captured or replayed; None in eager steps.
-        by_hand: of ``quire.step``, and not of an engine, whose scheduler knows what the model needs.
+        graph_key: names the CUDA graph that is captured or replayed; None in eager steps.  by_hand: of ``quire.step``.
         adapters: (at least T,) int64, the adapters of each token as bits (``attn_ops/ops/lora_rows.py``), or None.
         served: layers whose attention has run.  planned: backends that have planned.
     """

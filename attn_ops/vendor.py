@@ -1,7 +1,5 @@
 """What backends of vendors' packages share: why a package cannot be used, tables by token, and ops of kernels that only decode.
-
-A file of a backend imports its package at the first call, never before: `quire backends` and the registry load without it.
-"""
+They import their packages at the first call, never before: `quire backends` and the registry load without them."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from quire.attn_ops.backend import AttentionCapabilities, UnsupportedAttention
+from quire.attn_ops.backend import AttentionCapabilities, UnsupportedAttention, define_prepare
 from quire.attn_ops.kv_store import store_kv, store_latent
-from quire.attn_ops.library import define_op
 from quire.attn_ops.mla import absorb_query, expand_output, split_weight
 from quire.attn_ops.step import current_step
 
@@ -76,8 +74,18 @@ def no_compiler(package: str, prebuilt: str) -> str | None:
     return None
 
 
-def by_token(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor
-             ) -> tuple[torch.Tensor, torch.Tensor]:
+def no_flashinfer(oldest: str, install: str = "pip install flashinfer-python") -> str | None:
+    """None if FlashInfer of this version or a newer one is there, with its kernels or a compiler; else what to install."""
+    return (missing("flashinfer", install) or too_old("flashinfer-python", oldest)
+            or no_compiler("flashinfer", "flashinfer-jit-cache"))
+
+
+def workspace(size: int, device: torch.device) -> Tensor:
+    """Bytes, zero at first, as some kernels keep counters in them."""
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+def by_token(slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
     """Each token as a sequence of its own, for kernels that decode: its row of ``block_table`` (T, W) int32, and the keys that
     it sees, its own included (T,) int32; 0 for padding tokens. Device work only."""
     token = torch.arange(slot_mapping.shape[0], device=slot_mapping.device)
@@ -86,12 +94,12 @@ def by_token(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_
     return block_table[row], torch.where(token < query_start_loc[-1], lens, 0).to(torch.int32)
 
 
-def padding_tokens(slot_mapping: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:
+def padding_tokens(slot_mapping: Tensor, query_start_loc: Tensor) -> Tensor:
     """(T, 1, 1) bool: the tokens behind the last sequence's. Kernels that leave anything for them have it replaced by zeros."""
     return (torch.arange(slot_mapping.shape[0], device=slot_mapping.device) >= query_start_loc[-1])[:, None, None]
 
 
-def slots_end_to_end(block_table: torch.Tensor, lens: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def slots_end_to_end(block_table: Tensor, lens: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
     """(B + 1,) int32 prefix sums of ``lens`` (B,), and the slot of each token of each sequence, end to end, int32: as many as
     the block table has room for, zeros behind the last."""
     indptr = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
@@ -102,38 +110,28 @@ def slots_end_to_end(block_table: torch.Tensor, lens: torch.Tensor, page_size: i
     return indptr, torch.where(at < indptr[-1], slots, 0).to(torch.int32)
 
 
-def any_width(page_size: int) -> int:
-    """For ``multiple`` of ``define_by_token``: tables of any number of columns will do."""
-    return 1
+def define_by_token(name: str, multiple: Callable[[int], int] | None = None) -> Any:
+    """``tables_by_token`` as an op for ``AttentionBackend.prepare``, once for all layers. ``multiple``: page size -> number of
+    which the columns of the table must be a multiple; added ones are the null page."""
 
-
-def define_by_token(name: str, multiple: Callable[[int], int] = any_width) -> Any:
-    """Register ``tables_by_token`` as the op ``quire::<name>_prepare``, for ``AttentionBackend.prepare``; return its overload.
-    What depends on the step alone is computed there, once for all layers.
-
-    ``multiple``: page size -> number of which the columns of the table must be a multiple; added ones are the null page.
-    """
-
-    def fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-             page_size: int) -> list[torch.Tensor]:
-        tokens, columns = slot_mapping.shape[0], multiple(page_size)
+    def fake(slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+             page_size: int) -> list[Tensor]:
+        tokens, columns = slot_mapping.shape[0], multiple(page_size) if multiple else 1
         return [block_table.new_empty(tokens, -(-block_table.shape[1] // columns) * columns), seq_lens.new_empty(tokens),
                 seq_lens.new_empty(tokens, 1, 1, dtype=torch.bool)]
 
-    prepare = functools.partial(tables_by_token, multiple)
-    return define_op(f"{name}_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
-                     "int page_size) -> Tensor[]", cpu=prepare, cuda=prepare, fake=fake)
+    return define_prepare(name, functools.partial(tables_by_token, multiple), fake)
 
 
-def tables_by_token(multiple: Callable[[int], int], slot_mapping: torch.Tensor, block_table: torch.Tensor,
-                    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
+def tables_by_token(multiple: Callable[[int], int] | None, slot_mapping: Tensor, block_table: Tensor,
+                    query_start_loc: Tensor, seq_lens: Tensor, page_size: int) -> list[Tensor]:
     """[table, lens, padding]: ``by_token`` with lens of at least 1, as padding reads a key too, and ``padding_tokens``."""
     table, lens = by_token(slot_mapping, block_table, query_start_loc, seq_lens)
-    table = torch.nn.functional.pad(table, (0, -table.shape[1] % multiple(page_size)))
+    table = torch.nn.functional.pad(table, (0, -table.shape[1] % (multiple(page_size) if multiple else 1)))
     return [table, lens.clamp_min(1), padding_tokens(slot_mapping, query_start_loc)]
 
 
-def refuse(name: str, capabilities: AttentionCapabilities, k_scale: torch.Tensor | None, **features: Any) -> None:
+def refuse(name: str, capabilities: AttentionCapabilities, k_scale: Tensor | None, **features: Any) -> None:
     """Raise UnsupportedAttention for arguments of a paged op, by the names of capabilities, that are not declared."""
     if k_scale is not None or any(value is not None and not getattr(capabilities, f) for f, value in features.items()):
         words = {"window": "windows", "softcap": "softcap", "chunk": "chunks", "sinks": "sinks"}
@@ -148,25 +146,22 @@ def state_of(name: str, make: Callable[[], Any]) -> Any:
     return step.states[name] if step is not None and name in step.states else make()
 
 
-def paged_by_token(name: str, capabilities: AttentionCapabilities, attend: Callable[..., torch.Tensor]
-                   ) -> Callable[..., torch.Tensor]:
-    """The paged op of a kernel that decodes: each token of a ragged batch is a sequence of its own; right for any batch.
-    ``attend``: q (T, H, D) contiguous, the caches, and table and lens of ``tables_by_token``; scale, window, softcap and sinks
-    by name -> (T, H, Dv), a new tensor. Not called without a token."""
+def paged_by_token(name: str, capabilities: AttentionCapabilities, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The paged op of a kernel that decodes: each token of a ragged batch is a sequence of its own. That is right for any
+    batch, reads nothing on the host, and can be captured; prefill reads its keys once per token, and is slow: choose another
+    backend for it, step by step. ``attend``: q (T, H, D) contiguous, the caches, and table and lens of ``tables_by_token``;
+    scale, window, softcap and sinks by name -> (T, H, Dv), a new tensor. Not called without a token."""
 
-    def paged_attention(
-        q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-        k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-        query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
-        scale: float, window: int | None, softcap: float | None, chunk: int | None,
-    ) -> torch.Tensor:
-        """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
+    def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                        v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                        seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
+                        softcap: float | None, chunk: int | None) -> Tensor:
         refuse(name, capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
         store_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
         if not q.shape[0]:
             return q.new_empty(0, q.shape[1], v_cache.shape[3])
         table, lens, padding = prepared or tables_by_token(
-            any_width, slot_mapping, block_table, query_start_loc, seq_lens, k_cache.shape[1])
+            None, slot_mapping, block_table, query_start_loc, seq_lens, k_cache.shape[1])
         with torch.cuda.device_of(q):
             out = attend(q.detach().contiguous(), k_cache, v_cache, table, lens, scale=scale, window=window, softcap=softcap,
                          sinks=sinks)
@@ -175,18 +170,14 @@ def paged_by_token(name: str, capabilities: AttentionCapabilities, attend: Calla
     return paged_attention
 
 
-def mla_by_token(attend: Callable[..., torch.Tensor], multiple: Callable[[int], int] = any_width
-                 ) -> Callable[..., torch.Tensor]:
+def mla_by_token(attend: Callable[..., Tensor], multiple: Callable[[int], int] | None = None) -> Callable[..., Tensor]:
     """The MLA op of a kernel that decodes on the latent cache, in absorbed terms; see ``paged_by_token`` and
     ``define_by_token``. ``attend``: (query (T, H, rank), its rotary part (T, H, R), cache (pages, page_size, rank + R), table,
     lens, scale, Dn) -> (T, H, rank)."""
 
-    def mla_paged_attention(
-        q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
-        slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-        prepared: list[torch.Tensor], *, scale: float,
-    ) -> torch.Tensor:
-        """Store [c, k_rope], then attend: q (T, H, D) -> (T, H, Dv)."""
+    def mla_paged_attention(q: Tensor, c: Tensor, k_rope: Tensor, kv_b: Tensor, cache: Tensor, slot_mapping: Tensor,
+                            block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, prepared: list[Tensor], *,
+                            scale: float) -> Tensor:
         heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
         store_latent(c, k_rope, cache, slot_mapping)
         w_uk, w_uv = split_weight(kv_b, heads, nope)

@@ -1,8 +1,5 @@
-"""Backend ``aiter``: AMD's AI Tensor Engine (package amd-aiter) on MI300 and newer. Not verified on hardware.
-
-Its kernels read pages of one token: ``prepare`` lays the slots of all sequences end to end. Batches of one token per sequence
-go to ``paged_attention_ragged``, all others to ``mha_batch_prefill_func``.
-"""
+"""Backend ``aiter``: AMD's AI Tensor Engine (package amd-aiter) on MI300 and newer. Not verified on hardware. Its kernels read
+pages of one token: ``prepare`` lays the slots of all sequences end to end."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ import importlib.util
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_prepare
 from quire.attn_ops.kv_store import store_kv
-from quire.attn_ops.library import define_op
 from quire.attn_ops.vendor import by_token, missing, padding_tokens, refuse, slots_end_to_end
 
 NAME = "aiter"
@@ -22,8 +19,8 @@ PARTITION = 256  # keys per partial result of the decode kernel
 INSTALL = "pip install --pre amd-aiter (the package aiter is another project)"
 
 
-def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-             page_size: int) -> list[torch.Tensor]:
+def _prepare(slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+             page_size: int) -> list[Tensor]:
     """[indptr, slots, tokens on the last page of each row, a scale of 1, padding]: rows are tokens in a batch of decodes, else
     sequences; padding (T, 1, 1) bool."""
     table, lens = block_table, seq_lens
@@ -34,21 +31,18 @@ def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_
             torch.ones(1, dtype=torch.float32, device=lens.device), padding_tokens(slot_mapping, query_start_loc)]
 
 
-def _prepare_fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
-                  seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
+def _prepare_fake(slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                  seq_lens: Tensor, page_size: int) -> list[Tensor]:
     ctx = torch.library.get_ctx()  # sizes that only the paged op reads
     rows, slots, ends = ctx.new_dynamic_size(), ctx.new_dynamic_size(), ctx.new_dynamic_size()
     return [seq_lens.new_empty(ends), seq_lens.new_empty(slots), seq_lens.new_empty(rows),
             seq_lens.new_empty(1, dtype=torch.float32), seq_lens.new_empty(slot_mapping.shape[0], 1, 1, dtype=torch.bool)]
 
 
-def paged_attention(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
-    scale: float, window: int | None, softcap: float | None, chunk: int | None,
-) -> torch.Tensor:
-    """Store k and v, then attend: q (T, H, D) -> (T, H, D)."""
+def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                    v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                    seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
+                    softcap: float | None, chunk: int | None) -> Tensor:
     refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     store_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     tokens, heads, dim = q.shape
@@ -91,9 +85,7 @@ BACKEND = AttentionBackend(
     ),
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
-    prepare=define_op(
-        "aiter_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) -> "
-        "Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare_fake),
+    prepare=define_prepare(NAME, _prepare, _prepare_fake),
     packages=("amd-aiter",),
     verified=False,
 )

@@ -1,14 +1,12 @@
-"""Backend ``ascend``: Huawei's NPUs through torch_npu. Not verified on hardware.
-
-Its kernels take the lengths on the host, which a step's metadata has. A batch of decodes goes to ``_npu_paged_attention``, all
-others to ``_npu_flash_attention_qlens``. Steps are not captured: an NPU graph needs new lengths on the host at each replay.
-"""
+"""Backend ``ascend``: Huawei's NPUs through torch_npu. Not verified on hardware. Its kernels take the lengths on the host,
+which a step's metadata has. Steps are not captured: an NPU graph needs new lengths on the host at each replay."""
 
 from __future__ import annotations
 
 import importlib
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from quire.attn_ops.kv_quant import write_kv
@@ -19,20 +17,17 @@ NAME = "ascend"
 MASK = 128  # rows and columns of the additive causal mask that the prefill kernel takes
 
 
-def causal_mask(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def causal_mask(dtype: torch.dtype, device: torch.device) -> Tensor:
     """(128, 128): 0 where a key is seen; else -inf for float16, and 1 for other dtypes, as the kernel takes it."""
     hidden = torch.ones(MASK, MASK, dtype=torch.bool, device=device).triu(1)
     return torch.zeros(MASK, MASK, dtype=dtype, device=device).masked_fill(
         hidden, float("-inf") if dtype == torch.float16 else 1.0)
 
 
-def paged_attention(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
-    scale: float, window: int | None, softcap: float | None, chunk: int | None,
-) -> torch.Tensor:
-    """Store k and v, then attend: q (T, H, D) -> (T, H, D)."""
+def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                    v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                    seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
+                    softcap: float | None, chunk: int | None) -> Tensor:
     refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     step = current_step()
     if step is None:

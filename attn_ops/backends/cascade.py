@@ -2,11 +2,9 @@
 
 Where the sequences of a batch have their first pages in common (a system prompt, by the prefix cache), all queries attend to
 these pages as one sequence, which reads them once, each sequence attends to the rest of its pages, and ``merge_state`` makes
-one result of both: exact but for rounding.
-
-How long the common prefix is, and whether to use it, is worked out on the device from ``block_table`` and the lengths, once per
-forward. So the shapes of all launches are those of the batch, and the steps that NAME allows are captured in CUDA graphs; a
-replay that finds no prefix worth it runs the same kernels over no keys.
+one result of both: exact but for rounding. How long the common prefix is, and whether to use it, is worked out on the device,
+once per forward. So the steps that NAME allows are captured in CUDA graphs; a replay that finds no prefix worth it runs the
+same kernels over no keys.
 
 With a prefix of P tokens and n sequences, (n - 1) P reads of a key and a value are saved per layer; the two further launches
 cost some 10 us. A prefix counts from READS saved reads on: estimated, not measured (16,384 reads of 8 heads of 128 in bfloat16
@@ -37,12 +35,8 @@ def shared_prefix(block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_
                   ) -> list[torch.Tensor]:
     """A batch cut in two: all queries as one sequence over the common prefix, and the sequences without it. The prefix consists
     of whole pages that all sequences with queries have in the same columns, and that no query's own token lies in. Where fewer
-    than ``reads`` reads are saved it has no pages.
-
-    Returns:
-        block_table (1, W), query_start_loc (2,) and seq_lens (1,) of the prefix; block_table (B, W) and seq_lens (B,) of the
-            rest. All int32. No value is read on the host.
-    """
+    than ``reads`` reads are saved it has no pages. Returns block_table (1, W), query_start_loc (2,) and seq_lens (1,) of the
+    prefix; block_table (B, W) and seq_lens (B,) of the rest; all int32. No value is read on the host."""
     lens = query_start_loc.diff()
     live = lens > 0
     computed = torch.where(live, seq_lens - lens, torch.iinfo(torch.int32).max).amin(0)
@@ -63,10 +57,8 @@ def _part(base: AttentionBackend, reads: int) -> AttentionBackend:
     def prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
                 page_size: int) -> list[torch.Tensor]:
         tables = shared_prefix(block_table, query_start_loc, seq_lens, page_size, reads)
-        if base.prepare is None:
-            return tables
-        return [*tables, *base.prepare(slot_mapping, *tables[:3], page_size),
-                *base.prepare(slot_mapping, tables[3], query_start_loc, tables[4], page_size)]
+        return [*tables, *base.prepared(slot_mapping, *tables[:3], page_size),
+                *base.prepared(slot_mapping, tables[3], query_start_loc, tables[4], page_size)]
 
     def op(q: Any, k: Any, v: Any, *rest: Any, scale: float, window: int | None, softcap: float | None, chunk: int | None
            ) -> torch.Tensor:
@@ -106,16 +98,13 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     def choose(tokens: int, rows: int, window: int | None, chunk: int | None) -> AttentionBackend:
         return part if window is None and chunk is None and 1 < rows and tokens <= MAX_TOKENS * rows else base
 
-    def serving(site: AttentionSite) -> tuple[AttentionBackend, ...]:
-        return (base,)
-
     def route(site: AttentionSite) -> str:
         whole = site.window is not None or site.chunk is not None
         return base.serves(site) + ("" if whole else ", a shared prefix once")
 
-    composite = Composite(name, parts, choose, lambda *of_step: (), serving)
-    return composite.backend(common_capabilities(parts, serving, base.capabilities.cudagraph_support), route)
+    composite = Composite(name, parts, choose, lambda *of_step: (), lambda site: (base,))
+    return composite.backend(common_capabilities(parts, composite.site_parts, base.capabilities.cudagraph_support), route)
 
 
 FAMILY = BackendFamily(NAME, "cascade:NAME[@READS]: a prefix that all sequences share is read once, where that saves READS "
-                       f"reads of a key per layer ({READS})", lambda name: name == NAME or name.startswith(f"{NAME}:"), make)
+                       f"reads of a key per layer ({READS})", make)

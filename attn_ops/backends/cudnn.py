@@ -2,9 +2,8 @@
 against the signature of flashinfer-python 0.7.2.
 
 FlashInfer builds a cuDNN graph for each shape of a batch at its first call, on the host, and needs cuDNN's frontend for it.
-Each token of a ragged batch is given as a sequence of its own (``by_token``): right for any batch, nothing is read on the host,
-and every batch can be captured after it has run once. Prefill reads its keys once per token, and is slow: choose another
-backend for prefill, step by step. cuDNN's packed prefill, for head dim 128 only, is not used.
+A decoder (``paged_by_token``): every batch can be captured after it has run once. cuDNN's packed prefill, for head dim 128
+only, is not used.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import importlib
 import torch
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
-from quire.attn_ops.vendor import define_by_token, missing, paged_by_token, state_of, too_old, wrong_gpu
+from quire.attn_ops.vendor import define_by_token, missing, paged_by_token, state_of, too_old, workspace, wrong_gpu
 
 NAME = "cudnn"
 LIBRARY = "flashinfer.cudnn"
@@ -26,14 +25,10 @@ def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table:
     """See ``paged_by_token``. cuDNN wants the heads outside the tokens of a page, and takes any strides."""
     out = torch.empty_like(q)
     importlib.import_module(LIBRARY).cudnn_batch_decode_with_kv_cache(
-        q, k_cache.transpose(1, 2), v_cache.transpose(1, 2), scale, state_of(NAME, lambda: _workspace(q.device)),
+        q, k_cache.transpose(1, 2), v_cache.transpose(1, 2), scale, state_of(NAME, lambda: workspace(WORKSPACE, q.device)),
         max_sequence_kv=table.shape[1] * k_cache.shape[1], actual_seq_lens_kv=lens.view(-1, 1, 1, 1), block_tables=table,
         is_cuda_graph_compatible=True, out=out, window_left=-1 if window is None else window - 1)
     return out
-
-
-def _workspace(device: torch.device) -> torch.Tensor:
-    return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
 
 
 def available(device: torch.device) -> str | None:
@@ -53,6 +48,6 @@ BACKEND = AttentionBackend(
     capabilities=CAPABILITIES,
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
-    make_state=lambda sites, cache, limits: _workspace(cache.k[0].device), prepare=define_by_token(NAME),
+    make_state=lambda sites, cache, limits: workspace(WORKSPACE, cache.k[0].device), prepare=define_by_token(NAME),
     packages=("flashinfer-python", "nvidia-cudnn-frontend"), verified=False,
 )

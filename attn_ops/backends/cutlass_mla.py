@@ -1,10 +1,6 @@
 """Backend ``cutlass_mla``: CUTLASS's decoding kernel for MLA on the latent cache, from sgl-kernel, on datacenter Blackwell
-GPUs. Not verified on hardware; its call is tested against the signature of sgl-kernel 0.3.21.
-
-The kernel decodes one token per sequence, in absorbed terms and with up to 128 heads. Each token of a ragged batch is given as
-a sequence of its own (``by_token``): right for any batch, nothing is read on the host, and every batch can be captured. Prefill
-reads its keys once per token, and is slow.
-"""
+GPUs. Not verified on hardware; its call is tested against the signature of sgl-kernel 0.3.21. A decoder (``mla_by_token``),
+with up to 128 heads."""
 
 from __future__ import annotations
 
@@ -22,7 +18,6 @@ LIBRARY = "sgl_kernel"
 
 def attend(query: torch.Tensor, rotary: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor,
            scale: float, nope: int) -> torch.Tensor:
-    """See ``mla_by_token``."""
     workspace = state_of(NAME, lambda: _workspace(table.shape[1], len(query), query.device))
     return importlib.import_module(LIBRARY).cutlass_mla_decode(
         q_nope=query.contiguous(), q_pe=rotary.contiguous(), kv_c_and_k_pe_cache=cache, seq_lens=lens,

@@ -17,10 +17,10 @@ import importlib
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_prepare
 from quire.attn_ops.kv_store import store_kv
-from quire.attn_ops.library import define_op
 from quire.attn_ops.step import current_step
 from quire.attn_ops.vendor import missing, padding_tokens, refuse, wrong_gpu
 
@@ -43,29 +43,31 @@ def _installed() -> tuple[str, str, int] | None:
     return variant(torch.cuda.get_device_capability()[0]) if torch.cuda.is_available() else None
 
 
-def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-             page_size: int) -> list[torch.Tensor]:
+def _variant_and_module() -> tuple[str, Any]:
+    """Raises RuntimeError if none is installed."""
+    if (found := _installed()) is None:
+        raise RuntimeError(f"no FlashAttention is installed: {INSTALL}")
+    return found[0], importlib.import_module(found[1])
+
+
+def _prepare(slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+             page_size: int) -> list[Tensor]:
     """[padding (T, 1, 1) bool, prefix sums (B + 1,) int32 of the sequences' lengths, which FA2 takes]."""
     return [padding_tokens(slot_mapping, query_start_loc),
             torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))]
 
 
-def _prepare_fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
-                  seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
+def _prepare_fake(slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                  seq_lens: Tensor, page_size: int) -> list[Tensor]:
     return [seq_lens.new_empty(slot_mapping.shape[0], 1, 1, dtype=torch.bool), seq_lens.new_empty(seq_lens.shape[0] + 1)]
 
 
-def paged_attention(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
-    scale: float, window: int | None, softcap: float | None, chunk: int | None,
-) -> torch.Tensor:
-    """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
+def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                    v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                    seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
+                    softcap: float | None, chunk: int | None) -> Tensor:
     refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
-    found = _installed()
-    if found is None:
-        raise RuntimeError(f"no FlashAttention is installed: {INSTALL}")
+    name, lib = _variant_and_module()
     store_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     if not q.shape[0]:
         return q.new_empty(0, q.shape[1], v_cache.shape[3])
@@ -73,69 +75,42 @@ def paged_attention(
     step, room = current_step(), block_table.shape[1] * k_cache.shape[1]
     longest_query = q.shape[0] if step is None or step.graph_key is not None else max(1, step.metadata.max_query_len)
     longest = room if step is None or step.graph_key is not None else max(1, min(room, step.metadata.max_seq_len))
-    name, module, _ = found
     padding, ends = prepared or _prepare(slot_mapping, block_table, query_start_loc, seq_lens, k_cache.shape[1])
-    lens = ends if name == "FA2" else seq_lens
-    out = _CALLS[name](importlib.import_module(module), q.detach().contiguous(), k_cache, v_cache, block_table, query_start_loc,
-                       lens, sinks, longest_query, longest, scale, window, softcap)
+    none, with_lse = None if name == "FA4" else -1, sinks is not None
+    arguments = q.detach().contiguous(), k_cache, v_cache
+    options: dict[str, Any] = {
+        "cu_seqlens_q": query_start_loc, "max_seqlen_q": longest_query, "softmax_scale": scale, "causal": True,
+        "window_size": (none, none) if window is None else (window - 1, 0), "softcap": softcap or 0.0}
+    if name == "FA3":
+        found = lib.flash_attn_with_kvcache(*arguments, cache_seqlens=seq_lens, page_table=block_table, num_splits=0,
+                                            return_softmax_lse=with_lse, **options)
+    elif name == "FA4":
+        found = lib.flash_attn_varlen_func(*arguments, max_seqlen_k=longest, seqused_k=seq_lens, page_table=block_table,
+                                           return_lse=with_lse, **options)
+    else:
+        found = lib.flash_attn_varlen_func(*arguments, cu_seqlens_k=ends, max_seqlen_k=longest, return_attn_probs=with_lse,
+                                           block_table=block_table, **options)
+    out = found[0] if with_lse or name == "FA4" else found
+    out = out if sinks is None else with_sinks(out, found[1], sinks)
     return out.masked_fill_(padding, 0)  # the kernels leave padding tokens as they were
 
 
-def _fa3(lib: Any, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, starts: torch.Tensor,
-         lens: torch.Tensor, sinks: torch.Tensor | None, longest_query: int, longest: int, scale: float, window: int | None,
-         softcap: float | None) -> torch.Tensor:
-    found = lib.flash_attn_with_kvcache(
-        q, k_cache, v_cache, cache_seqlens=lens, page_table=table, cu_seqlens_q=starts, max_seqlen_q=longest_query,
-        softmax_scale=scale, causal=True, window_size=(-1, -1) if window is None else (window - 1, 0), softcap=softcap or 0.0,
-        num_splits=0, return_softmax_lse=sinks is not None)
-    return found if sinks is None else with_sinks(found[0], found[1], sinks)
-
-
-def _fa4(lib: Any, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, starts: torch.Tensor,
-         lens: torch.Tensor, sinks: torch.Tensor | None, longest_query: int, longest: int, scale: float, window: int | None,
-         softcap: float | None) -> torch.Tensor:
-    found = lib.flash_attn_varlen_func(
-        q, k_cache, v_cache, cu_seqlens_q=starts, max_seqlen_q=longest_query, max_seqlen_k=longest, seqused_k=lens,
-        page_table=table, softmax_scale=scale, causal=True, window_size=(None, None) if window is None else (window - 1, 0),
-        softcap=softcap or 0.0, return_lse=sinks is not None)
-    return found[0] if sinks is None else with_sinks(found[0], found[1], sinks)
-
-
-def _fa2(lib: Any, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, starts: torch.Tensor,
-         ends: torch.Tensor, sinks: torch.Tensor | None, longest_query: int, longest: int, scale: float, window: int | None,
-         softcap: float | None) -> torch.Tensor:
-    found = lib.flash_attn_varlen_func(
-        q, k_cache, v_cache, starts, ends, longest_query, longest, softmax_scale=scale, causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0), softcap=softcap or 0.0,
-        return_attn_probs=sinks is not None, block_table=table)
-    return found if sinks is None else with_sinks(found[0], found[1], sinks)
-
-
-_CALLS = {"FA3": _fa3, "FA4": _fa4, "FA2": _fa2}
-
-
-def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
-           scale: float, window: int | None, softcap: float | None, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """``varlen_attention_eager``; reads the longest lengths on the host.
-
-    Raises:
-        ValueError: a dtype or head dims that the kernels lack.
-    """
+def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+           scale: float, window: int | None, softcap: float | None, causal: bool) -> tuple[Tensor, Tensor]:
+    """``varlen_attention_eager``; reads the longest lengths on the host. Raises ValueError for a dtype or head dims that the
+    kernels lack."""
     caps, (dim, dim_v) = BACKEND.capabilities, (q.shape[2], v.shape[2])
     if q.dtype not in caps.dtypes or not caps.head_dims(dim, dim_v):
         raise ValueError(f"implementation={NAME!r}: {q.dtype} and head dims {dim}/{dim_v}; it has "
                          f"{', '.join(sorted(map(str, caps.dtypes)))} and {caps.head_dims_note}")
-    found = _installed()
-    if found is None:
-        raise RuntimeError(f"no FlashAttention is installed: {INSTALL}")
-    name, module, _ = found
+    name, lib = _variant_and_module()
     lens_q, lens_k = cu_seqlens_q.diff(), cu_seqlens_k.diff()
     if not q.shape[0] or not len(lens_q) or not k.shape[0]:
         return q.new_zeros(q.shape[0], q.shape[1], dim_v), q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
     longest_q, longest_k = (max(1, int(lens.max())) for lens in (lens_q, lens_k))
     none = None if name == "FA4" else -1
     before, after = (none, none) if window is None else (window - 1, 0 if causal else window - 1)
-    out, lse, *_ = importlib.import_module(module).flash_attn_varlen_func(
+    out, lse, *_ = lib.flash_attn_varlen_func(
         q.detach().contiguous(), k.detach().contiguous(), v.detach().contiguous(), cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k, softmax_scale=scale, causal=causal,
         window_size=(before, after), softcap=softcap or 0.0,
@@ -145,7 +120,7 @@ def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torc
     return torch.where(seen[..., None], out, 0), torch.where(seen, lse, float("-inf"))
 
 
-def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """out (T, H, Dv), lse (H, T), natural: sinks leave exp(lse) / (exp(lse) + exp(sink)) of the weight for the keys."""
     return (out * torch.sigmoid(lse.transpose(0, 1) - sinks.float())[..., None]).to(out.dtype)
 
@@ -170,9 +145,7 @@ BACKEND = AttentionBackend(
     ),
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
-    prepare=define_op(
-        "flash_attention_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
-        "int page_size) -> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare_fake),
+    prepare=define_prepare(NAME, _prepare, _prepare_fake),
     varlen=varlen, packages=("flash-attn", "flash-attn-3", "flash-attn-4"),
     verified=False,
 )

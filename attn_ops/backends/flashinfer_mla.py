@@ -1,9 +1,8 @@
 """Backend ``flashinfer_mla``: FlashInfer's kernel for MLA on the latent cache, in absorbed terms, on CUDA.
 
-One kernel serves prefill, decode and mixed batches. FlashInfer divides a batch's work among the processors on the host:
-``plan`` does it once per step for each kind of layer (query heads and scale), and the op stores the latent vectors and runs the
-plan. Only batches of one token per sequence are captured in CUDA graphs; a graph's kernel reads buffers that ``plan`` refills
-before each replay. Its calls are those of flashinfer-python 0.6.18.
+FlashInfer divides a batch's work among the processors on the host: ``plan`` does it once per step for each kind of layer (query
+heads and scale). Only batches of one token per sequence are captured in CUDA graphs; a graph's kernel reads buffers that
+``plan`` refills before each replay. Its calls are those of flashinfer-python 0.6.18.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_prepare
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_store import store_latent
-from quire.attn_ops.library import define_op
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 from quire.attn_ops.step import Step, StepLimits, current_step
-from quire.attn_ops.vendor import missing, no_compiler, too_old
+from quire.attn_ops.vendor import no_flashinfer
 
 NAME = "flashinfer_mla"
 LIBRARY = "flashinfer.mla"
@@ -104,32 +103,19 @@ class State:
 
 
 def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
-    """Plan the step's batch.
-
-    Raises:
-        RuntimeError: its CUDA graph was not captured for this number of tokens, or is not of single tokens.
-        ValueError: the batch is larger than the StepLimits of the state.
-    """
+    """Raises RuntimeError if the step's CUDA graph was not captured for this number of tokens, or is not of single tokens, and
+    ValueError for a batch larger than the StepLimits of the state."""
     step.states[NAME].plan(metadata, step)
 
 
-def unwritten(slot_mapping: torch.Tensor) -> torch.Tensor:
-    """(T, 1, 1) bool: tokens without a slot; in a batch of one token per sequence these are the padding."""
-    return (slot_mapping < 0)[:, None, None]
+def _prepare(slot_mapping: Tensor, *others: Any) -> list[Tensor]:
+    """[(T, 1, 1) bool]: tokens without a slot; in a batch of one token per sequence these are the padding."""
+    return [(slot_mapping < 0)[:, None, None]]
 
 
-def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-             page_size: int) -> list[torch.Tensor]:
-    """The mask of padding, once for all layers."""
-    return [unwritten(slot_mapping)]
-
-
-def mla_paged_attention(
-    q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
-    slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-    prepared: list[torch.Tensor], *, scale: float,
-) -> torch.Tensor:
-    """Store [c, k_rope], then run the step's plan: q (T, H, D) -> (T, H, Dv)."""
+def mla_paged_attention(q: Tensor, c: Tensor, k_rope: Tensor, kv_b: Tensor, cache: Tensor, slot_mapping: Tensor,
+                        block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, prepared: list[Tensor], *, scale: float
+                        ) -> Tensor:
     step = current_step()
     state = None if step is None else step.states.get(NAME)
     if step is None or state is None or state.step is None or state.step() is not step:
@@ -147,16 +133,14 @@ def mla_paged_attention(
     if last < num_tokens:
         out[last:].zero_()
     if state.key is not None:  # a graph's padding rows read a slot of the null page
-        out.masked_fill_(prepared[0] if prepared else unwritten(slot_mapping), 0.0)
+        out.masked_fill_((prepared or _prepare(slot_mapping))[0], 0.0)
     return expand_output(out, w_uv)
 
 
 def available(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"runs on cuda, not {device.type}"
-    package = LIBRARY.partition(".")[0]
-    return (missing(package, "pip install 'quire[flashinfer]'") or too_old("flashinfer-python", "0.6.18")
-            or no_compiler(package, "flashinfer-jit-cache"))
+    return no_flashinfer("0.6.18", "pip install 'quire[flashinfer]'")
 
 
 BACKEND = AttentionBackend(
@@ -170,7 +154,5 @@ BACKEND = AttentionBackend(
     available=available, op=None,
     mla_op=define_mla_op(NAME, mla_paged_attention, devices=("CUDA",)),
     priority={"cuda": 30}, make_state=State, plan=plan, packages=("flashinfer-python",),
-    prepare=define_op(
-        "flashinfer_mla_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
-        "int page_size) -> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare),
+    prepare=define_prepare(NAME, _prepare, _prepare),
 )

@@ -1,10 +1,6 @@
 """Backend ``flashmla``: FlashMLA's decoding kernel for MLA on the latent cache, in absorbed terms, on Hopper GPUs.
-
-The kernel takes equally many queries per sequence, so each token of a ragged batch becomes a row of its own, with its
-sequence's pages and its position + 1 as length (``prepare``). That is right for any batch and reads nothing on the host;
-prefill reads its keys once per token, and is slow. The package is ``sgl-flash-mla``, which keeps the dense kernels for Hopper.
-Not yet run on a GPU; its call is tested against the signature of version 1.0.0.
-"""
+A decoder (``mla_by_token``). The package is ``sgl-flash-mla``, which keeps the dense kernels for Hopper. Not yet run on a GPU;
+its call is tested against the signature of version 1.0.0."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ NAME, PAGE_SIZE, RANK, ROPE = "flashmla", 64, 512, 64
 
 def attend(query: torch.Tensor, rotary: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor,
            scale: float, nope: int) -> torch.Tensor:
-    """See ``mla_by_token``."""
     package = importlib.import_module("flash_mla")
     return package.flash_mla_with_kvcache(
         torch.cat([query, rotary], dim=-1)[:, None], cache[:, :, None], table, lens, RANK, package.get_mla_metadata()[0],

@@ -1,11 +1,9 @@
 """Backend ``flex_attention``: torch's FlexAttention, on CUDA compiled by Inductor, on a CPU with its dense fallback.
 
 The pages of the batch are gathered into one row of keys per sequence, zeros past its end, and FlexAttention runs on them with a
-block mask made from the lengths. Queries, keys and the mask are arguments, so a batch of another shape compiles nothing; a new
-combination of head counts, head dims, dtype and features does, and one block in the place of several. Batches of one token per
-sequence run as (T, H, 1, D), all others as one ragged row in which a query sees the keys of its own sequence only.
-
-It reads the lengths on the host, as the size of the gathered row, so its steps are not captured in CUDA graphs.
+block mask made from the lengths. A batch of another shape compiles nothing; a new combination of head counts, head dims, dtype
+and features does, and one block in the place of several. Batches of one token per sequence run as (T, H, 1, D), all others as
+one ragged row. It reads the lengths on the host, as the size of the gathered row, so its steps are not captured in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from quire.attn_ops.attention import visible
@@ -32,19 +31,16 @@ MANY: Any = {"FORCE_USE_FLEX_ATTENTION": True}
 ROUND = 1024  # keys that the gathered rows are rounded up to: few sizes, few allocations
 
 
-def gather(cache: torch.Tensor, scale: torch.Tensor | None, pages: torch.Tensor, live: torch.Tensor, dtype: torch.dtype
-           ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys or values on ``pages`` (B, n): (B, Hkv, L, D), L = n * page_size, and whether each is finite, (B, Hkv, L).
-
-    Zeros stand for what is not ``live`` (B, L) or not finite: a masked key has weight 0, and 0 * NaN is NaN.
-    """
+def gather(cache: Tensor, scale: Tensor | None, pages: Tensor, live: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys or values on ``pages`` (B, n): (B, Hkv, L, D), L = n * page_size, and whether each is finite, (B, Hkv, L). Zeros
+    stand for what is not ``live`` (B, L) or not finite: a masked key has weight 0, and 0 * NaN is NaN."""
     rows = cache[pages] if scale is None else dequantize(cache.view(torch.int8)[pages].view(cache.dtype), scale[pages])
     rows = rows.flatten(1, 2).to(dtype).transpose(1, 2).masked_fill(~live[:, None, :, None], 0)
     finite = rows.isfinite().all(-1)
     return rows.masked_fill(~finite[..., None], 0), finite
 
 
-def plainly(run: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
+def plainly(run: Callable[[], Tensor], device: torch.device) -> Tensor:
     """``run()``; inside a dispatch mode of the caller (opcheck's) in a thread of its own, where the mode does not reach:
     neither vmap nor Dynamo works under one, and for the mode the op is one call."""
     try:
@@ -54,7 +50,7 @@ def plainly(run: Callable[[], torch.Tensor], device: torch.device) -> torch.Tens
         return run()
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    def alone() -> torch.Tensor:
+    def alone() -> Tensor:
         with torch.no_grad(), torch.cuda.stream(stream):
             return run()
 
@@ -62,7 +58,7 @@ def plainly(run: Callable[[], torch.Tensor], device: torch.device) -> torch.Tens
         return pool.submit(alone).result()
 
 
-def block_mask(first: torch.Tensor, last: torch.Tensor, num_keys: int, mask_mod: Any) -> BlockMask:
+def block_mask(first: Tensor, last: Tensor, num_keys: int, mask_mod: Any) -> BlockMask:
     """The block mask of queries (N, S) that see keys from first to last (N, S), none where last < first."""
     batch, queries = first.shape
     q_blocks, k_blocks = -(-queries // BLOCK), -(-num_keys // BLOCK)
@@ -78,9 +74,8 @@ def block_mask(first: torch.Tensor, last: torch.Tensor, num_keys: int, mask_mod:
                                     mask_mod=mask_mod, seq_lengths=(queries, num_keys))
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float, softcap: torch.Tensor | None,
-            lse: bool) -> Any:
-    def capped(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, softcap: Tensor | None, lse: bool) -> Any:
+    def capped(score: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
         return softcap * torch.tanh(score / softcap)  # type: ignore[operator]
 
     return flex_attention(q, k, v, score_mod=None if softcap is None else capped, block_mask=mask, scale=scale,
@@ -94,8 +89,8 @@ def _compiled(device: str) -> Any:
     return torch.compile(_attend, dynamic=True, backend="inductor" if device == "cuda" else "eager")
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float, softcap: float | None,
-           sinks: torch.Tensor | None) -> torch.Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, softcap: float | None,
+           sinks: Tensor | None) -> Tensor:
     """q (N, H, S, D), k, v (N, Hkv, L, D) -> (N, H, S, D). Sinks leave exp(lse) / (exp(lse) + exp(sink)) of the weight for the
     keys."""
     cap = None if softcap is None else torch.full((), softcap, device=q.device)  # a number would be a new compilation
@@ -108,13 +103,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, s
     return out * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None].to(out.dtype)
 
 
-def paged_attention(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
-    scale: float, window: int | None, softcap: float | None, chunk: int | None,
-) -> torch.Tensor:
-    """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
+def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                    v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                    seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
+                    softcap: float | None, chunk: int | None) -> Tensor:
     check_scales(k_cache, k_scale, v_scale)
     store_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
     (tokens, heads, _), room, rows = q.shape, block_table.shape[1] * k_cache.shape[1], seq_lens.shape[0]
@@ -139,16 +131,16 @@ def paged_attention(
     if group & (group - 1):  # Inductor's kernel for few queries takes powers of two only
         keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
 
-    def seen(query: Any, key: Any) -> torch.Tensor:
+    def seen(query: Any, key: Any) -> Tensor:
         return visible(pos[query], key, window=window, chunk=chunk, causal=True) & live[query]
 
-    def by_token(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+    def by_token(b: Any, h: Any, i: Any, j: Any) -> Tensor:
         return seen(b, j)
 
-    def in_row(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+    def in_row(b: Any, h: Any, i: Any, j: Any) -> Tensor:
         return (row[i] == j // width) & seen(i, j % width)
 
-    def run() -> torch.Tensor:
+    def run() -> Tensor:
         if tokens <= rows:
             mask = block_mask(low[:, None], pos[:, None], width, by_token)
             return attend(q[:, :, None], keys[row], values[row], mask, scale, softcap, sinks)[:, :, 0]

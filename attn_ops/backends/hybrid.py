@@ -1,18 +1,15 @@
 """Backends ``hybrid:PREFILL+DECODE``: one backend for prefill, another for decoding, chosen step by step.
 
 Steps of at most one token per sequence go to DECODE, and so does every step that runs as a CUDA graph; all others go to
-PREFILL. Steps too large for a graph are those in which prefill takes the time. Where DECODE allows graphs of such batches only
-and PREFILL of any batch, graphs of other batches are PREFILL's, so that all steps can be captured. MLA layers are served from
-latent vectors where both can.
-
-``hybrid:PREFILL+DECODE@long`` gives PREFILL only the steps in which it was measured faster (``attn_ops/long_prefill.py``).
+PREFILL. Where DECODE allows graphs of such batches only and PREFILL of any batch, graphs of other batches are PREFILL's, so
+that all steps can be captured. MLA layers are served from latent vectors where both can. ``hybrid:PREFILL+DECODE@long`` gives
+PREFILL only the steps in which it was measured faster (``attn_ops/long_prefill.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, BackendFamily, CudagraphSupport
 from quire.attn_ops.composite import Composite, check_every_step, check_parts, common_capabilities
 from quire.attn_ops.long_prefill import make as make_long
@@ -47,15 +44,12 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
         step = current_step()
         return part(tokens, rows, step is not None and step.graph_key is not None)
 
-    def serving(site: AttentionSite) -> tuple[AttentionBackend, ...]:
-        return parts
-
-    composite = Composite(name, parts, choose, lambda *of_step: (part(*of_step),), serving)
-    return composite.backend(common_capabilities(parts, serving, whole if shared else support),
+    composite = Composite(name, parts, choose, lambda *of_step: (part(*of_step),), lambda site: parts)
+    return composite.backend(common_capabilities(parts, composite.site_parts, whole if shared else support),
                              lambda site: f"{prefill.serves(site)} / {decode.serves(site)}")
 
 
 FAMILY = BackendFamily(NAME, "hybrid:PREFILL+DECODE[@long]: one backend for prefill, another for decoding; @long: prefill only "
-                       "where it was measured faster", lambda name: name == NAME or name.startswith(f"{NAME}:"), make,
-                       lambda prefill, rest: f"{NAME}:{prefill}+{rest}@{LONG}",
-                       lambda prefill, decode: f"{NAME}:{prefill}+{decode}")
+                       "where it was measured faster", make,
+                       long_prefill=lambda prefill, rest: f"{NAME}:{prefill}+{rest}@{LONG}",
+                       pair=lambda prefill, decode: f"{NAME}:{prefill}+{decode}")

@@ -1,14 +1,12 @@
-"""Backend ``intel_amx``: the CPU kernels of sgl-kernel, for processors with AMX. Not verified on hardware.
-
-The decode kernel writes the new keys and values itself; the extend kernel reads those of the step from k and v and the earlier
-ones from the cache. Both index the cache by token: a table of slots is made from the block table.
-"""
+"""Backend ``intel_amx``: the CPU kernels of sgl-kernel, for processors with AMX. Not verified on hardware. They index the cache
+by token, and take the step's keys and values beside it."""
 
 from __future__ import annotations
 
 import importlib
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from quire.attn_ops.kv_quant import write
@@ -19,13 +17,10 @@ INSTALL = "build sgl-kernel for CPUs from SGLang's source tree (sgl-kernel, pypr
 SPLITS = 8  # of the keys of a query, in the decode kernel
 
 
-def paged_attention(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
-    scale: float, window: int | None, softcap: float | None, chunk: int | None,
-) -> torch.Tensor:
-    """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
+def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                    v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                    seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
+                    softcap: float | None, chunk: int | None) -> Tensor:
     refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     importlib.import_module("sgl_kernel")  # registers torch.ops.sgl_kernel
     heads, page_size = q.shape[1], k_cache.shape[1]

@@ -1,7 +1,5 @@
-"""Backends ``full=A,window=B,chunk=C``, or ``attention={"full": A, "window": B}``: one backend for each kind of layer.
-
-A layer with a window is of kind "window", with chunks "chunk", all others "full". A kind that is not named is refused.
-"""
+"""Backends ``full=A,window=B,chunk=C``, or ``attention={"full": A, "window": B}``: one backend for each kind of layer. A layer
+with a window is of kind "window", with chunks "chunk", all others "full". A kind that is not named is refused."""
 
 from __future__ import annotations
 
@@ -41,5 +39,5 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
         lambda site: chosen[kind_of(site.window, site.chunk)].serves(site))
 
 
-FAMILY = BackendFamily("per_kind", "full=NAME,window=NAME,chunk=NAME: one backend for each kind of layer",
-                       lambda name: "=" in name, make)
+FAMILY = BackendFamily("per_kind", "full=NAME,window=NAME,chunk=NAME: one backend for each kind of layer", make,
+                       matches=lambda name: "=" in name)

@@ -13,26 +13,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops import mla_prefill
 from quire.attn_ops.attention import visible
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_state_op
+from quire.attn_ops.backend import (
+    AttentionBackend,
+    AttentionCapabilities,
+    CudagraphSupport,
+    define_paged_op,
+    define_prepare,
+    define_state_op,
+)
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales, dequantize, write_kv
-from quire.attn_ops.library import define_op
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, read_latent, split_weight, write_latent
 
 TILE = 16  # queries per tile when the batch has a prefill; larger wastes work on the decode rows of a mixed batch
 KEYS = 512  # keys per block: bounds the memory of gathered keys and scores
-Scale = torch.Tensor | tuple[int, torch.Tensor, torch.Tensor] | None  # of keys; (rank, of latent vectors, of rotary parts)
+Scale = Tensor | tuple[int, Tensor, Tensor] | None  # of keys; (rank, of latent vectors, of rotary parts)
 
 
-def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-             page_size: int) -> list[torch.Tensor]:
-    """Cut the batch into tiles, once per forward.
-
-    Returns [row, token, position]: (tiles,) sequence of each tile; (tiles, M) token index of each of its queries, T for no
-    query; (tiles, M) position of each in its sequence.
-    """
+def _prepare(slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+             page_size: int) -> list[Tensor]:
+    """Cut the batch into tiles, once per forward: [row, token, position], (tiles,) sequence of each tile, (tiles, M) token
+    index of each of its queries, T for no query, and (tiles, M) position of each in its sequence."""
     num_tokens, num_reqs = slot_mapping.shape[0], seq_lens.shape[0]
     size = 1 if num_tokens <= num_reqs else TILE  # M
     start = query_start_loc.long()
@@ -48,8 +52,7 @@ def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_
     return [row, token, position]
 
 
-def _prepare_fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
-                  seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
+def _prepare_fake(slot_mapping: Tensor, *others: Any) -> list[Tensor]:
     # Sizes that only the paged op itself reads: fresh symbols, so that no guard compares T with B.
     ctx = torch.library.get_ctx()
     tiles, size = ctx.new_dynamic_size(), ctx.new_dynamic_size()
@@ -57,7 +60,7 @@ def _prepare_fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_s
     return [long(tiles), long(tiles, size), long(tiles, size)]
 
 
-def _gather(cache: torch.Tensor, scale: Scale, pages: torch.Tensor) -> torch.Tensor:
+def _gather(cache: Tensor, scale: Scale, pages: Tensor) -> Tensor:
     """The keys or values on ``pages`` (tiles, n), as they read back: (tiles, n * page_size, Hkv, D) float32."""
     if scale is None:
         return cache[pages].flatten(1, 2).float()
@@ -67,29 +70,21 @@ def _gather(cache: torch.Tensor, scale: Scale, pages: torch.Tensor) -> torch.Ten
     return dequantize(codes, scale[pages]).flatten(1, 2)
 
 
-def paged_attention(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
-    scale: float, window: int | None, softcap: float | None, chunk: int | None,
-) -> torch.Tensor:
+def paged_attention(*tensors: Any, **options: Any) -> Tensor:
     """Store k and v, then attend: q (T, H, D) -> (T, H, Dv). ``attn_ops/backend.py`` has the arguments."""
-    return _attend(q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, sinks,
-                   prepared, scale=scale, window=window, softcap=softcap, chunk=chunk, causal=True)[0]
+    return _attend(*tensors, **options, causal=True)[0]
 
 
-def attention_state(*tensors: Any, scale: float, softcap: float | None, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_state(*tensors: Any, scale: float, softcap: float | None, causal: bool) -> tuple[Tensor, Tensor]:
     """Store k and v, then attend: q (T, H, D) -> (T, H, Dv) and the log-sum-exp (T, H). STATE_SCHEMA has the arguments."""
     tensors = (*tensors[:-1], None, tensors[-1])  # the place of sinks
     return _attend(*tensors, scale=scale, window=None, softcap=softcap, chunk=None, causal=causal)
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    k_scale: Scale, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
-    scale: float, window: int | None, softcap: float | None, chunk: int | None, causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Scale,
+            v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+            sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None, softcap: float | None,
+            chunk: int | None, causal: bool) -> tuple[Tensor, Tensor]:
     if not isinstance(k_scale, tuple):
         check_scales(k_cache, k_scale, v_scale)
         write_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
@@ -152,11 +147,9 @@ def _attend(
     return result[:num_tokens].clone(), lse[:num_tokens].clone()
 
 
-def _absorbed(
-    q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
-    slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-    prepared: list[torch.Tensor], c_scale: torch.Tensor | None = None, rope_scale: torch.Tensor | None = None, *, scale: float,
-) -> torch.Tensor:
+def _absorbed(q: Tensor, c: Tensor, k_rope: Tensor, kv_b: Tensor, cache: Tensor, slot_mapping: Tensor, block_table: Tensor,
+              query_start_loc: Tensor, seq_lens: Tensor, prepared: list[Tensor], c_scale: Tensor | None = None,
+              rope_scale: Tensor | None = None, *, scale: float) -> Tensor:
     """MLA on the latent cache, absorbed and in float32: q (T, H, D) -> (T, H, Dv). ``attn_ops/mla.py`` has the arguments."""
     write_latent(c, k_rope, cache, slot_mapping, c_scale, rope_scale)
     rank, nope = c.shape[1], q.shape[2] - k_rope.shape[1]
@@ -168,7 +161,7 @@ def _absorbed(
     return expand_output(out, w_uv).to(q.dtype)
 
 
-def mla_paged_attention(*args: Any, scale: float) -> torch.Tensor:
+def mla_paged_attention(*args: Any, scale: float) -> Tensor:
     """MLA on the latent cache: long prefills expanded (``attn_ops/mla_prefill.py``), all others absorbed."""
     return mla_prefill.attend(_absorbed, *args, scale=scale)
 
@@ -184,8 +177,6 @@ BACKEND = AttentionBackend(
     op=define_paged_op("torch_native", paged_attention),
     mla_op=define_mla_op("torch_native", mla_paged_attention),
     state_op=define_state_op("torch_native", attention_state),
-    prepare=define_op(
-        "torch_native_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) "
-        "-> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare_fake),
+    prepare=define_prepare("torch_native", _prepare, _prepare_fake),
     priority={"cpu": 0, "cuda": 100},
 )

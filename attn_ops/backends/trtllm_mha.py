@@ -1,9 +1,5 @@
 """Backend ``trtllm_mha``: TensorRT-LLM's XQA decode kernels, through FlashInfer, on Hopper and consumer Blackwell GPUs.
-
-XQA serves one query token per sequence. A batch with longer queries runs with each of its tokens as a sequence of its own:
-exact, and slow for prefill; choose another backend for that step by step. Lengths are read on the device, so
-every batch can be captured in a CUDA graph.
-"""
+A decoder (``paged_by_token``)."""
 
 from __future__ import annotations
 
@@ -12,20 +8,10 @@ import importlib
 import torch
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
-from quire.attn_ops.vendor import (
-    ONE_SCALE,
-    define_by_token,
-    missing,
-    no_compiler,
-    paged_by_token,
-    state_of,
-    too_old,
-    wrong_gpu,
-)
+from quire.attn_ops.vendor import ONE_SCALE, define_by_token, no_flashinfer, paged_by_token, state_of, workspace, wrong_gpu
 
 NAME = "trtllm_mha"
 LIBRARY = "flashinfer.decode"
-INSTALL = "pip install flashinfer-python"
 WORKSPACE = 136 << 20  # bytes: 8 MiB of semaphores, which must be zero at first, and 128 MiB for partial results
 
 
@@ -34,21 +20,15 @@ def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table:
     """See ``paged_by_token``. Caches have the logical shape of NHD in either layout, and the kernels read strides."""
     out = torch.empty_like(q)
     importlib.import_module(LIBRARY).xqa_batch_decode_with_kv_cache(
-        query=q, kv_cache=(k_cache, v_cache), workspace_buffer=state_of(NAME, lambda: _workspace(q.device)), block_tables=table,
-        seq_lens=lens.view(torch.uint32), max_seq_len=table.shape[1] * k_cache.shape[1], bmm1_scale=scale, bmm2_scale=1.0,
-        window_left=-1 if window is None else window - 1, out=out, sinks=None if sinks is None else sinks.float(),
-        kv_layout="NHD")
+        query=q, kv_cache=(k_cache, v_cache), workspace_buffer=state_of(NAME, lambda: workspace(WORKSPACE, q.device)),
+        block_tables=table, seq_lens=lens.view(torch.uint32), max_seq_len=table.shape[1] * k_cache.shape[1], bmm1_scale=scale,
+        bmm2_scale=1.0, window_left=-1 if window is None else window - 1, out=out, kv_layout="NHD",
+        sinks=None if sinks is None else sinks.float())
     return out
 
 
-def _workspace(device: torch.device) -> torch.Tensor:
-    return torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
-
-
 def available(device: torch.device) -> str | None:
-    package = LIBRARY.partition(".")[0]
-    return (wrong_gpu(device, 9, 12) or missing(package, INSTALL) or too_old("flashinfer-python", "0.6.18")
-            or no_compiler(package, "flashinfer-jit-cache"))
+    return wrong_gpu(device, 9, 12) or no_flashinfer("0.6.18")
 
 
 CAPABILITIES = AttentionCapabilities(
@@ -64,6 +44,6 @@ BACKEND = AttentionBackend(
     capabilities=CAPABILITIES,
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
-    make_state=lambda sites, cache, limits: _workspace(cache.k[0].device), prepare=define_by_token(NAME),
+    make_state=lambda sites, cache, limits: workspace(WORKSPACE, cache.k[0].device), prepare=define_by_token(NAME),
     packages=("flashinfer-python",),
 )

@@ -1,9 +1,5 @@
 """Backend ``trtllm_mla``: TensorRT-LLM's kernels for MLA on the latent cache, through FlashInfer, on datacenter Blackwell GPUs.
-Not verified on hardware; its call is tested against the signature of flashinfer-python 0.7.2.
-
-The kernel decodes, in absorbed terms. Each token of a ragged batch is given as a sequence of its own (``by_token``): right for
-any batch, nothing is read on the host, and every batch can be captured. Prefill reads its keys once per token, and is slow.
-"""
+Not verified on hardware; its call is tested against the signature of flashinfer-python 0.7.2. A decoder (``mla_by_token``)."""
 
 from __future__ import annotations
 
@@ -13,11 +9,10 @@ import torch
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
 from quire.attn_ops.mla import define_mla_op
-from quire.attn_ops.vendor import define_by_token, missing, mla_by_token, no_compiler, state_of, too_old, wrong_gpu
+from quire.attn_ops.vendor import define_by_token, mla_by_token, no_flashinfer, state_of, workspace, wrong_gpu
 
 NAME, RANK, ROPE = "trtllm_mla", 512, 64
 LIBRARY = "flashinfer.mla"
-INSTALL = "pip install flashinfer-python"
 WORKSPACE = 128 << 20  # bytes; zero at first, as the kernels keep counters in it
 
 
@@ -28,21 +23,15 @@ def _columns(page_size: int) -> int:
 
 def attend(query: torch.Tensor, rotary: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor,
            scale: float, nope: int) -> torch.Tensor:
-    """See ``mla_by_token``."""
     return importlib.import_module(LIBRARY).trtllm_batch_decode_with_kv_cache_mla(
         query=torch.cat([query, rotary], dim=-1)[:, None], kv_cache=cache,
-        workspace_buffer=state_of(NAME, lambda: _workspace(query.device)), qk_nope_head_dim=nope, kv_lora_rank=RANK,
+        workspace_buffer=state_of(NAME, lambda: workspace(WORKSPACE, query.device)), qk_nope_head_dim=nope, kv_lora_rank=RANK,
         qk_rope_head_dim=ROPE, block_tables=table, seq_lens=lens, max_seq_len=table.shape[1] * cache.shape[1], bmm1_scale=scale,
         bmm2_scale=1.0, backend="trtllm-gen")[:, 0]
 
 
-def _workspace(device: torch.device) -> torch.Tensor:
-    return torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
-
-
 def available(device: torch.device) -> str | None:
-    return (wrong_gpu(device, 10) or missing(LIBRARY.partition(".")[0], INSTALL) or too_old("flashinfer-python", "0.7.2")
-            or no_compiler(LIBRARY.partition(".")[0], "flashinfer-jit-cache"))
+    return wrong_gpu(device, 10) or no_flashinfer("0.7.2")
 
 
 mla_paged_attention = mla_by_token(attend, _columns)
@@ -56,6 +45,6 @@ BACKEND = AttentionBackend(
     ),
     available=available, op=None,
     mla_op=define_mla_op(NAME, mla_paged_attention, devices=("CUDA",)),
-    make_state=lambda sites, cache, limits: _workspace(cache.k[0].device), prepare=define_by_token(NAME, _columns),
+    make_state=lambda sites, cache, limits: workspace(WORKSPACE, cache.k[0].device), prepare=define_by_token(NAME, _columns),
     packages=("flashinfer-python",), verified=False,
 )

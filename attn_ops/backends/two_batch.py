@@ -1,17 +1,16 @@
 """Backends ``two_batch:NAME``: a batch cut between sequences into two of about equally many tokens, each attended to by NAME.
 
-On a GPU the halves run on two streams, so that the end of one half's kernels, where few programs are left, overlaps with
-those of the other; on a CPU one after the other. On an H200 a fifth to a quarter of the kernel time of decodes overlaps, and
-they take 1.2 to 1.4 times as long as whole batches (``h200_composite.json``): it is for kernels that leave more of a GPU idle.
-All keys of the step are stored before: a sequence may read pages that one of the other half fills. What NAME plans and
-prepares, it does for each half, ``prepare`` in every layer: its sizes follow from the cut. A batch that has no border between
-sequences stays whole, and so does one outside a step. In a CUDA graph the cut is that of the batch's shape, the middle row: so
-only batches of one token per sequence are captured. Never chosen by ``attention="auto"``.
+On a GPU the halves run on two streams, so that the end of one half's kernels, where few programs are left, overlaps with those
+of the other; on a CPU one after the other. On an H200 a fifth to a quarter of the kernel time of decodes overlaps, and they
+take 1.2 to 1.4 times as long as whole batches (``h200_composite.json``): it is for kernels that leave more of a GPU idle. All
+keys of the step are stored before: a sequence may read pages that one of the other half fills. NAME plans for each half, and
+prepares in every layer: sizes follow from the cut. A batch that has no border between sequences stays whole, and so does one
+outside a step. In a CUDA graph the cut is the middle row: so only batches of one token per sequence are captured. Never chosen
+by ``attention="auto"``.
 
-Elsewhere two batches overlap over the whole model, so that one computes while the other waits for other GPUs, between which
-experts exchange tokens. Here no pass splits the graph of a model: quire has one GPU and nothing to wait for. Both halves would
-read all weights, and decode steps, which are bound by these bytes, would take longer, up to twice as long; of experts, too, the
-halves together read more than the whole batch. Prefill is bound by products that fill the GPU alone.
+Elsewhere two batches overlap over the whole model, so that one computes while the other waits for other GPUs. Here no pass
+splits the graph of a model: quire has one GPU and nothing to wait for, and both halves would read all weights, whose bytes
+decode steps are bound by. Prefill is bound by products that fill the GPU alone.
 """
 
 from __future__ import annotations
@@ -38,11 +37,8 @@ NAME = "two_batch"
 
 
 def find_cut(query_start_loc: np.ndarray, captured: bool) -> int | None:
-    """The row at which a batch is cut, so that halves differ least in tokens; None: one half would have none.
-
-    Args:
-        query_start_loc: (B + 1,) on the host.  captured: cut by the number of rows, which a replay does not change.
-    """
+    """The row at which a batch with these offsets (B + 1,) is cut, so that halves differ least in tokens; None: one half would
+    have none. ``captured``: cut by the number of rows, which a replay does not change."""
     rows = query_start_loc.shape[0] - 1
     if captured:
         return rows // 2 or None
@@ -76,7 +72,6 @@ class TwoBatches:
         self.halves: list[tuple[slice, slice, Step]] = []
 
     def plan(self, meta: CommonAttentionMetadata, step: Step) -> None:
-        """Cut the batch, and plan the halves."""
         captured, rows, tokens = step.graph_key is not None, meta.seq_lens.shape[0], meta.num_tokens
         cut = find_cut(meta.query_start_loc_cpu.numpy(), captured)
         if cut is None:
@@ -106,7 +101,7 @@ def _op(base: AttentionBackend, name: str) -> Callable[..., torch.Tensor]:
         begin = start[rows.start : rows.stop + 1]
         own = (slot_mapping[tokens], block_table[rows], begin - begin[0], seq_lens[rows])
         with running(child):
-            prepared = [] if base.prepare is None else base.prepare(*own, caches[0].shape[1])
+            prepared = base.prepared(*own, caches[0].shape[1])
             found: torch.Tensor = base.op(q[tokens], None, None, *caches, *own, sinks, prepared, **options)
         return found
 
@@ -159,5 +154,4 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
         route=lambda site: f"{base.serves(site)} of two halves")
 
 
-FAMILY = BackendFamily(NAME, "two_batch:NAME: each batch as two halves, on two streams of a GPU",
-                       lambda name: name == NAME or name.startswith(f"{NAME}:"), make)
+FAMILY = BackendFamily(NAME, "two_batch:NAME: each batch as two halves, on two streams of a GPU", make)

@@ -1,9 +1,8 @@
 """Backend ``wave``: the paged decoding kernels of IREE's Wave (package wave-lang) on AMD's MI300 and newer. Not verified on
 hardware; its calls are tested against the signatures of wave-lang 3.9.1.
 
-Wave makes two kernels for each kind of layer: partial results over splits of the keys, and their sum. They read pages of one
-token: ``prepare`` lays the slots of all rows end to end. Each token of a ragged batch is given as a sequence of its own: right
-for any batch, and prefill reads its keys once per token, which is slow. A kernel is compiled at its first call.
+A decoder (``paged_by_token``). Wave makes two kernels for each kind of layer: partial results over splits of the keys, and
+their sum. They read pages of one token: the slots of all rows are laid end to end. A kernel is compiled at its first call.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ def kernels(heads: int, kv_heads: int, dim: int, dim_v: int, dtype: torch.dtype,
 
 def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, *,
            scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
-    """See ``paged_by_token``."""
     (tokens, heads, dim), dim_v, page_size = q.shape, v_cache.shape[3], k_cache.shape[1]
     out = q.new_empty(tokens, heads, dim_v)
     first, second = kernels(heads, k_cache.shape[2], dim, dim_v, q.dtype, scale, softcap or 0.0)

@@ -4,9 +4,7 @@
 
 or ``quire.check_backend(BACKEND)``. The kit lays out ragged batches, runs the backend's paged op on them as a model does
 (state, plan, prepare, op), and compares with the eager attention in float64. Each check prints one line with the largest error,
-as a number and in units of its bound; the exit code is 1 if one fails. A check that the device cannot make (CUDA graphs on a
-CPU) is skipped, and its line says why. ``--json FILE`` keeps the results, ``--backend all`` runs every usable backend, and
-``--backend ops`` the ops without a KV cache (``ops.py``). ``page.py`` makes docs/backends.md of such files.
+as a number and in units of its bound; the exit code is 1 if one fails. CONTRIBUTING.md has the options.
 
 Tolerance: 1e-5 (float32 sums) and two eps of the dtype, of the output and of the weighted sum of \\|v\\|, because the softmax
 weights and the output are each rounded once. The same holds for quantized caches, with keys and values as they read back;

@@ -1,8 +1,4 @@
-"""Ragged batches in a paged cache: to check a backend, or to time it.
-
-``lay_out`` makes a batch with its pages shuffled and noise in every slot that no sequence owns, ``run`` puts it through a
-backend as a model's forward does, and ``check`` also compares the output with the reference and the cache bit by bit.
-"""
+"""Ragged batches in a paged cache: to check a backend, or to time it."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.attention import AttentionSite, attention_eager
 from quire.attn_ops.backend import AttentionBackend
@@ -21,6 +18,7 @@ from quire.attn_ops.kv_cache import Layout, PagedKVCache
 from quire.attn_ops.kv_quant import dequantize, quantize
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops.rope import PLAIN, RopeForm, rotate
+from quire.attn_ops.ops.varlen import varlen_attention_eager
 from quire.attn_ops.step import Step, ensure_planned, running
 
 NOISE = 30.0  # standard deviation of what lies in slots without an owner; keys and values have 1
@@ -55,7 +53,22 @@ def noting_errors() -> Iterator[Worst]:
         _WORST.reset(token)
 
 
-def compare_numbers(out: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor, what: str = "outputs") -> None:
+def rounding(size: Tensor, expected: Tensor, dtype: torch.dtype, softcap: float | None = None) -> Tensor:
+    """The error that attention in ``dtype`` may have: the softmax weights and the output are each rounded, half an eps of
+    ``size``, the weighted sum of |v|, and of the output. Twice that, and 1e-5 for sums in float32. ``softcap``: in half
+    precision, the error of the hardware's tanh (2**-11 of its value) too."""
+    bound = (size + expected.abs()) * torch.finfo(dtype).eps + 1e-5
+    return bound + 2 * size * softcap * 2**-11 if softcap is not None and dtype != torch.float32 else bound
+
+
+def varlen_reference(q: Tensor, k: Tensor, v: Tensor, *starts: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``varlen_attention_eager`` in float64: the output, the weighted sum of |v|, and the log-sum-exp."""
+    q, k, v = q.double(), k.double(), v.double()
+    expected, lse = varlen_attention_eager(q, k, v, *starts, **options)
+    return expected, varlen_attention_eager(q, k, v.abs(), *starts, **options)[0], lse.double()
+
+
+def compare_numbers(out: Tensor, expected: Tensor, bound: Tensor, what: str = "outputs") -> None:
     """Raises Failure unless every number of ``out`` is within its bound of ``expected``; equal infinities are."""
     if not out.numel():
         return
@@ -78,7 +91,6 @@ class Batch:
 
     Args:
         q, new_k, new_v: (T, H, D), (T, Hkv, D), (T, Hkv, Dv), the tokens of this step; NaN in padding tokens.
-        sinks: (H,) or None.
         write: False for a layer that shares another's cache: the new keys are in it already, ``k`` and ``v`` are None.
         expected: (T, H, Dv) float64, zero for padding tokens; for a quantized cache, of keys and values as they read back.
         bound: the error allowed for each number of ``expected``.
@@ -86,76 +98,71 @@ class Batch:
     """
 
     site: AttentionSite
-    q: torch.Tensor
-    new_k: torch.Tensor
-    new_v: torch.Tensor
-    sinks: torch.Tensor | None
+    q: Tensor
+    new_k: Tensor
+    new_v: Tensor
+    sinks: Tensor | None
     cache: PagedKVCache
     metadata: CommonAttentionMetadata
     write: bool
-    expected: torch.Tensor
-    bound: torch.Tensor
-    keys: list[torch.Tensor] = field(default_factory=list)
-    values: list[torch.Tensor] = field(default_factory=list)
+    expected: Tensor
+    bound: Tensor
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
 
     @property
-    def k(self) -> torch.Tensor | None:
+    def k(self) -> Tensor | None:
         return self.new_k if self.write else None
 
     @property
-    def v(self) -> torch.Tensor | None:
+    def v(self) -> Tensor | None:
         return self.new_v if self.write else None
 
     @property
-    def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         m = self.metadata
         return m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of the paged op."""
         return {name: getattr(self.site, name) for name in ("scale", "window", "softcap", "chunk")}
 
-    def arguments(self, prepared: Sequence[torch.Tensor] = ()) -> tuple[Any, ...]:
-        """Positional arguments of the paged op."""
+    def arguments(self, prepared: Sequence[Tensor] = ()) -> tuple[Any, ...]:
         return (self.q, self.k, self.v, *self.cache.of_layer(0), *self.tables, self.sinks, list(prepared))
 
-    def buffers(self) -> list[torch.Tensor]:
+    def buffers(self) -> list[Tensor]:
         """The tensors among the op's arguments, which a CUDA graph reads and writes in place."""
         return [tensor for tensor in self.arguments()[:12] if tensor is not None]
 
-    def inputs(self) -> dict[str, torch.Tensor]:
-        """The tensors that the op only reads."""
+    def inputs(self) -> dict[str, Tensor]:
         names = ("q", "k", "v", "slot_mapping", "block_table", "query_start_loc", "seq_lens", "sinks")
         tensors = (self.q, self.k, self.v, *self.tables, self.sinks)
         return {name: tensor for name, tensor in zip(names, tensors, strict=True) if tensor is not None}
 
     @property
-    def held(self) -> dict[str, torch.Tensor]:
-        """The cache's tensors, by name."""
+    def held(self) -> dict[str, Tensor]:
         names = ("key", "value", "key scale", "value scale")
         return {n: t for n, t in zip(names, self.cache.of_layer(0), strict=True) if t is not None}
 
-    def stored_new(self, count: int) -> dict[str, torch.Tensor]:
+    def stored_new(self, count: int) -> dict[str, Tensor]:
         """The first ``count`` tokens of the step as the cache must hold them, by the names of ``held``."""
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, Tensor] = {}
         for which, new in (("key", self.new_k), ("value", self.new_v)):
             codes, scale = self.stored(new[:count])
             found |= {which: codes} | ({} if scale is None else {f"{which} scale": scale})
         return found
 
-    def stored(self, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def stored(self, new: Tensor) -> tuple[Tensor, Tensor | None]:
         """Keys or values as the cache must hold them, and their scales if it is quantized."""
         return quantize(new, self.cache.dtype) if self.cache.quantized else (new, None)
 
     def pour(self, fill: float | None, generator: torch.Generator) -> None:
-        """Fill the whole cache with ``fill``, or noise."""
         for tensor in self.held.values():
             noise = (torch.tensor(fill, device=tensor.device) if fill is not None else
                      torch.empty(tensor.shape, device=tensor.device).normal_(0, NOISE, generator=generator))
             tensor.copy_(noise if tensor.is_floating_point() else noise.nan_to_num(nan=127.0).clamp(-127, 127))
 
-    def put(self, which: str, new: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    def put(self, which: str, new: Tensor, page: Tensor, offset: Tensor) -> Tensor:
         """Store the first of ``new`` (L, Hkv, D) at these slots of the "key" or "value" cache; returns all of it as it reads
         back."""
         codes, scale = self.stored(new)
@@ -182,36 +189,33 @@ def scattered(query_lens: Sequence[int], seq_lens: Sequence[int], *, page_size: 
     return table, meta.padded(meta.num_tokens + pad[0], meta.num_reqs + pad[1]), num_pages
 
 
-def lay_out(
-    site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequence[int], *, page_size: int,
-    device: torch.device | str = "cpu", layout: Layout = "NHD", kv_dtype: torch.dtype | None = None,
-    num_pages: int | None = None, table_width: int = 0, pad: tuple[int, int] = (0, 0), write: bool = True,
-    strided: bool = False, fill: float | None = None, expect: bool = True, fast_tanh: bool = False, seed: int = 0,
-    shared: int = 0,
-) -> Batch:
-    """A batch in which sequence r schedules the last query_lens[r] of its seq_lens[r] tokens.
+def lay_out(site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequence[int], *, page_size: int,
+            device: torch.device | str = "cpu", layout: Layout = "NHD", kv_dtype: torch.dtype | None = None,
+            num_pages: int | None = None, table_width: int = 0, pad: tuple[int, int] = (0, 0), write: bool = True,
+            strided: bool = False, fill: float | None = None, expect: bool = True, fast_tanh: bool = False, seed: int = 0,
+            shared: int = 0) -> Batch:
+    """A batch in which sequence r schedules the last query_lens[r] of its seq_lens[r] tokens, with its pages shuffled.
 
     Args:
         kv_dtype: of the cache; None: the site's.
         num_pages, table_width: of the cache and the block table, at least what the batch needs.
-        pad: padding tokens and padding rows.
+        pad: padding tokens and padding rows.  fill: what lies in slots without an owner; None: noise.
         strided: q, k and v are views into one tensor, as a fused projection gives them.
-        fill: what lies in slots without an owner; None: noise.
         expect: False leaves ``expected``, ``bound``, ``keys`` and ``values`` empty.
-        fast_tanh: allow half precision the error of the hardware's tanh (2**-11 of its value) in a softcap.
+        fast_tanh: allow the error of the hardware's tanh, see ``rounding``.
         shared: whole pages of tokens at the start of the sequences that are one and the same, for those sequences that do not
             schedule one of them.
     """
     heads, kv_heads, dim, dim_v = site.num_heads, site.num_kv_heads, site.head_dim, site.head_dim_v
     generator = torch.Generator(device).manual_seed(seed)
 
-    def randn(*shape: int) -> torch.Tensor:
+    def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(site.dtype)
 
     sharing = [shared > 0 and total - count >= shared for count, total in zip(query_lens, seq_lens, strict=True)]
     table, meta, num_pages = scattered(query_lens, seq_lens, page_size=page_size, device=device, num_pages=num_pages,
                                        table_width=table_width, pad=pad, seed=seed, common=shared // page_size, sharing=sharing)
-    prefix: tuple[torch.Tensor, torch.Tensor] | None = None
+    prefix: tuple[Tensor, Tensor] | None = None
     cache = PagedKVCache.for_sites([site], num_pages=num_pages, page_size=page_size, device=device, layout=layout,
                                    dtype=kv_dtype)
     shapes = ((heads, dim), (kv_heads, dim), (kv_heads, dim_v))
@@ -243,16 +247,11 @@ def lay_out(
             batch.expected[own] = reference(site, q[own], read[0], read[1], batch.sinks)
             magnitude[own] = reference(site, q[own], read[0], read[1].abs(), batch.sinks)
     if expect:
-        # The softmax weights and the output are each rounded to the dtype: half an eps of weights @ |v| and of the output.
-        # Twice that, and 1e-5 for sums in float32.
-        batch.bound = (magnitude + batch.expected.abs()) * torch.finfo(site.dtype).eps + 1e-5
-        if fast_tanh and site.softcap is not None and site.dtype != torch.float32:
-            batch.bound += 2 * magnitude * site.softcap * 2**-11
+        batch.bound = rounding(magnitude, batch.expected, site.dtype, site.softcap if fast_tanh else None)
     return batch
 
 
-def reference(site: AttentionSite, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None,
-              rows: int = 256) -> torch.Tensor:
+def reference(site: AttentionSite, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, rows: int = 256) -> Tensor:
     """``attention_eager`` in float64 on one sequence: q (n, H, D) are the last n of the tokens of keys (L, Hkv, D) and
     values (L, Hkv, Dv); (n, H, Dv). ``rows``: queries at a time, which bounds the memory."""
     before = len(keys) - len(q)
@@ -266,7 +265,7 @@ def reference(site: AttentionSite, q: torch.Tensor, keys: torch.Tensor, values: 
     return out
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: Tensor) -> Tensor:
     """The same memory as integers: to compare bit by bit, and to index dtypes that torch cannot index."""
     return tensor.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()])
 
@@ -280,17 +279,14 @@ def planned(backend: AttentionBackend, batch: Batch, **step_options: Any) -> Ite
         yield
 
 
-def prepared(backend: AttentionBackend, batch: Batch) -> list[torch.Tensor]:
-    return [] if backend.prepare is None else list(backend.prepare(*batch.tables, batch.metadata.page_size))
+def prepared(backend: AttentionBackend, batch: Batch) -> list[Tensor]:
+    return backend.prepared(*batch.tables, batch.metadata.page_size)
 
 
-def run(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeForm = PLAIN, **step_options: Any) -> torch.Tensor:
+def run(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeForm = PLAIN, **step_options: Any) -> Tensor:
     """The batch through the backend as in a model's forward: state and plan on the host, then ``prepare`` and the op.
-    ``step_options``: of ``Step``.
-
-    With ``rotary`` through ``rope_op``, on q and k that a rotation of ``rotary`` dimensions turns into the batch's: by quarter
-    turns, which are exact.
-    """
+    ``step_options``: of ``Step``. With ``rotary`` through ``rope_op``, on q and k that a rotation of ``rotary`` dimensions
+    turns into the batch's: by quarter turns, which are exact."""
     with planned(backend, batch, **step_options):
         arguments = batch.arguments(prepared(backend, batch))
         if not rotary:
@@ -305,7 +301,7 @@ def run(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeForm
         return op(q, k, batch.new_v, cos, sin, None, None, 0.0, *arguments[3:], **batch.options, **form.options())
 
 
-def check(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeForm = PLAIN) -> torch.Tensor:
+def check(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeForm = PLAIN) -> Tensor:
     """Run the batch. Raises Failure unless outputs are within bounds, new keys and values are stored exactly, and inputs and
     every other slot are bit for bit as before."""
     wanted = {name: bits(tensor).clone() for name, tensor in batch.held.items()}
@@ -331,7 +327,7 @@ def check(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeFo
     return out
 
 
-def compare(out: torch.Tensor, batch: Batch) -> None:
+def compare(out: Tensor, batch: Batch) -> None:
     """Raises Failure unless every live number is within its bound and padding is zero."""
     live = batch.metadata.num_actual_tokens
     if out.shape != batch.expected.shape or out.dtype != batch.site.dtype:

@@ -34,6 +34,11 @@ MIXED = ((1, 20), (7, 9), (0, 5), (33, 40), (1, 1), (18, 18), (4, 30))
 REFUSED = "not declared: refused"
 
 
+def full_pages(page_size: int) -> Rows:
+    """Sequences that fill their pages, and one that begins another."""
+    return ((1, 2 * page_size + 1), (min(3, page_size), page_size))
+
+
 class Skip(Exception):
     """A check that cannot be made here; the text says why."""
 
@@ -51,6 +56,7 @@ class Kit:
         self.usual_page_size = next((p for p in self.page_sizes if p > 1), 1)
         self.layouts = sorted(self.caps.layouts)
         self.features = {name: values[0] for name, values in FEATURES.items() if getattr(self.caps, name)}
+        self.op_name, self.op_options = "op", [{}, {"write": False}, self.features]  # what opcheck checks
 
     def checks(self) -> list[tuple[str, Callable[[], str | None]]]:
         """(name, function) of each check. A function returns a detail, or raises Failure or Skip."""
@@ -67,8 +73,9 @@ class Kit:
             ("non-causal", self.non_causal),
             ("head dims", self.head_dims),
             ("query heads per key head", self.groups),
-            *((f"page size {p}", lambda p=p: self.page_size(p)) for p in PAGE_SIZES),
-            *((f"layout {name}", lambda name=name: self.layout(name)) for name in ("NHD", "HND")),
+            *((f"page size {p}", lambda p=p: self.cache_of("page_size", p, self.page_sizes, full_pages(p)))
+              for p in PAGE_SIZES),
+            *((f"layout {name}", lambda name=name: self.cache_of("layout", name, self.layouts)) for name in ("NHD", "HND")),
             *((f"KV cache {dtype_name(d)}", lambda d=d: self.quantized(d)) for d in sorted(QUANTIZED_KV_DTYPES, key=str)),
             ("shared cache (no k, v)", lambda: self.exact(DECODE, MIXED, write=False)),
             ("rotary embedding (rope_op)", self.rope),
@@ -159,16 +166,11 @@ class Kit:
             self.exact(DECODE, MIXED, heads=heads, kv_heads=kv_heads)
         return ", ".join(str(group) for group in sorted(heads // kv_heads for heads, kv_heads in GROUPS))
 
-    def page_size(self, page_size: int) -> str | None:
-        if page_size not in self.page_sizes:
-            return self.refused(self.site(), page_size=page_size)
-        self.exact(DECODE, MIXED, [(1, 2 * page_size + 1), (min(3, page_size), page_size)], page_size=page_size)
-        return None
-
-    def layout(self, layout: str) -> str | None:
-        if layout not in self.caps.layouts:
-            return self.refused(self.site(), layout=layout)
-        self.exact(DECODE, MIXED, layout=layout)
+    def cache_of(self, option: str, value: Any, declared: Sequence[Any], *batches: Rows) -> str | None:
+        """A cache of a page size or a layout."""
+        if value not in declared:
+            return self.refused(self.site(), **{option: value})
+        self.exact(DECODE, MIXED, *batches, **{option: value})
         return None
 
     def quantized(self, kv_dtype: torch.dtype) -> str | None:
@@ -206,7 +208,6 @@ class Kit:
     def rope(self) -> None:
         if self.backend.rope_op is None:
             raise Skip("it has no rope_op; a kernel before it rotates")
-
         dim = self.dims[0][0]
         for rows in (DECODE[:1], DECODE, MIXED):
             for features in ({}, self.features):
@@ -272,7 +273,7 @@ class Kit:
     def opcheck(self) -> str:
         """Schema, mutation, fake and dispatch, by torch's own checker; the fake's strides against the real ones."""
         for rows in (DECODE, MIXED):
-            for options in ({}, {"write": False}, self.features):
+            for options in self.op_options:
                 batch = self.batch(rows, **options)
                 with planned(self.backend, batch), torch.enable_grad():
                     given = prepared(self.backend, batch)
@@ -282,7 +283,7 @@ class Kit:
                     raise Failure(f"the output has strides {out.stride()}, the fake says contiguous")
             if self.backend.prepare is not None:
                 torch.library.opcheck(self.backend.prepare, (*batch.tables, batch.metadata.page_size))
-        return "op" + (" and prepare" if self.backend.prepare is not None else "")
+        return self.op_name + (" and prepare" if self.backend.prepare is not None else "")
 
     @property
     def op_tests(self) -> list[str]:

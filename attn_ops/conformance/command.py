@@ -6,17 +6,25 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quire.attn_ops.backend import AttentionBackend, dtype_name, listed
+from quire.attn_ops.backend import dtype_name, listed
 from quire.attn_ops.conformance.lanes import work_off
 from quire.attn_ops.conformance.ops import op_checks
-from quire.attn_ops.conformance.record import Result, read_results, run_record, write_record
-from quire.attn_ops.conformance.report import DTYPES, backend_checks, first_dtype, print_table, run_checks
+from quire.attn_ops.conformance.report import (
+    DTYPES,
+    Result,
+    backend_checks,
+    first_dtype,
+    print_table,
+    read_results,
+    run_checks,
+    write_record,
+)
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.registry import all_backends, get_backend
 
@@ -37,6 +45,12 @@ class Case:
     quick: bool
     check: str = ""
 
+    @property
+    def key(self) -> dict[str, Any]:
+        """What tells its run from others, as JSON."""
+        return {"backend": self.backend, "device": self.device, "dtype": self.dtype and dtype_name(self.dtype),
+                "kv_dtype": self.kv_dtype and dtype_name(self.kv_dtype)}
+
     def checks(self) -> list[Any]:
         if self.backend == "ops":
             return op_checks(torch.device(self.device), self.dtype)
@@ -44,7 +58,6 @@ class Case:
 
 
 def run_case(case: Case) -> Result:
-    """Make one check."""
     (result,) = run_checks([each for each in case.checks() if each[0] == case.check])
     return result
 
@@ -62,14 +75,13 @@ class Run:
     def left(self) -> list[str]:
         return [name for name in self.names if name not in self.results]
 
+    @property
+    def done(self) -> list[Result]:
+        return [self.results[name] for name in self.names if name in self.results]
+
     def record(self) -> dict[str, Any]:
-        c, done = self.case, [self.results[name] for name in self.names if name in self.results]
-        return run_record(c.backend, c.device, c.dtype, c.kv_dtype, done, self.reason, c.quick, self.left)
-
-
-def default_dtype(backend: AttentionBackend, device: str) -> torch.dtype | None:
-    """What ``--backend all`` checks: bfloat16 on a GPU, which has kernels of its own for it, else the first declared."""
-    return torch.bfloat16 if device != "cpu" and torch.bfloat16 in backend.capabilities.dtypes else None
+        return {**self.case.key, "quick": self.case.quick, "reason": self.reason, "left": self.left,
+                "results": [asdict(result) for result in self.done]}
 
 
 def names_in(text: str) -> list[str]:
@@ -95,7 +107,9 @@ def runs_of(given: argparse.Namespace) -> list[Run]:
             backend = get_backend(name)
             devices = backend.capabilities.devices
             device = given.device or ("cuda" if (every or "cuda" in devices) and gpu else "cpu")
-            used = dtype or (default_dtype(backend, device) if every else None) or first_dtype(backend)
+            # Of all backends bfloat16 on a GPU, which has kernels of its own for it, else the first that is declared.
+            halves = every and device != "cpu" and torch.bfloat16 in backend.capabilities.dtypes
+            used = dtype or (torch.bfloat16 if halves else first_dtype(backend))
             case = Case(name, device, used, kv_dtype, given.quick)
             why = backend.available(torch.device(device)) if device in devices else f"runs on {listed(devices)}"
             if every and (why or used not in backend.capabilities.dtypes):
@@ -138,8 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     for run in runs:
-        c = run.case
-        known = read_results([f for f in given.resume if Path(f).is_file()], c.backend, c.device, c.dtype, c.kv_dtype)
+        known = read_results([f for f in given.resume if Path(f).is_file()], run.case.key)
         run.results = {name: known[name] for name in run.names if name in known}
     owners = {replace(run.case, check=name): run for run in runs for name in run.left}
     tasks = list(owners)
@@ -167,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def show(run: Run) -> None:
         c = run.case
         title = f"ops on {c.device}" if c.backend == "ops" else f"attention backend {c.backend} on {c.device}"
-        print_table(title, [run.results[name] for name in run.names if name in run.results], len(run.left))
+        print_table(title, run.done, len(run.left))
 
     work_off(tasks, run_case, take, lambda case, why: Result(case.check, "FAIL", why), jobs=given.jobs,
              until=None if given.deadline is None else began + given.deadline, each=given.limit,

@@ -80,11 +80,9 @@ def work_off(tasks: Sequence[Task], function: Callable[[Task], Answer], take: Ca
     """Run ``function``, which can be imported by name, on the tasks in this order; ``take`` their answers, one at a time.
 
     Args:
-        failed: makes the answer for a task whose process ended, or took too long.
-        jobs: processes; 1: this one.
+        failed: makes the answer for a task whose process ended, or took too long.  jobs: processes; 1: this one.
         until: by ``time.time()``; nothing is started after it, and with several processes what is not done by then is ended
-            without an answer.
-        each: seconds for one task, with several processes.
+            without an answer.  each: seconds for one task, with several processes.
         group: of a task; when HANGS tasks of one took too long, its others fail at once: each may be left to hang.
         poisoned: an answer after which a process can do nothing more.
     """
@@ -138,6 +136,3 @@ def work_off(tasks: Sequence[Task], function: Callable[[Task], Answer], take: Ca
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-__all__ = ["LATE", "Ended", "Worker", "work_off"]

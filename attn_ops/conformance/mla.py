@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.attention import AttentionSite, Latent, attention_eager
 from quire.attn_ops.backend import dtype_name
 from quire.attn_ops.conformance import sweeps
 from quire.attn_ops.conformance.batches import Batch, Failure, bits, planned, prepared, scattered
-from quire.attn_ops.conformance.checks import DECODE, MIXED, PREFILL, Kit, Rows, Skip
+from quire.attn_ops.conformance.checks import DECODE, MIXED, PREFILL, Kit, Rows, Skip, full_pages
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, quantize
 from quire.attn_ops.mla import mla_attention_eager, read_latent, split_weight
@@ -36,18 +37,18 @@ LONG = ((1, 700), (5, 400), (1, 3))
 class MlaBatch(Batch):
     """``new_k`` (T, 1, rank + R) is [c, k_rope]; there is no ``new_v``."""
 
-    kv_b: torch.Tensor | None = None
+    kv_b: Tensor | None = None
 
-    def arguments(self, prepared: Sequence[torch.Tensor] = ()) -> tuple[Any, ...]:
+    def arguments(self, prepared: Sequence[Tensor] = ()) -> tuple[Any, ...]:
         assert self.site.latent is not None
         c, k_rope = self.new_k[:, 0].split(self.site.latent, dim=1)
         scales = self.cache.of_layer(0)[2:] if self.cache.quantized else ()
         return (self.q, c, k_rope, self.kv_b, self.cache.k[0], *self.tables, list(prepared), *scales)
 
-    def stored_new(self, count: int) -> dict[str, torch.Tensor]:
+    def stored_new(self, count: int) -> dict[str, Tensor]:
         return self.store(self.new_k[:count])[0]
 
-    def store(self, tokens: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def store(self, tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Tokens (N, 1, rank + R) as the cache holds them, by the names of ``held``, and as they read back."""
         assert self.site.latent is not None
         if not self.cache.quantized:
@@ -61,20 +62,19 @@ class MlaBatch(Batch):
     def options(self) -> dict[str, Any]:
         return {"scale": self.site.scale}
 
-    def buffers(self) -> list[torch.Tensor]:
-        return [tensor for tensor in self.arguments() if isinstance(tensor, torch.Tensor)]
+    def buffers(self) -> list[Tensor]:
+        return [tensor for tensor in self.arguments() if isinstance(tensor, Tensor)]
 
 
-def lay_out_mla(
-    site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequence[int], *, page_size: int,
-    device: torch.device | str = "cpu", layout: Layout = "NHD", num_pages: int | None = None, table_width: int = 0,
-    pad: tuple[int, int] = (0, 0), fill: float | None = None, seed: int = 0, kv_dtype: torch.dtype | None = None,
-) -> MlaBatch:
+def lay_out_mla(site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequence[int], *, page_size: int,
+                device: torch.device | str = "cpu", layout: Layout = "NHD", num_pages: int | None = None, table_width: int = 0,
+                pad: tuple[int, int] = (0, 0), fill: float | None = None, seed: int = 0, kv_dtype: torch.dtype | None = None
+                ) -> MlaBatch:
     """A batch in which sequence r schedules the last query_lens[r] of its seq_lens[r] tokens; arguments as for ``lay_out``."""
     assert site.latent is not None
     (rank, _), heads, generator = site.latent, site.num_heads, torch.Generator(device).manual_seed(seed)
 
-    def randn(*shape: int) -> torch.Tensor:
+    def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(site.dtype)
 
     table, meta, num_pages = scattered(query_lens, seq_lens, page_size=page_size, device=device, num_pages=num_pages,
@@ -105,8 +105,7 @@ def lay_out_mla(
     return batch
 
 
-def _expected(site: AttentionSite, q: torch.Tensor, tokens: torch.Tensor, kv_b: torch.Tensor, quantized: bool
-              ) -> tuple[torch.Tensor, torch.Tensor]:
+def _expected(site: AttentionSite, q: Tensor, tokens: Tensor, kv_b: Tensor, quantized: bool) -> tuple[Tensor, Tensor]:
     """q (n, H, D), tokens (L, rank + R), all float64: output (n, H, Dv) and the error that is allowed."""
     assert site.latent is not None
     c, k_rope = (x[None] for x in tokens.split(site.latent, dim=1))
@@ -115,7 +114,7 @@ def _expected(site: AttentionSite, q: torch.Tensor, tokens: torch.Tensor, kv_b: 
     absorbed = torch.einsum("thn,hnr->htr", q[..., :NOPE], w_uk)
     query, keys = torch.cat([absorbed, q[..., NOPE:].transpose(0, 1)], dim=-1), tokens[None].expand(site.num_heads, -1, -1)
 
-    def weighed(values: torch.Tensor) -> torch.Tensor:
+    def weighed(values: Tensor) -> Tensor:
         return attention_eager(query[None], keys[None], values[None], None, layer=0, scale=site.scale, window=None,
                                softcap=None, chunk=None, causal=True)[0].transpose(0, 1)
 
@@ -132,7 +131,7 @@ class MlaKit(Kit):
 
     def __init__(self, kit: Kit) -> None:
         super().__init__(replace(kit.backend, op=kit.backend.mla_op), kit.device, kit.dtype, kit.kv_dtype)
-        self.features = {}
+        self.features, self.op_name, self.op_options = {}, "mla_op", [{}]
         self.latents = [latent for latent in LATENTS if self.caps.mla_dims(*latent)]
 
     def checks(self) -> list[tuple[str, Callable[[], str | None]]]:
@@ -142,9 +141,9 @@ class MlaKit(Kit):
             ("split keys, chunk with a prefix", lambda: self.exact(LONG, LONG[:1])),
             ("long prefills", self.prefill),
             ("latent dims", self.latent_dims),
-            ("query heads", self.heads),
-            ("page sizes", self.all_pages),
-            ("layouts", self.all_layouts),
+            ("query heads", lambda: self.each("heads", HEADS, DECODE, MIXED)),
+            ("page sizes", lambda: self.each("page_size", self.page_sizes, MIXED)),
+            ("layouts", lambda: self.each("layout", self.layouts, MIXED)),
             *((f"KV cache {dtype_name(d)}", lambda d=d: self.quantized(d)) for d in sorted(QUANTIZED_KV_DTYPES, key=str)),
             ("padding", self.padding),
             ("stale metadata in padding", self.stale),
@@ -167,10 +166,8 @@ class MlaKit(Kit):
         return AttentionSite(layer=0, num_heads=heads, num_kv_heads=heads, head_dim=NOPE + latent.rope, head_dim_v=DIM_V,
                              dtype=self.dtype, scale=(NOPE + latent.rope) ** -0.5, latent=latent)
 
-    def batch(
-        self, rows: Rows, *, heads: int = 4, latent: Latent | None = None, page_size: int | None = None,
-        layout: str | None = None, **options: Any,
-    ) -> Batch:
+    def batch(self, rows: Rows, *, heads: int = 4, latent: Latent | None = None, page_size: int | None = None,
+              layout: str | None = None, **options: Any) -> Batch:
         return lay_out_mla(self.mla_site(heads, latent), [n for n, _ in rows], [t for _, t in rows], device=self.device,
                            page_size=page_size or self.usual_page_size, layout=layout or self.layouts[0],  # type: ignore[arg-type]
                            kv_dtype=self.kv_dtype, **options)
@@ -206,20 +203,11 @@ class MlaKit(Kit):
         for rows in (((60, 60),), ((1, 20), (0, 5), (60, 60), (70, 130), (1, 9)), ((100, 260), (3, 40))):
             self.exact(rows, latent=latent, pad=(2, 1))
 
-    def heads(self) -> str:
-        for heads in HEADS:
-            self.exact(DECODE, MIXED, heads=heads)
-        return ", ".join(map(str, HEADS))
-
-    def all_pages(self) -> str:
-        for page_size in self.page_sizes:
-            self.exact(MIXED, [(1, 2 * page_size + 1), (min(3, page_size), page_size)], page_size=page_size)
-        return ", ".join(map(str, self.page_sizes))
-
-    def all_layouts(self) -> str:
-        for layout in self.layouts:
-            self.exact(MIXED, layout=layout)
-        return ", ".join(self.layouts)
+    def each(self, option: str, values: Sequence[Any], *batches: Rows) -> str:
+        """The batches with each of these values; of page sizes also one that fills its pages."""
+        for value in values:
+            self.exact(*batches, *([full_pages(value)] if option == "page_size" else []), **{option: value})
+        return ", ".join(map(str, values))
 
     def updated(self) -> None:
         """Nothing of kv_b may be kept between calls."""
@@ -232,13 +220,3 @@ class MlaKit(Kit):
         live = batch.metadata.num_actual_tokens
         if torch.equal(first[:live], second[:live]):
             raise Failure("the output does not follow an update of kv_b in place")
-
-    def opcheck(self) -> str:
-        for rows in (DECODE, MIXED):
-            batch = self.batch(rows)
-            with planned(self.backend, batch), torch.enable_grad():
-                given = batch.arguments(prepared(self.backend, batch))
-                torch.library.opcheck(self.backend.op, given, batch.options, test_utils=self.op_tests)
-                if not self.backend.op(*given, **batch.options).is_contiguous():
-                    raise Failure("the output is not contiguous, which the fake says")
-        return "mla_op"

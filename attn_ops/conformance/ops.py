@@ -10,13 +10,13 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend
-from quire.attn_ops.conformance.batches import Failure, bits, compare_numbers
+from quire.attn_ops.conformance.batches import Failure, bits, compare_numbers, rounding, varlen_reference
 from quire.attn_ops.conformance.checks import Skip
 from quire.attn_ops.conformance.sweeps import SHAPES
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.ops.cross import cross_attention
 from quire.attn_ops.ops.merge_state import merge_state, merge_states
-from quire.attn_ops.ops.varlen import IMPLEMENTATIONS, varlen_attention, varlen_attention_cuda, varlen_attention_eager
+from quire.attn_ops.ops.varlen import IMPLEMENTATIONS, varlen_attention, varlen_attention_cuda
 from quire.attn_ops.registry import all_backends
 
 #: (lengths of queries, lengths of keys) of encoders, with empty and single-token sequences, and of cross attention.
@@ -46,8 +46,6 @@ class OpKit:
 
     def randn(self, *shape: int, seed: int = 0) -> torch.Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.device)
-
-    # -- merging ----------------------------------------------------------------------------------------------------
 
     def states(self, count: int, dim: int, tokens: int = 7, heads: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs (T, S, H, D) and lse (T, S, H), of which some are empty: -inf or +inf, with NaN as output."""
@@ -105,8 +103,6 @@ class OpKit:
         torch.library.opcheck(torch.ops.quire.merge_states.default, (out, lse))
         torch.library.opcheck(torch.ops.quire.merge_state.default, (out[:, 0], lse[:, 0], out[:, 1], lse[:, 1]))
 
-    # -- ragged sequences -------------------------------------------------------------------------------------------
-
     def inputs(self, queries: list[int], keys: list[int], heads: int = 4, kv_heads: int = 2, dims: tuple[int, int] = (32, 32),
                pad: int = 0) -> tuple[torch.Tensor, ...]:
         q, k = self.randn(sum(queries) + pad, heads, dims[0]), self.randn(sum(keys), kv_heads, dims[0], seed=1)
@@ -116,20 +112,15 @@ class OpKit:
 
     def check_varlen(self, arguments: tuple[torch.Tensor, ...], implementation: str = "auto", lse: bool = True,
                      **options: Any) -> Any:
-        q, k, v, *cu = arguments
-        options.setdefault("scale", q.shape[2] ** -0.5)
+        options.setdefault("scale", arguments[0].shape[2] ** -0.5)
         before = [x.clone() for x in arguments]
         out, total = varlen_attention(*arguments, implementation=implementation, **options)
         if not all(torch.equal(bits(a), bits(b)) for a, b in zip(before, arguments, strict=True)):
             raise Failure("the op changed an input")
-        expected, expected_lse = varlen_attention_eager(q.double(), k.double(), v.double(), cu[0], cu[1], **options)
-        size, _ = varlen_attention_eager(q.double(), k.double(), v.double().abs(), cu[0], cu[1], **options)
-        bound = (size + expected.abs()) * torch.finfo(self.dtype).eps + 1e-5
-        if options.get("softcap") and self.dtype != torch.float32:
-            bound = bound + 2 * size * options["softcap"] * 2**-11  # the error of the hardware's tanh
-        compare_numbers(out, expected, bound)
+        expected, size, expected_lse = varlen_reference(*arguments, **options)
+        compare_numbers(out, expected, rounding(size, expected, self.dtype, options.get("softcap")))
         if lse:
-            compare_numbers(total, expected_lse.double(), expected_lse.double().nan_to_num(0, 0, 0).abs() * 1e-4 + 1e-3, "lse")
+            compare_numbers(total, expected_lse, expected_lse.nan_to_num(0, 0, 0).abs() * 1e-4 + 1e-3, "lse")
         return out, total
 
     def providers(self) -> list[str]:
@@ -170,15 +161,14 @@ class OpKit:
         """Attention over two halves of the keys, merged, is attention over all."""
         q, k, v, cu, _ = self.inputs([30, 9], [30, 9])
         lens, scale = [30, 9], q.shape[2] ** -0.5
-        expected, _ = varlen_attention_eager(q.double(), k.double(), v.double(), cu, cu, scale=scale)
-        size, _ = varlen_attention_eager(q.double(), k.double(), v.double().abs(), cu, cu, scale=scale)
+        expected, size, _ = varlen_reference(q, k, v, cu, cu, scale=scale)
         parts: list[torch.Tensor] = []
         for half in (slice(0, 4), slice(4, None)):
             index = torch.cat([torch.arange(n)[half] + begin for n, begin in zip(lens, (0, 30), strict=True)]).to(q.device)
             ends = torch.tensor([0, *(len(range(n)[half]) for n in lens)]).cumsum(0).int().to(q.device)
             parts += varlen_attention(q, k[index], v[index], cu, ends, scale=scale)
         merged, _ = merge_state(*parts)
-        compare_numbers(merged, expected, (2 * size + expected.abs()) * torch.finfo(self.dtype).eps + 1e-5)
+        compare_numbers(merged, expected, rounding(2 * size, expected, self.dtype))
 
     def varlen_opcheck(self) -> None:
         options: dict[str, Any] = {"scale": 0.2}
@@ -206,6 +196,5 @@ class OpKit:
             q, _, _, starts, _ = self.inputs(queries, lens, dims=(dims, dims), pad=pad)
             new: dict[str, Any] = dict(k=k, v=v, slot_mapping=slots) if pad == 0 else {}
             out = cross_attention(backend, q, cache, 0, table, starts, cu.diff(), scale=scale, **new)
-            expected, _ = varlen_attention_eager(q.double(), k.double(), v.double(), starts, cu, scale=scale)
-            size, _ = varlen_attention_eager(q.double(), k.double(), v.double().abs(), starts, cu, scale=scale)
-            compare_numbers(out, expected, (size + expected.abs()) * torch.finfo(self.dtype).eps + 1e-5)
+            expected, size, _ = varlen_reference(q, k, v, starts, cu, scale=scale)
+            compare_numbers(out, expected, rounding(size, expected, self.dtype))

@@ -3,8 +3,8 @@
     python -m quire.attn_ops.conformance --backend all --json FILE.json       # on each device
     python -m quire.attn_ops.conformance.page FILE.json ... [docs/backends.md] > page.md
 
-Files of one device, date and set of versions make one table; of two runs of a backend the last file's counts. Of an earlier
-page the tables of other devices stay.
+Files of one environment make one table; of two runs of a backend the last file's counts. Of an earlier page the tables of other
+devices stay.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ GROUPS = {"shape ": "batch shapes", "page size ": "page sizes", "KV cache ": "qu
 
 
 def declared(backends: Sequence[AttentionBackend]) -> list[str]:
-    """What the backends declare, as a Markdown table."""
     lines = ["| backend | devices | dtypes | KV cache | head dims | page sizes | features | CUDA graphs | hardware |",
              "|---|---|---|---|---|---|---|---|---|"]
     for backend in backends:

@@ -1,11 +1,18 @@
-"""Run the checks on a backend and report the results."""
+"""Run the checks on a backend and report the results: as a table, and on disk as ``{"environment": ..., "runs": [...]}``."""
 
 from __future__ import annotations
 
+import datetime
+import importlib.metadata
+import json
+import platform
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,10 +20,24 @@ from quire.attn_ops.backend import AttentionBackend, listed
 from quire.attn_ops.conformance.batches import Failure, noting_errors
 from quire.attn_ops.conformance.checks import DIMS, PAGE_SIZES, Kit, Skip
 from quire.attn_ops.conformance.mla import MlaKit
-from quire.attn_ops.conformance.record import Result
+from quire.attn_ops.registry import all_backends
+from quire.attn_ops.tuning.store import device_name
 
 Check = tuple[str, Callable[[], "str | None"]]  # its name, and what makes it: see ``run_checks``
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the report. ``status``: "ok", "FAIL" or "skip". ``error``: the largest difference from the expected numbers;
+    ``of_bound``: in units of what is allowed; None where nothing was compared."""
+
+    check: str
+    status: str
+    detail: str = ""
+    seconds: float = 0.0
+    error: float | None = None
+    of_bound: float | None = None
 
 
 def first_dtype(backend: AttentionBackend) -> torch.dtype:
@@ -25,17 +46,13 @@ def first_dtype(backend: AttentionBackend) -> torch.dtype:
 
 def check_backend(backend: AttentionBackend, device: torch.device | str = "cpu", dtype: torch.dtype | None = None,
                   only: str = "", kv_dtype: torch.dtype | None = None, quick: bool = False) -> list[Result]:
-    """Check a backend (``quire.attn_ops.conformance``).
+    """Check a backend (``quire.attn_ops.conformance``): one Result per check, in order.
 
     Args:
         backend: the record; it need not be registered.
         device, dtype: where and in what; dtype None: the first of float32, bfloat16, float16 that the backend declares.
-        only: run the checks whose names contain this.
+        only: run the checks whose names contain this.  quick: leave out the large batches.
         kv_dtype: run all of them on a quantized cache of this dtype.
-        quick: leave out the large batches.
-
-    Returns:
-        One Result per check, in order.
     """
     return run_checks(backend_checks(backend, torch.device(device), dtype, kv_dtype, quick), only)
 
@@ -103,3 +120,39 @@ def print_table(title: str, results: Sequence[Result], left: int = 0) -> None:
     failed, skipped = (sum(r.status == s for r in results) for s in ("FAIL", "skip"))
     print(f"{len(results) - failed - skipped} passed, {failed} failed, {skipped} skipped"
           + (f", {left} left" if left else ""))
+
+
+def read_results(files: Sequence[str | Path], asked: dict[str, Any]) -> dict[str, Result]:
+    """The results, by check and without failures, of the run of a backend, device, dtype and KV dtype; of files with this
+    device and these versions."""
+    device = asked["device"]
+    here, found = environment([device]), dict[str, Result]()
+    for file in files:
+        record = json.loads(Path(file).read_text())
+        env = record["environment"]
+        if env["versions"] != here["versions"] or env["devices"].get(device) != here["devices"][device]:
+            continue
+        for run in record["runs"]:
+            if all(run[key] == value for key, value in asked.items()):
+                found |= {r["check"]: Result(**r) for r in run["results"] if r["status"] != "FAIL"}
+    return found
+
+
+def environment(devices: Sequence[str]) -> dict[str, Any]:
+    """Date, devices, and versions of torch and of the packages that backends name."""
+    versions = {"quire": "", "torch": torch.__version__}
+    for name in ("quire", *sorted({p for b in all_backends().values() for p in b.packages})):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions.pop(name, None)
+    return {"date": datetime.date.today().isoformat(), "python": platform.python_version(), "versions": versions,
+            "devices": {d: device_name(torch.device(d)) for d in devices}}
+
+
+def write_record(path: str | Path, runs: Sequence[dict[str, Any]]) -> None:
+    """Write runs and their environment to a JSON file."""
+    record = {"environment": environment(sorted({run["device"] for run in runs})), "runs": list(runs)}
+    whole, part = Path(path), Path(f"{path}.part")
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    part.replace(whole)  # a reader never sees half a file

@@ -8,16 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quire.attn_ops.conformance.batches import Batch, Failure, bits, compare, compare_numbers, reference
+from quire.attn_ops.conformance.batches import (
+    Batch,
+    Failure,
+    bits,
+    compare,
+    compare_numbers,
+    prepared,
+    reference,
+    rounding,
+    varlen_reference,
+)
 from quire.attn_ops.ops.tree import build_tree_mask, tree_attention
-from quire.attn_ops.ops.varlen import varlen_attention_eager
 
 if TYPE_CHECKING:
     from quire.attn_ops.conformance.checks import Kit
 
 
 def checks(kit: Kit) -> list[tuple[str, Callable[[], str | None]]]:
-    """(name, function) of each check."""
     if not kit.caps.lse:
         return []
     return [("states: causal, to all", lambda: lse(kit)), ("states: opcheck", lambda: opcheck(kit)),
@@ -25,9 +33,7 @@ def checks(kit: Kit) -> list[tuple[str, Callable[[], str | None]]]:
 
 
 def arguments(kit: Kit, batch: Batch) -> tuple[Any, ...]:
-    """Positional arguments of ``state_op``."""
-    given = [] if kit.backend.prepare is None else list(kit.backend.prepare(*batch.tables, batch.metadata.page_size))
-    return (batch.q, batch.k, batch.v, *batch.cache.of_layer(0), *batch.tables, given)
+    return (batch.q, batch.k, batch.v, *batch.cache.of_layer(0), *batch.tables, prepared(kit.backend, batch))
 
 
 def lse(kit: Kit) -> None:
@@ -55,20 +61,15 @@ def lse(kit: Kit) -> None:
 def check(batch: Batch, found: tuple[torch.Tensor, torch.Tensor], causal: bool) -> None:
     """Output and lse against the definition, on keys and values as they read back."""
     meta = batch.metadata
-    read = [_read(batch, which) for which in ("key", "value")]
-    lens = meta.seq_lens.tolist()
+    lens, live = meta.seq_lens.tolist(), meta.num_actual_tokens
     ends = torch.tensor([0, *lens]).cumsum(0).int().to(batch.q.device)
-    held = [torch.cat([rows[r][:n] for r, n in enumerate(lens)]).double() for rows in read]
-    live = meta.num_actual_tokens
-    q = batch.q[:live].double()
-    options: dict[str, Any] = {"scale": batch.site.scale, "softcap": batch.site.softcap, "causal": causal}
-    expected, total = varlen_attention_eager(q, held[0], held[1], meta.query_start_loc, ends, **options)
-    size, _ = varlen_attention_eager(q, held[0], held[1].abs(), meta.query_start_loc, ends, **options)
-    eps = torch.finfo(batch.site.dtype).eps
-    tanh = 2 * size * batch.site.softcap * 2**-11 if batch.site.softcap and batch.site.dtype != torch.float32 else 0
-    compare_numbers(found[0][:live], expected, (size + expected.abs()) * eps + 1e-5 + tanh)
-    slack = 1e-3 + total.double().nan_to_num(0, 0, 0).abs() * max(1e-4, eps if batch.site.softcap else 0)
-    compare_numbers(found[1][:live], total.double(), slack, "lse")
+    held = [torch.cat([row[:n] for row, n in zip(_read(batch, which), lens, strict=True)]) for which in ("key", "value")]
+    softcap, dtype = batch.site.softcap, batch.site.dtype
+    expected, size, total = varlen_reference(batch.q[:live], *held, meta.query_start_loc, ends, scale=batch.site.scale,
+                                             softcap=softcap, causal=causal)
+    compare_numbers(found[0][:live], expected, rounding(size, expected, dtype, softcap))
+    slack = 1e-3 + total.nan_to_num(0, 0, 0).abs() * max(1e-4, torch.finfo(dtype).eps if softcap else 0)
+    compare_numbers(found[1][:live], total, slack, "lse")
     if found[0][live:].count_nonzero() or not (found[1][live:] == -math.inf).all():
         raise Failure("padding tokens must have output 0 and lse -inf")
 
@@ -99,7 +100,7 @@ def trees(kit: Kit) -> None:
         mask = build_tree_mask(parents, meta.query_start_loc, 8)
         out = tree_attention(kit.backend, batch.q, batch.new_k, batch.new_v, batch.cache, 0, meta, mask,
                              scale=batch.site.scale, softcap=batch.site.softcap, sinks=batch.sinks)
-        token, keys, values = 0, _read(batch, "key"), _read(batch, "value")
+        token, keys, values, size = 0, _read(batch, "key"), _read(batch, "value"), torch.zeros_like(batch.expected)
         for r, (shape, n) in enumerate(zip(shapes, before, strict=True)):
             for own in range(len(shape)):
                 path, node = [], own
@@ -110,12 +111,9 @@ def trees(kit: Kit) -> None:
                 seen_keys, seen_values = (x[r][shown].double() for x in (keys, values))
                 q = batch.q[token : token + 1]
                 batch.expected[token] = reference(batch.site, q, seen_keys, seen_values, batch.sinks)[0]
-                size = reference(batch.site, q, seen_keys, seen_values.abs(), batch.sinks)[0]
-                eps = torch.finfo(batch.site.dtype).eps
-                batch.bound[token] = (size + batch.expected[token].abs()) * eps + 1e-5
-                if batch.site.softcap and kit.dtype != torch.float32:
-                    batch.bound[token] += 2 * size * batch.site.softcap * 2**-11
+                size[token] = reference(batch.site, q, seen_keys, seen_values.abs(), batch.sinks)[0]
                 token += 1
+        batch.bound = rounding(size, batch.expected, kit.dtype, batch.site.softcap)
         compare(out, batch)
 
 

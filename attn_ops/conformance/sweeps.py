@@ -1,7 +1,5 @@
-"""Checks of the kit over families of batches: lengths at every boundary, vLLM's batch shapes, a batch cut in parts.
-
-The shapes and their names are those of vLLM's tests of attention backends, at this kit's head counts.
-"""
+"""Checks of the kit over families of batches: lengths at every boundary, a batch cut in parts, and the shapes of vLLM's tests
+of attention backends, by their names."""
 
 from __future__ import annotations
 
@@ -36,7 +34,6 @@ QUICK_PAIRS = 2**19  # of queries and keys, in the largest shape of the quick ki
 
 
 def shapes(quick: bool) -> list[str]:
-    """Names of the shapes; ``quick``: the small ones."""
     return [n for n, (lens, queries) in SHAPES.items()
             if not quick or sum(a * b for a, b in zip(lens, queries, strict=True)) <= QUICK_PAIRS]
 

@@ -1,15 +1,8 @@
 """Batch metadata of a paged step, and what backends and engines derive from it.
 
 ``core`` describes a batch; the engine, ``quire.step`` and every backend use it. The other files are pure functions from one
-batch to another, or to index tensors, under the names that authors of backends and engines know from vLLM and SGLang:
-
-* ``split``: decodes in front, prefills behind; ``ubatch``: a batch cut into several;
-* ``local``: chunked attention as a batch of more sequences; ``kv_sharing``: layers without keys of their own;
-* ``builder``: the base class of a backend's own metadata; ``layers``: parameters per layer; ``layout``: NHD or HND;
-* ``draft``: the decode steps of a draft model, all at once;
-* ``spec_decode``: shapes of speculative batches, and the programs of a causal convolution.
-
-Index tensors for kernels that do not read a block table are ops: ``quire.attn_ops.ops.kv_indices``.
+batch to another, or to index tensors, under the names that authors of backends and engines know from vLLM and SGLang. Index
+tensors for kernels that do not read a block table are ops: ``quire.attn_ops.ops.kv_indices``.
 """
 
 from quire.attn_ops.metadata.builder import (

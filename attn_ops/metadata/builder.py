@@ -1,8 +1,5 @@
-"""``AttentionMetadataBuilder``: the base class of a backend's own metadata, one builder per group of like layers.
-
-For engine builders whose backends need metadata objects of their own, as in vLLM. quire's own backends are records whose
-``plan`` and ``prepare`` do this work (``attn_ops/backend.py``), so its engine has no builder.
-"""
+"""``AttentionMetadataBuilder``, for engines whose backends need metadata objects of their own, as in vLLM. quire's backends are
+records whose ``plan`` and ``prepare`` do this work (``attn_ops/backend.py``), so its engine has no builder."""
 
 from __future__ import annotations
 
@@ -23,20 +20,13 @@ AttentionCGSupport = CudagraphSupport  # the name that authors of builders know
 
 
 class AttentionMetadataBuilder(abc.ABC, Generic[M]):
-    """Makes a backend's metadata M from a batch's.
+    """Makes a backend's metadata M from a batch's, for one group of like layers.
 
     Every tensor that a captured kernel reads must be a buffer at a fixed address, written in place by ``build``. Host numbers
     (longest query, splits) are constants of a captured graph: they must be upper bounds.
 
-    Args:
-        kv_cache_spec: what the layers' cache holds (attention sites, or the engine's own record).
-        layer_names: the layers that use these metadata.
-        config: the engine's; of it ``speculative_config.num_speculative_tokens`` is read, if there is one.
-        device: of the metadata.
-
-    Attributes:
-        cudagraph_support: which batches may be captured.
-        reorder_batch_threshold: rows of at most this many tokens must be at the front of the batch; None: any order.
+    Of the engine's ``config``, ``speculative_config.num_speculative_tokens`` is read, if there is one.
+    ``reorder_batch_threshold``: rows of at most this many tokens must be at the front of the batch; None: any order.
     """
 
     cudagraph_support: ClassVar[CudagraphSupport] = CudagraphSupport.NEVER
@@ -55,12 +45,8 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
 
     @abc.abstractmethod
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> M:
-        """The metadata of a batch.
-
-        Args:
-            common_prefix_len: tokens at the start of all sequences that are the same pages, for ``use_cascade_attention``.
-            fast_build: build fast rather than run fast; the result serves few layers.
-        """
+        """The metadata of a batch. ``common_prefix_len``: tokens at the start of all sequences that are the same pages, for
+        ``use_cascade_attention``. ``fast_build``: build fast rather than run fast; the result serves few layers."""
 
     def reorder_batch(self, input_batch: InputBatch, scheduler_output: SchedulerOutput) -> bool:
         """Bring the engine's batch into the order that ``build`` needs. Returns whether anything moved."""
@@ -90,11 +76,8 @@ def subclass_attention_backend(name_prefix: str, attention_backend_cls: type, bu
 
 
 def subclass_attention_metadata(name_prefix: str, metadata_cls: type, fields: Sequence[tuple[str, Any, Any]]) -> type:
-    """A dataclass that has ``metadata_cls``'s fields and these (name, type, default), frozen if ``metadata_cls`` is.
-
-    Raises:
-        TypeError: ``metadata_cls`` is not a dataclass.
-    """
+    """A dataclass that has ``metadata_cls``'s fields and these (name, type, default), frozen if ``metadata_cls`` is. Raises
+    TypeError if that is no dataclass."""
     if not is_dataclass(metadata_cls):
         raise TypeError(f"{metadata_cls.__name__} is not a dataclass: fields cannot be added to it")
     frozen: bool = metadata_cls.__dataclass_params__.frozen  # type: ignore[attr-defined]

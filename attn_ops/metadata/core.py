@@ -1,16 +1,15 @@
 """Batch metadata of a paged step: which tokens belong to which sequence, and where their keys and values live.
 
-A step's tokens are ragged: all sequences end to end in one row of T tokens. Sequence r owns tokens
-``query_start_loc[r]`` to ``query_start_loc[r + 1]``; they are the *last* of its ``seq_lens[r]`` tokens, the earlier ones
-being in the cache already. Token t of sequence r has position p = seq_lens[r] - query_start_loc[r + 1] + t and its key and
-value go to slot ``block_table[r, p // page_size] * page_size + p % page_size``.
+A step's tokens are ragged: all sequences end to end in one row of T tokens. Sequence r owns tokens ``query_start_loc[r]`` to
+``query_start_loc[r + 1]``; they are the *last* of its ``seq_lens[r]`` tokens, the earlier ones being in the cache already.
+Token t of sequence r has position p = seq_lens[r] - query_start_loc[r + 1] + t and its key and value go to slot
+``block_table[r, p // page_size] * page_size + p % page_size``.
 
 NOTE [Padding]: a batch may be padded to a bucket's shape. Padding rows repeat the last ``query_start_loc`` (zero tokens) and
-have ``seq_lens`` 0; padding tokens have slot -1, "do not write". Page 0 is the null page: no sequence owns it, and padding
-rows of ``block_table`` hold it, and so do those of pages that every query of a sequence has left behind its window or chunk.
-Entries past a sequence's own pages may be any page, of others too: nothing may depend on them.
-Kernels accept rows of zero length, write no slot that is not mapped, and give zeros for padding tokens. Nothing in the
-contract reads a device tensor on the host.
+have ``seq_lens`` 0; padding tokens have slot -1, "do not write". Page 0 is the null page: no sequence owns it, and padding rows
+of ``block_table`` hold it, and so do those of pages that every query of a sequence has left behind its window or chunk. Entries
+past a sequence's own pages may be any page, of others too: nothing may depend on them. Kernels accept rows of zero length,
+write no slot that is not mapped, and give zeros for padding tokens. Nothing in the contract reads a device tensor on the host.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 PAD_SLOT_ID = -1
 NULL_PAGE = 0
@@ -33,15 +33,13 @@ class CommonAttentionMetadata:
 
     Args:
         query_start_loc: (B + 1,) int32, device: exclusive prefix sums of the tokens scheduled per sequence.
-        seq_lens: (B,) int32, device: tokens in the cache *after* this step (computed before + scheduled now).
+        seq_lens: (B,) int32, device: tokens in the cache *after* this step.
         query_start_loc_cpu, seq_lens_cpu: the same on the host, for planning.
         block_table_tensor: (B, max pages per sequence) int32, device: page numbers in the sequence's order.
         slot_mapping: (T,) int64, device: page * page_size + offset, or -1 for "do not write".
         num_reqs, num_actual_tokens: B and T, padding excluded.
-        max_query_len, max_seq_len: upper bounds on the host.
-        page_size: tokens per page.
+        max_query_len, max_seq_len: upper bounds on the host.  page_size: tokens per page.  causal: queries see no later keys.
         max_page: the largest page that holds a token, where the host knows it; None where only the device has the pages.
-        causal: queries see no later keys.
         logits_indices_padded, num_logits_indices: tokens whose logits are wanted, ascending, perhaps padded, and how many are
             not padding; only for layers that share an earlier layer's keys and values (``metadata/kv_sharing.py``).
         logits_indices_cpu: the same tokens on the host, for planning; None where only the device has them.
@@ -50,12 +48,12 @@ class CommonAttentionMetadata:
         encoder_seq_lens: (B,) int array on the host, encoder tokens per sequence; only for cross attention.
     """
 
-    query_start_loc: torch.Tensor
-    query_start_loc_cpu: torch.Tensor
-    seq_lens: torch.Tensor
-    seq_lens_cpu: torch.Tensor
-    block_table_tensor: torch.Tensor
-    slot_mapping: torch.Tensor
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    seq_lens_cpu: Tensor
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
     num_reqs: int
     num_actual_tokens: int
     max_query_len: int
@@ -63,24 +61,23 @@ class CommonAttentionMetadata:
     page_size: int
     max_page: int | None = None
     causal: bool = True
-    logits_indices_padded: torch.Tensor | None = None
+    logits_indices_padded: Tensor | None = None
     num_logits_indices: int = 0
-    logits_indices_cpu: torch.Tensor | None = None
+    logits_indices_cpu: Tensor | None = None
     encoder_seq_lens: np.ndarray | None = None
-    total_lens: torch.Tensor | None = None
+    total_lens: Tensor | None = None
 
     @property
-    def query_lens_cpu(self) -> torch.Tensor:
+    def query_lens_cpu(self) -> Tensor:
         """(B,) int32, host: tokens scheduled per sequence; 0 for padding rows."""
         return self.query_start_loc_cpu.diff()
 
     @functools.cached_property
     def has_single_queries(self) -> bool:
-        """Whether some sequence has one token in this step."""
         return bool((self.query_lens_cpu == 1).any())
 
     @property
-    def num_computed_tokens_cpu(self) -> torch.Tensor:
+    def num_computed_tokens_cpu(self) -> Tensor:
         """(B,) int32, host: tokens in the cache before this step."""
         return self.seq_lens_cpu - self.query_lens_cpu
 
@@ -90,7 +87,7 @@ class CommonAttentionMetadata:
         return self.slot_mapping.shape[0]
 
     @property
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """(T,) int64: each token's position in its sequence, 0 for padding tokens. What ``position_ids`` must be."""
         positions = np.zeros(self.num_tokens, dtype=np.int64)
         live = _positions(self.query_start_loc_cpu.diff().numpy(), self.seq_lens_cpu.numpy())
@@ -98,21 +95,14 @@ class CommonAttentionMetadata:
         return torch.from_numpy(positions).to(self.slot_mapping.device)
 
     @property
-    def logits_indices(self) -> torch.Tensor:
+    def logits_indices(self) -> Tensor:
         """(B,) int64 index of each sequence's last token in the ragged row."""
         return (self.query_start_loc[1:].long() - 1).clamp_min(0)
 
     @classmethod
-    def build(
-        cls,
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
-        block_table: Sequence[Sequence[int]] | torch.Tensor | np.ndarray,
-        *,
-        page_size: int,
-        device: torch.device | str = "cpu",
-        total_lens: Sequence[int] | None = None,
-    ) -> CommonAttentionMetadata:
+    def build(cls, query_lens: Sequence[int], seq_lens: Sequence[int],
+              block_table: Sequence[Sequence[int]] | Tensor | np.ndarray, *, page_size: int, device: torch.device | str = "cpu",
+              total_lens: Sequence[int] | None = None) -> CommonAttentionMetadata:
         """Make the metadata of a batch from plain lists.
 
         Args:
@@ -120,12 +110,10 @@ class CommonAttentionMetadata:
             seq_lens: tokens per sequence after the step, >= its query_lens.
             block_table: page numbers per sequence, >= 1 and in order, at least ceil(seq_len / page_size) of them; rows may
                 differ in length. Sequences may share pages that none of them writes to in this step.
-            total_lens: tokens per sequence when its prompt is complete, >= its seq_lens; None: seq_lens. Give it to compute the
-                prompt of a model with longrope in several steps.
+            total_lens: as the field, >= seq_lens, for the prompt of a model with longrope in several steps; None: seq_lens.
 
-        Raises:
-            ValueError: lengths that do not fit each other, a sequence whose pages do not hold its tokens, a page below 1, or
-                a slot that two tokens would be written to.
+        Raises ValueError for lengths that do not fit each other, a sequence whose pages do not hold its tokens, a page below 1,
+        or a slot that two tokens would be written to.
         """
         if not len(query_lens) == len(seq_lens) == len(block_table):
             raise ValueError(f"query_lens, seq_lens and block_table describe {len(query_lens)}, {len(seq_lens)} and "
@@ -149,7 +137,7 @@ class CommonAttentionMetadata:
         slots = table[row_of, positions // page_size].astype(np.int64) * page_size + positions % page_size
         _check_slots(slots, row_of, page_size)
 
-        def to(array: np.ndarray) -> torch.Tensor:
+        def to(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(device)
 
         return cls(
@@ -171,17 +159,14 @@ class CommonAttentionMetadata:
             encoder_seq_lens=None if self.encoder_seq_lens is None else self.encoder_seq_lens[:rows])
 
     def padded(self, num_tokens: int, num_reqs: int) -> CommonAttentionMetadata:
-        """The same batch padded to ``num_tokens`` tokens and ``num_reqs`` rows. See NOTE [Padding].
-
-        Raises:
-            ValueError: the batch is larger than that.
-        """
+        """The same batch padded to ``num_tokens`` tokens and ``num_reqs`` rows (NOTE [Padding]). Raises ValueError if it is
+        larger than that."""
         more_tokens, more_reqs = num_tokens - self.num_tokens, num_reqs - self.seq_lens.shape[0]
         if more_tokens < 0 or more_reqs < 0:
             raise ValueError(f"cannot pad a batch of {self.num_tokens} tokens and {self.seq_lens.shape[0]} sequences to "
                              f"{num_tokens} and {num_reqs}")
 
-        def pad(tensor: torch.Tensor, count: int, value: int) -> torch.Tensor:
+        def pad(tensor: Tensor, count: int, value: int) -> Tensor:
             return torch.cat([tensor, tensor.new_full((count, *tensor.shape[1:]), value)])
 
         return replace(
@@ -196,10 +181,10 @@ class CommonAttentionMetadata:
         )
 
 
-def _table(block_table: Sequence[Sequence[int]] | torch.Tensor | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _table(block_table: Sequence[Sequence[int]] | Tensor | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(B, at least 1) int32, filled up with the null page, and the length of each row (B,)."""
-    if isinstance(block_table, (torch.Tensor, np.ndarray)):
-        given = np.asarray(block_table.cpu() if isinstance(block_table, torch.Tensor) else block_table)
+    if isinstance(block_table, (Tensor, np.ndarray)):
+        given = np.asarray(block_table.cpu() if isinstance(block_table, Tensor) else block_table)
         table = np.array(given, dtype=np.int32, ndmin=2) if given.size else np.zeros((len(given), 1), np.int32)
         return table, np.full(len(given), given.shape[1] if given.ndim == 2 else 0)
     widths = np.fromiter(map(len, block_table), np.int64, len(block_table))

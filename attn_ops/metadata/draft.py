@@ -1,8 +1,8 @@
 """Metadata of the decode steps in which a draft model proposes tokens, all made before the first of them.
 
-Step s appends one token to every branch of every sequence, at position ``seq_lens + s`` of the batch. All tensors follow from
-the batch's by device work only and none of them depends on the tokens that are drawn, so that several steps can be one CUDA
-graph: the buffers are made once, outside, and the graph reads them.
+Step s appends one token to every branch of every sequence, at position ``seq_lens + s`` of the batch. Tensors on the device
+follow from the batch's by device work only and do not depend on the tokens that are drawn, so that several steps can be one
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,19 +17,16 @@ from quire.attn_ops.metadata.core import PAD_SLOT_ID, CommonAttentionMetadata
 
 def make_draft_metadata(common_attn_metadata: CommonAttentionMetadata, num_steps: int, topk: int = 1,
                         draft_table: torch.Tensor | None = None) -> list[CommonAttentionMetadata]:
-    """The metadata of ``num_steps`` decode steps that follow a batch, one row of one token for each branch of each sequence.
-
-    Row b * topk + k is branch k of sequence b. Rows without tokens in the batch, as padding rows, have none in the steps.
+    """The metadata of ``num_steps`` decode steps that follow a batch, one row of one token for each branch of each sequence:
+    row b * topk + k is branch k of sequence b. Rows without tokens in the batch, as padding rows, have none in the steps.
 
     Args:
-        common_attn_metadata: the batch that was run last; ``seq_lens`` counts its tokens.
         topk: branches per sequence, each a chain of its own after the sequence's tokens.
         draft_table: (B * topk, pages) int32, pages of each branch's drafts, for topk > 1. With one branch drafts go to the
             pages that follow in ``block_table``, which must be the sequence's own already.
 
-    Raises:
-        ValueError: a block table without room for the drafts; topk > 1 without ``draft_table``, or where a sequence ends inside
-            a page: branches would write to one page.
+    Raises ValueError for a block table without room for the drafts, for topk > 1 without ``draft_table``, or where a sequence
+    ends inside a page: branches would write to one page.
     """
     meta, page = common_attn_metadata, common_attn_metadata.page_size
     if num_steps < 1 or topk < 1:

@@ -1,15 +1,13 @@
 """Fast prefill of layers that read an earlier layer's keys and values (gemma3n's later layers, YOCO).
 
-Such layers write no cache, so a token that no later layer's logits need can be left out of them: their prefill runs on the
-last tokens only. The keys and values of all tokens are in the cache, written by the layer that owns them; the queries are the
-tokens whose logits are wanted. User: an engine that runs a model's shared layers on those rows. quire's own, with the option
-``kv_sharing_fast_prefill``, marks its steps by the same fields; its graph makes the tables on the device, where each sequence
-has one such token (``passes/rewrite/last_rows.py``).
+Such layers write no cache, so their prefill can run on the tokens whose logits are wanted alone: the keys and values of all
+tokens are in the cache, written by the layer that owns them. User: an engine that runs a model's shared layers on those rows.
+quire's own, with ``kv_sharing_fast_prefill``, marks its steps by the same fields; its graph makes the tables on the device,
+where each sequence has one such token (``passes/rewrite/last_rows.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any, Protocol, overload, runtime_checkable
 
@@ -41,21 +39,15 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     """The batch of the tokens with logits: queries are theirs, keys and slots those of the whole batch.
 
     Returns the same object where there is nothing to leave out: no logits indices, or decodes only. The model's positions are
-    ``positions[logits_indices]`` of the whole batch.
-
-    Args:
-        logits_indices_cpu: ``logits_indices_padded`` on the host, by default the batch's own copy. Needed where the indices are
-            on a device: nothing here waits for one.
-
-    Raises:
-        ValueError: indices on a device without their copy; indices that are not the last tokens of their sequences (their
-            positions are counted from the end, so others would attend wrongly).
+    ``positions[logits_indices]`` of the whole batch. ``logits_indices_cpu``: ``logits_indices_padded`` on the host, by default
+    the batch's own copy; needed where the indices are on a device, because nothing here waits for one.
+    Raises ValueError for indices on a device without their copy, or that are not the last tokens of their sequences (their
+    positions are counted from the end, so others would attend wrongly).
     """
     meta = common_attn_metadata
     if meta.logits_indices_padded is None or meta.max_query_len <= 1:
         return meta
-    if logits_indices_cpu is None:
-        logits_indices_cpu = meta.logits_indices_cpu
+    logits_indices_cpu = meta.logits_indices_cpu if logits_indices_cpu is None else logits_indices_cpu
     if logits_indices_cpu is None:
         if meta.logits_indices_padded.device.type != "cpu":
             raise ValueError(f"logits_indices_padded is on {meta.logits_indices_padded.device}; pass logits_indices_cpu, its "
@@ -85,22 +77,18 @@ def create_fast_prefill_custom_backend(prefix: str, backend: AttentionBackend | 
     Of a record the op is the same. The caller gives it q of these tokens, k and v None, and the tensors of
     ``make_kv_sharing_fast_prefill_common_attn_metadata(metadata)``. Of an engine's backend class, whose ``get_builder_cls()``
     is an ``AttentionMetadataBuilder``, the result is a subclass: its builder's metadata are those of these tokens, and have the
-    fields of ``KVSharingFastPrefillMetadata`` too. Captured graphs have the full batch's shapes.
-
-    Raises:
-        TypeError: (in ``build``) metadata that are no dataclass, to which fields cannot be added.
+    fields of ``KVSharingFastPrefillMetadata`` too; ``build`` raises TypeError if they are no dataclass. Captured graphs have
+    the full batch's shapes.
     """
     if isinstance(backend, type):
         builder = backend.get_builder_cls()  # type: ignore[attr-defined]
         return subclass_attention_backend(prefix, backend, _fast_prefill_builder(prefix, builder))
-    plan = backend.plan
-    if plan is None:
-        return replace(backend, name=prefix + backend.name, priority=None)
+    plan: Any = backend.plan
 
-    def plan_logits(metadata: CommonAttentionMetadata, step: Any, plan: Callable[..., None] = plan) -> None:
+    def plan_logits(metadata: CommonAttentionMetadata, step: Any) -> None:
         plan(metadata if step.capturing else make_kv_sharing_fast_prefill_common_attn_metadata(metadata), step)
 
-    return replace(backend, name=prefix + backend.name, plan=plan_logits, priority=None)
+    return replace(backend, name=prefix + backend.name, plan=None if plan is None else plan_logits, priority=None)
 
 
 def _fast_prefill_builder(prefix: str, builder: Any) -> type:

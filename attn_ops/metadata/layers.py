@@ -1,8 +1,5 @@
-"""What a backend's plan depends on, layer by layer, and which layers share it.
-
-A plan made for one window and scale is wrong for a layer with others. So layers are planned by group, never as if all were
-like the first. Users: backends that plan on the host.
-"""
+"""What a backend's plan depends on, layer by layer, and which layers share it: a plan made for one window and scale is wrong
+for a layer with others."""
 
 from __future__ import annotations
 
@@ -17,14 +14,8 @@ K = TypeVar("K", int, str)
 
 @dataclass(frozen=True)
 class PerLayerParameters:
-    """Parameters of one layer's attention.
-
-    Args:
-        window_left: keys that a query sees before its own: window - 1; -1 without a window.
-        logits_soft_cap: None without one.  sm_scale: factor on q.k.
-        has_sinks, chunk: as in AttentionSite.
-        has_same_window_lefts, has_same_all_params: set by ``infer_global_hyperparameters``; no part of equality.
-    """
+    """``window_left``: keys that a query sees before its own, window - 1; -1 without a window. ``sm_scale``: factor on q.k.
+    ``has_same_window_lefts``, ``has_same_all_params``: set by ``infer_global_hyperparameters``; no part of equality."""
 
     window_left: int
     logits_soft_cap: float | None
@@ -50,12 +41,8 @@ def group_layers(per_layer_params: Mapping[K, PerLayerParameters]) -> dict[PerLa
 
 
 def infer_global_hyperparameters(per_layer_params: Mapping[K, PerLayerParameters]) -> PerLayerParameters:
-    """The first layer's parameters, which hold for all layers only if ``has_same_all_params`` is True;
-    otherwise plan by ``group_layers``.
-
-    Raises:
-        ValueError: no layers.
-    """
+    """The first layer's parameters, which hold for all layers only if ``has_same_all_params`` is True; otherwise plan by
+    ``group_layers``. Raises ValueError without layers."""
     if not per_layer_params:
         raise ValueError("no layers: there are no attention parameters to infer")
     groups = group_layers(per_layer_params)

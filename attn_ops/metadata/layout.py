@@ -1,7 +1,5 @@
-"""The default memory layout of new KV caches, for ``EngineConfig.kv_layout`` and ``PagedKVCache``.
-
-In this order: ``set_kv_cache_layout``, the environment variable QUIRE_KV_CACHE_LAYOUT, "NHD". Read at each use, so a change
-affects every cache made after it, and no cache made before.
+"""The default memory layout of new KV caches: by ``set_kv_cache_layout``, else the environment variable
+QUIRE_KV_CACHE_LAYOUT, else "NHD". Read when a cache is made.
 """
 
 from __future__ import annotations
@@ -15,16 +13,11 @@ _override: KVCacheLayoutType | None = None
 
 
 def is_valid_kv_cache_layout(value: object) -> TypeGuard[KVCacheLayoutType]:
-    """Whether ``value`` is "NHD" or "HND"."""
     return value in get_args(KVCacheLayoutType)
 
 
 def get_kv_cache_layout() -> KVCacheLayoutType:
-    """The layout of a cache made now.
-
-    Raises:
-        ValueError: QUIRE_KV_CACHE_LAYOUT is neither NHD nor HND.
-    """
+    """The layout of a cache made now. Raises ValueError if QUIRE_KV_CACHE_LAYOUT is neither NHD nor HND."""
     if _override is not None:
         return _override
     value = os.environ.get("QUIRE_KV_CACHE_LAYOUT") or "NHD"
@@ -34,11 +27,8 @@ def get_kv_cache_layout() -> KVCacheLayoutType:
 
 
 def set_kv_cache_layout(cache_layout: KVCacheLayoutType | None) -> None:
-    """Set the layout of caches made from now on in this process; None: what the environment says.
-
-    Raises:
-        ValueError: another value.
-    """
+    """Set the layout of caches made from now on in this process; None: what the environment says. Raises ValueError for
+    another value."""
     global _override
     if cache_layout is not None and not is_valid_kv_cache_layout(cache_layout):
         raise ValueError(f"the layout of a KV cache is 'NHD' or 'HND', got {cache_layout!r}")

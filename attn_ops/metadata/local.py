@@ -1,8 +1,5 @@
-"""Chunked local attention as plain causal attention over more sequences.
-
-A site with ``chunk`` sees only keys of its own chunk (``attention.py``). A kernel without that feature serves it if every
-chunk becomes a sequence of its own, whose pages are the chunk's. User: a backend whose kernels have no ``chunk``.
-"""
+"""Chunked local attention as plain causal attention over more sequences: a kernel without ``chunk`` (``attention.py``) serves a
+site that has it if every chunk becomes a sequence of its own."""
 
 from __future__ import annotations
 
@@ -21,14 +18,8 @@ def make_local_attention_virtual_batches(attn_chunk_size: int, common_attn_metad
     Tokens, slots and their order stay. Virtual sequence j of a row has the row's tokens of one chunk as its queries and, as
     ``seq_lens``, the chunk's tokens up to the last of them. Its block table has attn_chunk_size / block_size columns; those
     past the row's table repeat its last column, and ``seq_lens`` keeps kernels from reading them. ``positions`` of the result
-    count from the chunk's start; the model's are those of the batch, and so are ``total_lens``.
-
-    Args:
-        attn_chunk_size: tokens per chunk, a multiple of the page size.
-        block_size: tokens per page; the batch's own by default.
-
-    Raises:
-        ValueError: chunks that do not consist of whole pages.
+    count from the chunk's start; the model's are those of the batch, and so are ``total_lens``. ``block_size``: tokens per
+    page; the batch's own by default. Raises ValueError for chunks that do not consist of whole pages.
     """
     meta = common_attn_metadata
     page = block_size or meta.page_size

@@ -1,8 +1,4 @@
-"""A batch's cached prefixes cut into chunks of bounded size: prefill of MLA that expands latent keys chunk by chunk.
-
-The new tokens attend to themselves, then to each chunk of the prefixes, without a mask; the parts are merged by their
-log-sum-exp. User: ``attn_ops/mla_prefill.py``.
-"""
+"""A batch's cached prefixes cut into chunks of bounded size, for ``attn_ops/mla_prefill.py``."""
 
 from __future__ import annotations
 
@@ -21,12 +17,9 @@ class PrefixChunks:
     """All chunks of a batch's prefixes; n chunks, B sequences.
 
     Args:
-        chunk_len: tokens per sequence and chunk.
+        chunk_len: tokens per sequence and chunk.  num_tokens: per chunk, on the host.
         starts, seq_lens: (n, B) int32, device: first token of each sequence's part, and its length, perhaps 0.
         cu_seq_lens: (n, B + 1) int32, device: prefix sums of seq_lens.
-        num_tokens: per chunk, on the host.
-        max_seq_lens: per chunk, on the host.
-        seq_lens_cpu, cu_seq_lens_cpu: the same on the host.
     """
 
     chunk_len: int
@@ -34,9 +27,6 @@ class PrefixChunks:
     seq_lens: torch.Tensor
     cu_seq_lens: torch.Tensor
     num_tokens: list[int]
-    max_seq_lens: list[int]
-    seq_lens_cpu: torch.Tensor
-    cu_seq_lens_cpu: torch.Tensor
 
     @property
     def num_chunks(self) -> int:
@@ -46,30 +36,19 @@ class PrefixChunks:
     def build(cls, prefix_lens: Sequence[int] | np.ndarray, device: torch.device | str = "cpu",
               capacity: int = MAX_CHUNK_CAPACITY, on_device: torch.Tensor | None = None) -> PrefixChunks:
         """Chunks of at most ``capacity`` tokens of all sequences together. No chunks where no sequence has a prefix.
-
-        Args:
-            on_device: ``prefix_lens`` as a tensor there: nothing is copied from the host, for which it would wait.
-
-        Raises:
-            ValueError: more sequences than ``capacity``.
-        """
+        ``on_device``: ``prefix_lens`` as a tensor there, so that nothing is copied from the host, for which it would wait.
+        Raises ValueError for more sequences than ``capacity``."""
         prefix = np.asarray(prefix_lens, dtype=np.int32)
         rows = len(prefix)
         if rows > capacity:
             raise ValueError(f"{rows} sequences do not fit into chunks of {capacity} tokens; raise the capacity")
         chunk_len = capacity // max(rows, 1)
-        starts, lens = get_prefix_chunk_seq_lens(prefix, -(-int(prefix.max(initial=0)) // chunk_len), chunk_len)
-        cu = np.zeros((len(lens), rows + 1), np.int32)
-        np.cumsum(lens, axis=1, out=cu[:, 1:])
-        lens_cpu, cu_cpu = torch.from_numpy(lens), torch.from_numpy(cu)
-        if on_device is not None:
-            begin = torch.arange(len(lens), dtype=torch.int32, device=device)[:, None] * chunk_len
-            part = (on_device.int() - begin).clamp(0, chunk_len)
-            sums = F.pad(part.cumsum(1, dtype=torch.int32), (1, 0))
-            return cls(chunk_len, begin.expand(-1, rows), part, sums, cu[:, -1].tolist(), lens.max(axis=1, initial=0).tolist(),
-                       lens_cpu, cu_cpu)
-        return cls(chunk_len, torch.from_numpy(starts).to(device), lens_cpu.to(device), cu_cpu.to(device),
-                   cu[:, -1].tolist(), lens.max(axis=1, initial=0).tolist(), lens_cpu, cu_cpu)
+        _, lens = get_prefix_chunk_seq_lens(prefix, -(-int(prefix.max(initial=0)) // chunk_len), chunk_len)
+        total = torch.from_numpy(prefix).to(device) if on_device is None else on_device.int()
+        begin = torch.arange(len(lens), dtype=torch.int32, device=device)[:, None] * chunk_len
+        part = (total - begin).clamp(0, chunk_len)
+        sums = F.pad(part.cumsum(1, dtype=torch.int32), (1, 0))
+        return cls(chunk_len, begin.expand(-1, rows), part, sums, lens.sum(axis=1).tolist())
 
     def slots(self, chunk: int, block_table: torch.Tensor, page_size: int) -> torch.Tensor:
         """(num_tokens[chunk],) int64: the slots of a chunk's tokens, sequence after sequence, without a wait for the device."""

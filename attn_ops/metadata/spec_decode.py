@@ -1,8 +1,5 @@
-"""Shapes of batches in which every sequence has equally many tokens, and the programs of a causal convolution.
-
-Users: kernels for speculative decoding that take one row of queries per sequence, and a causal convolution over a ragged
-batch. quire serves neither yet: its engine has no speculation and refuses convolutions.
-"""
+"""Shapes of batches in which every sequence has equally many tokens, for kernels that verify drafts, and the programs of a
+causal convolution over a ragged batch. quire's engine has no speculation yet, and refuses convolutions."""
 
 from __future__ import annotations
 
@@ -16,11 +13,7 @@ _LEAST_PROGRAMS = 1024
 
 
 def reshape_query_for_spec_decode(query: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """(T, H, D) -> (B, T / B, H, D), a view.
-
-    Raises:
-        ValueError: another rank, or T is not a multiple of B.
-    """
+    """(T, H, D) -> (B, T / B, H, D), a view. Raises ValueError for another rank, or a T that is not a multiple of B."""
     if query.dim() != 3 or batch_size < 1 or query.shape[0] % batch_size:
         raise ValueError(f"queries of shape {tuple(query.shape)} cannot be cut into {batch_size} sequences of equal lengths; "
                          "need (T, H, D) with T a multiple of the batch size")
@@ -28,11 +21,7 @@ def reshape_query_for_spec_decode(query: torch.Tensor, batch_size: int) -> torch
 
 
 def reshape_attn_output_for_spec_decode(attn_output: torch.Tensor) -> torch.Tensor:
-    """(B, S, H, D) -> (B * S, H, D), a view where that is possible; (T, H, D) as it is.
-
-    Raises:
-        ValueError: another rank.
-    """
+    """(B, S, H, D) -> (B * S, H, D), a view where that is possible; (T, H, D) as it is. Raises ValueError for another rank."""
     if attn_output.dim() not in (3, 4):
         raise ValueError(f"an attention output has shape (B, S, H, D) or (T, H, D), got {tuple(attn_output.shape)}")
     return attn_output.flatten(0, 1) if attn_output.dim() == 4 else attn_output
@@ -42,17 +31,10 @@ def compute_causal_conv1d_metadata(query_start_loc_cpu: torch.Tensor, device: to
                                    ) -> tuple[dict[int, dict[str, object]], torch.Tensor, torch.Tensor]:
     """The programs of a ragged causal convolution, one for each block of 8 tokens of a sequence.
 
-    Args:
-        query_start_loc_cpu: (B + 1,) on the host.
-        device: of the results; that of the argument by default.
-
-    Returns:
-        ({8: {"nums", "tot", "mlist", "mlist_len", "offsetlist", "batch_ptr", "token_chunk_offset_ptr"}}, batch_ptr,
-        token_chunk_offset_ptr). batch_ptr holds the sequence of each program and token_chunk_offset_ptr the number of its
-        block in the sequence; both int32, with room for twice as many programs (at least 1024), the rest -1.
-
-    Raises:
-        ValueError: offsets on a device, which would have to be waited for.
+    Returns ({8: {"nums", "tot", "mlist", "mlist_len", "offsetlist", "batch_ptr", "token_chunk_offset_ptr"}}, batch_ptr,
+    token_chunk_offset_ptr). batch_ptr holds the sequence of each program and token_chunk_offset_ptr the number of its block in
+    the sequence; both int32, with room for twice as many programs (at least 1024), the rest -1. ``device``: of the results, the
+    host by default. Raises ValueError for offsets (B + 1,) on a device, which would have to be waited for.
     """
     if query_start_loc_cpu.device.type != "cpu":
         raise ValueError(f"query_start_loc is on {query_start_loc_cpu.device}; pass query_start_loc_cpu")

@@ -1,7 +1,5 @@
-"""Decodes and prefills of one batch: where the border is, and how to bring a batch into that order.
-
-Users: backends with one kernel for decodes and another for prefills. The engine's scheduler puts decodes first already.
-"""
+"""Decodes and prefills of one batch: where the border is, and how to bring a batch into that order, for backends with a kernel
+for each. quire's scheduler puts decodes first already."""
 
 from __future__ import annotations
 
@@ -11,10 +9,6 @@ from typing import Protocol
 import numpy as np
 
 from quire.attn_ops.metadata.core import CommonAttentionMetadata
-
-
-def _query_lens(metadata: CommonAttentionMetadata) -> np.ndarray:
-    return np.diff(metadata.query_start_loc_cpu.numpy()[: metadata.num_reqs + 1])
 
 
 def split_decodes_and_prefills(common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1,
@@ -28,7 +22,7 @@ def split_decodes_and_prefills(common_attn_metadata: CommonAttentionMetadata, de
 
     Everything from the first prefill on counts as prefill, so a batch in another order gives a correct, slower split.
     """
-    lens = _query_lens(common_attn_metadata)
+    lens = np.diff(common_attn_metadata.query_start_loc_cpu.numpy()[: common_attn_metadata.num_reqs + 1])
     tokens = common_attn_metadata.num_actual_tokens
     prefill = lens > decode_threshold
     if require_uniform and (live := np.flatnonzero(lens)).size:
@@ -56,11 +50,8 @@ def split_decodes_prefills_and_extends(common_attn_metadata: CommonAttentionMeta
 
 def split_prefill_chunks(seq_lens: Sequence[int] | np.ndarray, workspace_size: int, first: int = 0) -> list[tuple[int, int]]:
     """[(begin, end)] of runs of consecutive rows whose ``seq_lens`` sum to at most ``workspace_size`` tokens, each as long as
-    possible. ``first`` is added to every bound: the number of decodes in front.
-
-    Raises:
-        ValueError: a sequence that is longer than the workspace.
-    """
+    possible. ``first`` is added to every bound: the number of decodes in front. Raises ValueError for a sequence that is longer
+    than the workspace."""
     lens = np.asarray(seq_lens, dtype=np.int64)
     if lens.size and lens.max() > workspace_size:
         raise ValueError(f"sequence {int(lens.argmax()) + first} has {int(lens.max())} tokens, more than the workspace of "
@@ -113,11 +104,8 @@ class SchedulerOutput(Protocol):
 
 def reorder_batch_to_split_decodes_and_prefills(input_batch: InputBatch, scheduler_output: SchedulerOutput,
                                                 decode_threshold: int = 1) -> bool:
-    """Bring an engine's batch into ``decode_first_order`` by swaps. Returns whether a row moved; a second call moves none.
-
-    For engines whose batch has rows of persistent state. Of ``input_batch``, ``num_computed_tokens_cpu`` and
-    ``num_prompt_tokens`` count too, if they are there; see ``decode_first_order``.
-    """
+    """Bring an engine's batch into ``decode_first_order`` by swaps. Returns whether a row moved; a second call moves none. Of
+    ``input_batch``, ``num_computed_tokens_cpu`` and ``num_prompt_tokens`` count too, if they are there."""
     scheduled = [scheduler_output.num_scheduled_tokens[request_id] for request_id in input_batch.req_ids]
     rows = len(scheduled)
     computed, prompt = (None if given is None else np.asarray(given)[:rows] for given in (

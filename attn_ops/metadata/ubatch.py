@@ -1,8 +1,7 @@
 """A batch cut into microbatches at token borders, which may lie inside a sequence.
 
-The microbatches run in order, each after the keys and values of the earlier ones are written. A sequence that continues
-in a later microbatch has its earlier tokens in the cache there, so attention over the parts is attention over the whole.
-Users: two-batch overlap, and steps larger than a captured graph.
+They run in order, each after the keys and values of the earlier ones are written: a sequence that continues in a later one has
+its earlier tokens in the cache there, so attention over the parts is attention over the whole.
 """
 
 from __future__ import annotations
@@ -29,16 +28,9 @@ class UBatchSlice:
 
 
 def create_ubatch_slices(query_start_loc_cpu: torch.Tensor | np.ndarray, split: int | Sequence[int]) -> list[UBatchSlice]:
-    """Cut a batch at tokens.
-
-    Args:
-        query_start_loc_cpu: (B + 1,) on the host.
-        split: the tokens at which microbatches begin, ascending, the first one's 0 left out; or a number of microbatches, of
-            tokens that differ by at most one.
-
-    Raises:
-        ValueError: a border that leaves a microbatch without tokens.
-    """
+    """Cut a batch with these offsets (B + 1,). ``split``: the tokens at which microbatches begin, ascending, the first one's 0
+    left out; or a number of microbatches, of tokens that differ by at most one. Raises ValueError for a border that leaves a
+    microbatch without tokens."""
     start = np.asarray(query_start_loc_cpu, dtype=np.int64)
     total = int(start[-1])
     if isinstance(split, int):
@@ -65,24 +57,19 @@ def split_attn_metadata(ubatch_slices: Sequence[UBatchSlice], common_attn_metada
     """The metadata of each microbatch; the batch itself is not changed.
 
     In a microbatch a row has the tokens that lie in its token slice, and as ``seq_lens`` its length after them. A slice that
-    goes past the last row's tokens has padding there.
-
-    Raises:
-        ValueError: a slice without tokens, or whose first or last token is not in its first or last row; a batch with
-            logits_indices_padded, which no microbatch can keep.
+    goes past the last row's tokens has padding there. Raises ValueError for a slice without tokens, or whose first or last
+    token is not in its first or last row, and for a batch with logits_indices_padded, which no microbatch can keep.
     """
     meta = common_attn_metadata
     if meta.logits_indices_padded is not None:
         raise ValueError("a batch with logits_indices_padded cannot be cut into microbatches; cut it before "
                          "make_kv_sharing_fast_prefill_common_attn_metadata")
-    start, seqs = meta.query_start_loc_cpu.numpy(), meta.seq_lens_cpu.numpy()
-    return [_part(meta, start, seqs, one.request_slice, one.token_slice) for one in ubatch_slices]
+    return [_part(meta, one.request_slice, one.token_slice) for one in ubatch_slices]
 
 
-def _part(meta: CommonAttentionMetadata, start: np.ndarray, seqs: np.ndarray, rows: slice, tokens: slice
-          ) -> CommonAttentionMetadata:
+def _part(meta: CommonAttentionMetadata, rows: slice, tokens: slice) -> CommonAttentionMetadata:
     begin, end = tokens.start, tokens.stop
-    bounds = start[rows.start : rows.stop + 1].astype(np.int64)
+    bounds = meta.query_start_loc_cpu.numpy()[rows.start : rows.stop + 1].astype(np.int64)
     if end <= begin or rows.stop <= rows.start:
         raise ValueError(f"the microbatch of rows {rows} and tokens {tokens} is empty")
     padded = rows.stop >= meta.num_reqs and end <= meta.num_tokens
@@ -90,7 +77,7 @@ def _part(meta: CommonAttentionMetadata, start: np.ndarray, seqs: np.ndarray, ro
         raise ValueError(f"tokens {begin} to {end} do not begin in row {rows.start} and end in row {rows.stop - 1}, whose "
                          f"tokens are {bounds[0]} to {bounds[1]} and {bounds[-2]} to {bounds[-1]}")
     cut = np.clip(bounds, begin, end)
-    lens = seqs[rows] - (bounds[1:] - cut[1:])  # what comes in later microbatches is not there yet
+    lens = meta.seq_lens_cpu.numpy()[rows] - (bounds[1:] - cut[1:])  # what comes in later microbatches is not there yet
     local = (cut - begin).astype(np.int32)
     device = meta.seq_lens.device
     query_cpu, seq_cpu = torch.from_numpy(local), torch.from_numpy(lens.astype(np.int32))

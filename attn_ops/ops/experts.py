@@ -5,13 +5,12 @@ and up product, SwiGLU and down product.
 
 Legend: T tokens with k experts each, S = T * k pairs of a token and an expert, E experts, weights (E, N, K).
 
-Few pairs (a decode batch): one launch per product, bound by the bytes of the weights in use. Each weight is read once, for all
-its pairs, and nothing sorts them first: each program searches the S ids for its expert's, about a microsecond next to the
-twenty or so for a few hundred KiB of weight. More pairs: they are sorted by expert on the device and cut into tiles of one
-expert; a product is one launch over the tiles, which reads and writes rows where they are, in the order of the pairs.
+Few pairs (a decode batch): one launch per product, bound by the bytes of the weights in use. Each weight is read once, and each
+program searches the S ids for its expert's: about a microsecond next to the twenty or so for a few hundred KiB of weight. More
+pairs: they are sorted by expert on the device and cut into tiles of one expert; a product is one launch over the tiles.
 
-The host reads nothing, and launches follow from shapes alone, so all of it can be captured in a CUDA graph. Limits: bf16, fp16
-and fp32 on CUDA; elsewhere the ops run their eager definitions, which are also the reference.
+The host reads nothing, so all of it can be captured in a CUDA graph. Other dtypes than bf16, fp16 and fp32 on CUDA, and other
+devices, run the eager definitions.
 """
 
 from __future__ import annotations
@@ -37,13 +36,9 @@ _GATHERED = 1 << 24
 
 def expert_linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, transposed: bool) -> Tensor:
     """The definition: ``y[s] = x[s // (S / R)] @ weight[e].T + bias[e]`` with ``e = expert_ids.flatten()[s]``, summed in fp32:
-    (S, N), in the order of the pairs, in x's dtype. Raises ValueError for shapes or dtypes that do not match.
-
-    Args:
-        x: (R, K). R divides S: a row per pair (R = S), or per token (R = T).
-        weight: (E, N, K), or (E, K, N) if ``transposed``; of x's dtype.  bias: (E, N), or None.
-        expert_ids: (T, k) or (S,), of an integer dtype. The row of an id outside 0 .. E-1 is zeros.
-    """
+    (S, N), in the order of the pairs, in x's dtype. x: (R, K), a row per pair (R = S) or per token (R = T). weight: (E, N, K),
+    or (E, K, N) if ``transposed``, of x's dtype. bias: (E, N), or None. expert_ids: (T, k) or (S,), of an integer dtype; the
+    row of an id outside 0 .. E-1 is zeros. Raises ValueError for shapes or dtypes that do not match."""
     _check(x, weight, bias, expert_ids, transposed)
     ids = expert_ids.reshape(-1)
     experts, n = weight.shape[0], weight.shape[1 + transposed]
@@ -67,13 +62,9 @@ def expert_linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None, expert_i
 
 def expert_swiglu_eager(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, transposed: bool) -> Tensor:
     """The definition: ``down[e] @ (silu(gate) * up)`` with ``gate, up = (gate_up[e] @ x).chunk(2)``; each product and the
-    activation are rounded to x's dtype. (S, N), in the order of the pairs. Raises ValueError for shapes or dtypes that do not
-    match.
-
-    Args:
-        x, expert_ids: see ``expert_linear_eager``.
-        gate_up: (E, 2 I, K), the gate's outputs first; down: (E, N, I). ``transposed``: (E, K, 2 I) and (E, I, N).
-    """
+    activation are rounded to x's dtype. (S, N), in the order of the pairs. x, expert_ids: see ``expert_linear_eager``. gate_up:
+    (E, 2 I, K), the gate's outputs first; down: (E, N, I). ``transposed``: (E, K, 2 I) and (E, I, N). Raises ValueError for
+    shapes or dtypes that do not match."""
     _check_swiglu(x, gate_up, down, transposed)
     gate, up = expert_linear_eager(x, gate_up, None, expert_ids, transposed).float().chunk(2, -1)
     return expert_linear_eager((torch.nn.functional.silu(gate) * up).to(x.dtype), down, None, expert_ids, transposed)
@@ -114,7 +105,7 @@ class Tile:
 
 
 def decode_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gated: bool = False) -> Tile:
-    """The tile of ``pairs_kernel``: bound by bytes.
+    """The tile of ``pairs_kernel``, which is bound by bytes.
 
     An H200 needs about 30 KiB of loads in flight on each of its 132 multiprocessors (4.8 TB/s times 0.8 us). 64 outputs are the
     fewest rows of Hopper's tensor core instructions. block_m is twice the average number of pairs per expert, so that most
@@ -129,10 +120,8 @@ def decode_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gated: boo
 
 
 def prefill_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gated: bool = False) -> Tile:
-    """The tile of ``sorted_kernel``: large where arithmetic is the bottleneck, but not much larger than the pairs per expert.
-
-    A gated product has half the outputs per tile, as it computes two. ``benchmarks/experts.py --tiles`` compares others.
-    """
+    """The tile of ``sorted_kernel``: large where arithmetic is the bottleneck, but not much larger than the pairs per expert. A
+    gated product has half the outputs per tile, as it computes two. ``benchmarks/experts.py --tiles`` compares others."""
     each = pairs / experts
     if dtype == torch.float32:
         tile = Tile(32, 32, 32, 4, 3)
@@ -177,11 +166,8 @@ def _supported(x: Tensor, expert_ids: Tensor, *weights: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The pairs of a batch, and how they are computed.
-
-    ids: (S,), contiguous. order: (S,) int64, the pairs in the order of their experts, and tiles: (tiles, 4) int32, of
-    ``tiles_kernel``; None for few pairs. tile: None: chosen by sizes.
-    """
+    """The pairs of a batch. ids: (S,), contiguous. order: (S,) int64, the pairs in the order of their experts, and tiles:
+    (tiles, 4) int32, of ``tiles_kernel``; None for few pairs. tile: None: chosen by sizes."""
 
     ids: Tensor
     experts: int

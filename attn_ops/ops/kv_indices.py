@@ -1,10 +1,9 @@
 """Index tensors for attention kernels that read no block table: flat key indices, page tables, splits. As ops.
 
 ``req_to_token`` (R, C) int32 has the slot of token t of request r at [r, t] (SGLang's table of tokens; ``page_size`` 1 of a
-block table). ``req_pool_indices`` (B,) are the rows of a batch in it. All results are written into given buffers at fixed
-addresses, with device work only: the ops may be captured, and ``out`` may be larger than needed. What lies past the live
-entries stays as it was. Lengths may be 0. Users: backends on kernels of FlashInfer, FlashMLA, TRT-LLM and FlashAttention, and
-engines that keep such a table.
+block table). ``req_pool_indices`` (B,) are the rows of a batch in it. All results are written into given buffers, with device
+work only: the ops may be captured, and ``out`` may be larger than needed. What lies past the live entries stays as it was.
+Lengths may be 0.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from typing import ParamSpec
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.library import define_op
 
@@ -34,14 +34,14 @@ def _as_op(arguments: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     return register
 
 
-def _tokens(req_to_token: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def _tokens(req_to_token: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """req_to_token[rows, columns] with columns held inside the table; offsets in int64."""
     return req_to_token[rows.long(), columns.clamp(0, req_to_token.shape[1] - 1)]
 
 
 @_as_op("Tensor req_to_token, Tensor req_pool_indices, Tensor kv_lens, Tensor kv_indptr, Tensor? kv_start, Tensor(a!) out")
-def create_flashinfer_kv_indices(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor,
-                                 kv_indptr: torch.Tensor, kv_start: torch.Tensor | None, out: torch.Tensor) -> None:
+def create_flashinfer_kv_indices(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor,
+                                 kv_indptr: Tensor, kv_start: Tensor | None, out: Tensor) -> None:
     """out[kv_indptr[i] : kv_indptr[i] + kv_lens[i]] = the slots of request i's tokens from kv_start[i] (default 0) on."""
     if not kv_lens.shape[0] or not out.shape[0]:
         return
@@ -56,12 +56,10 @@ def create_flashinfer_kv_indices(req_to_token: torch.Tensor, req_pool_indices: t
 
 
 @_as_op("Tensor req_to_token, Tensor req_pool_indices, Tensor kv_lens, Tensor? kv_start, Tensor(a!) out, int page_size=64")
-def create_flashmla_kv_indices(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor,
-                               kv_start: torch.Tensor | None, out: torch.Tensor, page_size: int = 64) -> None:
-    """out[i, p] = the page of tokens p * page_size and following of request i, for p < ceil(kv_lens[i] / page_size).
-
-    Right for every page size (SGLang 0.5.2 fills only half of a long row at 32). kv_start must be a multiple of the page size.
-    """
+def create_flashmla_kv_indices(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor,
+                               kv_start: Tensor | None, out: Tensor, page_size: int = 64) -> None:
+    """out[i, p] = the page of tokens p * page_size and following of request i, for p < ceil(kv_lens[i] / page_size). kv_start
+    must be a multiple of the page size."""
     out = out[: kv_lens.shape[0]]
     page = torch.arange(out.shape[1], device=out.device)
     column = (page * page_size).expand(out.shape[0], -1)
@@ -74,18 +72,13 @@ def create_flashmla_kv_indices(req_to_token: torch.Tensor, req_pool_indices: tor
 
 @_as_op("Tensor(a!) out, Tensor seq_lens, int num_heads, int num_kv_heads, int max_kv_splits, int num_cores, "
         "bool static=False")
-def get_num_kv_splits(out: torch.Tensor, seq_lens: torch.Tensor, num_heads: int, num_kv_heads: int, max_kv_splits: int,
+def get_num_kv_splits(out: Tensor, seq_lens: Tensor, num_heads: int, num_kv_heads: int, max_kv_splits: int,
                       num_cores: int, static: bool = False) -> None:
     """Parts into which a decode kernel divides the keys of each query row, between 1 and ``max_kv_splits``: more for long
     sequences than for short ones, and for a small batch enough to occupy ``num_cores`` multiprocessors (0: unknown). The
-    formula is SGLang's; empty sequences get 1 and count for nothing (there they divide by zero).
-
-    Args:
-        out: (B * g,) int32, g query rows per sequence.  seq_lens: (B,).  static: all get ``max_kv_splits``.
-
-    Raises:
-        ValueError: ``out`` has no multiple of B rows.
-    """
+    formula is SGLang's; empty sequences get 1 and count for nothing (there they divide by zero). ``out``: (B * g,) int32, g
+    query rows per sequence. ``seq_lens``: (B,). ``static``: all get ``max_kv_splits``. Raises ValueError if ``out`` has no
+    multiple of B rows."""
     rows = seq_lens.shape[0]
     if rows < 1 or out.shape[0] % rows:
         raise ValueError(f"num_kv_splits has {out.shape[0]} rows, not a multiple of the {rows} sequences")
@@ -109,20 +102,15 @@ def get_num_kv_splits(out: torch.Tensor, seq_lens: torch.Tensor, num_heads: int,
 @_as_op("Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, Tensor query_lens, int window, *, "
         "Tensor(a!) kv_indptr, Tensor(b!) kv_lens, Tensor(c!) kv_start, Tensor(d!) out, bool prefix_only=False, "
         "Tensor? slot_map=None")
-def update_sliding_window_buffer(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor,
-                                 query_lens: torch.Tensor, window: int, *, kv_indptr: torch.Tensor, kv_lens: torch.Tensor,
-                                 kv_start: torch.Tensor, out: torch.Tensor, prefix_only: bool = False,
-                                 slot_map: torch.Tensor | None = None) -> None:
+def update_sliding_window_buffer(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, query_lens: Tensor,
+                                 window: int, *, kv_indptr: Tensor, kv_lens: Tensor, kv_start: Tensor, out: Tensor,
+                                 prefix_only: bool = False, slot_map: Tensor | None = None) -> None:
     """Key indices of a window layer: the keys that any query of a sequence sees.
 
     The window is Hugging Face's: the query at position i sees keys j with i - window < j <= i. So a decode has
     min(seq_len, window) keys (SGLang's has one fewer), and a sequence with more queries those from its first query's window
-    on, of which the kernel still masks some.
-
-    Args:
-        prefix_only: leave out the tokens of this step.
-        slot_map: slots of the window layers' pool by slot of the full one.
-        kv_indptr (B + 1,), kv_lens, kv_start (B,), out: written.
+    on, of which the kernel still masks some. Written: kv_indptr (B + 1,), kv_lens, kv_start (B,), out. ``prefix_only``: leave
+    out the tokens of this step. ``slot_map``: slots of the window layers' pool by slot of the full one.
     """
     done = seq_lens - query_lens
     kv_start.copy_((done - window + 1).clamp_min(0))
@@ -137,8 +125,8 @@ def update_sliding_window_buffer(req_to_token: torch.Tensor, req_pool_indices: t
 
 
 @_as_op("Tensor(a!) out, Tensor prefix_table, Tensor draft_table, Tensor prefix_lens, Tensor draft_lens, int num_draft")
-def prepare_swa_spec_page_table(out: torch.Tensor, prefix_table: torch.Tensor, draft_table: torch.Tensor,
-                                prefix_lens: torch.Tensor, draft_lens: torch.Tensor, num_draft: int) -> None:
+def prepare_swa_spec_page_table(out: Tensor, prefix_table: Tensor, draft_table: Tensor,
+                                prefix_lens: Tensor, draft_lens: Tensor, num_draft: int) -> None:
     """Page tables (page size 1) for tree verification in kernels with one window per call: row r of ``out`` is the prefix of
     sequence r // num_draft, then the draft tokens that draft token r sees. Raises ValueError for row counts that do not fit
     each other."""
@@ -157,10 +145,9 @@ def prepare_swa_spec_page_table(out: torch.Tensor, prefix_table: torch.Tensor, d
 @_as_op("Tensor(a!) cache_seqlens, Tensor(b!) cu_seqlens_k, Tensor(c!) page_table, Tensor req_to_token, "
         "Tensor req_pool_indices, Tensor seq_lens, int seq_len_delta, int page_size, Tensor? slot_map=None, "
         "Tensor(d!)? window_page_table=None")
-def normal_decode_set_metadata(cache_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, page_table: torch.Tensor,
-                               req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor,
-                               seq_len_delta: int, page_size: int, slot_map: torch.Tensor | None = None,
-                               window_page_table: torch.Tensor | None = None) -> None:
+def normal_decode_set_metadata(cache_seqlens: Tensor, cu_seqlens_k: Tensor, page_table: Tensor, req_to_token: Tensor,
+                               req_pool_indices: Tensor, seq_lens: Tensor, seq_len_delta: int, page_size: int,
+                               slot_map: Tensor | None = None, window_page_table: Tensor | None = None) -> None:
     """A decode step's lengths (seq_lens + seq_len_delta), their prefix sums, and the live part of its page table; that of the
     window layers' pool too, if ``slot_map`` (slots there by slot of the full pool) is given."""
     cache_seqlens.copy_(seq_lens + seq_len_delta)

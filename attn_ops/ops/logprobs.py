@@ -1,10 +1,7 @@
-"""The log probability and the rank of one token per row, from logits. ``token_logprobs``.
+"""The log probability and the rank of one token per row, from logits (B, V). ``token_logprobs``.
 
-Legend: B rows, V the vocabulary.
-
-A row whose temperature is 0 is skipped and costs nothing. On CUDA two Triton kernels (``attn_ops/kernels/logprobs.py``)
-read each wanted row once, in parts, with the running maximum and sum of Milakov and Gimelshein ("Online normalizer calculation
-for softmax", 2018); nothing of size (B, V) is written.
+On CUDA two Triton kernels (``attn_ops/kernels/logprobs.py``) read each wanted row once, in parts, with the running maximum and
+sum of Milakov and Gimelshein ("Online normalizer calculation for softmax", 2018); nothing of size (B, V) is written.
 """
 
 from __future__ import annotations
@@ -22,10 +19,8 @@ from quire.attn_ops.ops.sampling import BLOCK, divide, uses_kernel
 
 class TokenLogprobs(NamedTuple):
     """For one token per row: the log probability (B,) float32, the rank (B,) int32, and the row's normalizer (B,) float32, with
-    which ``logit / temperature - normalizer`` is the log probability of any token that is not excluded.
-
-    ``packed`` (3, B) float32 holds all, the ranks by their bits, so that one copy brings them to the host.
-    """
+    which ``logit / temperature - normalizer`` is the log probability of any token that is not excluded. ``packed`` (3, B)
+    float32 holds all, the ranks by their bits, so that one copy brings them to the host."""
 
     packed: Tensor
 
@@ -44,12 +39,12 @@ class TokenLogprobs(NamedTuple):
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: Tensor, threshold: Tensor | None = None) -> TokenLogprobs:
     """``log_softmax(logits / temperature)`` at each row's token, in float32, and the token's rank: 1 plus the number of tokens
-    with a larger logit, whether excluded or not. All are 0 in skipped rows.
+    with a larger logit, whether excluded or not.
 
     Args:
         logits: (B, V) of any floating dtype.
         tokens: (B,) int64; a negative one (INVALID_TOKEN) reads token 0.
-        temperature: (B,) float32; 1 for the distribution of the model, 0 for a row to skip.
+        temperature: (B,) float32; 1 for the distribution of the model, 0 for a row to skip: it costs nothing, and all are 0.
         threshold: None, or (B,) float32: tokens with a smaller logit are excluded (their log probability is -inf).
     """
     if uses_kernel(logits) and logits.numel():
@@ -62,8 +57,7 @@ def launches_beside_sampling(logits: Tensor, temperature: Tensor, seed: Tensor, 
     token_logprobs(logits, position, temperature)
 
 
-def token_logprobs_eager(logits: Tensor, tokens: Tensor, temperature: Tensor, threshold: Tensor | None = None
-                         ) -> TokenLogprobs:
+def token_logprobs_eager(logits: Tensor, tokens: Tensor, temperature: Tensor, threshold: Tensor | None = None) -> TokenLogprobs:
     """The definition of `token_logprobs`, in plain PyTorch. On CUDA it computes the skipped rows too, without a
     synchronization."""
     out = TokenLogprobs(temperature.new_zeros(3, len(tokens), dtype=torch.float32))

@@ -14,20 +14,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.kernels.host import kernel_module, next_power_of_2, rows_contiguous
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
 
 
-def _check(out: torch.Tensor, lse: torch.Tensor, states: bool) -> None:
+def _check(out: Tensor, lse: Tensor, states: bool) -> None:
     want = 4 if states else 3
     shape = "(T, S, H, D) and (T, S, H)" if states else "(T, H, D) and (T, H)"
     torch._check_value(out.dim() == want and out.shape[:-1] == lse.shape and lse.dtype == torch.float32, lambda: (
         f"states are outputs and float32 lse of shapes {shape}; got {tuple(out.shape)} and {tuple(lse.shape)} {lse.dtype}"))
 
 
-def _check_two(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:
+def _check_two(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     for out, lse in ((out_a, lse_a), (out_b, lse_b)):
         _check(out, lse, states=False)
     torch._check_value(out_a.shape == out_b.shape and out_a.dtype == out_b.dtype, lambda: (
@@ -35,8 +36,7 @@ def _check_two(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, ls
         f"{tuple(out_b.shape)} {out_b.dtype}"))
 
 
-def merge_states_eager(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition of ``merge_states``."""
+def merge_states_eager(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     _check(out, lse, states=True)
     lse = lse.masked_fill(lse == float("inf"), float("-inf"))
     total = torch.logsumexp(lse, dim=1) if lse.shape[1] else lse.new_full((lse.shape[0], lse.shape[2]), float("-inf"))
@@ -46,15 +46,12 @@ def merge_states_eager(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tens
     return merged.to(out.dtype), total
 
 
-def merge_state_eager(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-                      ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition of ``merge_state``."""
+def merge_state_eager(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     _check_two(out_a, lse_a, out_b, lse_b)
     return merge_states_eager(torch.stack([out_a, out_b], 1), torch.stack([lse_a, lse_b], 1))
 
 
-def merge_states_triton(out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype | None = None
-                        ) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_states_triton(out: Tensor, lse: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """``merge_states`` as one kernel. ``dtype``: of the merged output; None: as ``out``."""
     _check(out, lse, states=True)
     merged = out.new_empty(out.shape[0], *out.shape[2:], dtype=dtype)
@@ -65,15 +62,13 @@ def merge_states_triton(out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype
     return merged, total
 
 
-def merge_state_triton(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-                       ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``merge_state`` as one kernel."""
+def merge_state_triton(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     _check_two(out_a, lse_a, out_b, lse_b)
     merged, total = out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
     out_a, out_b = rows_contiguous(out_a), rows_contiguous(out_b)
     lse_a, lse_b = (x if x.stride(1) == 1 else x.contiguous() for x in (lse_a, lse_b))
 
-    def strides(x: torch.Tensor) -> tuple[int, int, int]:
+    def strides(x: Tensor) -> tuple[int, int, int]:
         return (x.stride(0), 0, x.stride(1))
 
     _launch((out_a, out_b), (lse_a, lse_b), 2, strides(out_a), strides(out_b), (lse_a.stride(0), 0), (lse_b.stride(0), 0),
@@ -81,8 +76,8 @@ def merge_state_triton(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Te
     return merged, total
 
 
-def _launch(outs: tuple[torch.Tensor, torch.Tensor], lses: tuple[torch.Tensor, torch.Tensor], states: int, first: Any,
-            second: Any, lse_first: Any, lse_second: Any, merged: torch.Tensor, total: torch.Tensor) -> None:
+def _launch(outs: tuple[Tensor, Tensor], lses: tuple[Tensor, Tensor], states: int, first: Any,
+            second: Any, lse_first: Any, lse_second: Any, merged: Tensor, total: Tensor) -> None:
     """State 0 is read from the first tensors, the others from the second ones; strides are (token, state, head)."""
     tokens, heads, dim = merged.shape
     if not total.numel():
@@ -94,13 +89,12 @@ def _launch(outs: tuple[torch.Tensor, torch.Tensor], lses: tuple[torch.Tensor, t
            num_warps=1 if step * width <= 512 else 4)
 
 
-def _states_fake(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _states_fake(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     _check(out, lse, states=True)
     return out.new_empty(out.shape[0], *out.shape[2:]), lse.new_empty(lse.shape[0], lse.shape[2])
 
 
-def _state_fake(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-                ) -> tuple[torch.Tensor, torch.Tensor]:
+def _state_fake(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 
@@ -110,18 +104,15 @@ define_op("merge_state(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -
           cuda=merge_state_triton, fake=_state_fake, launches=True)
 
 
-def merge_states(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge S attention states over disjoint keys: out (T, S, H, D), lse (T, S, H) float32 natural logarithm -> (T, H, D) in
-    out's dtype, (T, H) float32. ``torch.ops.quire.merge_states``.
-
-    A state with lse -inf or +inf has no keys, and its output is not read. Without any keys the result is 0 and -inf. Raises
-    ValueError for shapes that do not go together, or an lse that is not float32.
-    """
+    out's dtype, (T, H) float32. ``torch.ops.quire.merge_states``. A state with lse -inf or +inf has no keys, and its output is
+    not read. Without any keys the result is 0 and -inf. Raises ValueError for shapes that do not go together, or an lse that is
+    not float32."""
     return torch.ops.quire.merge_states(out, lse)
 
 
-def merge_state(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-                ) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """``merge_states`` of two, out (T, H, D) and lse (T, H) float32 each -> (T, H, D), (T, H). ``torch.ops.quire.merge_state``.
     Raises ValueError as ``merge_states``, and for two outputs of different shapes or dtypes."""
     return torch.ops.quire.merge_state(out_a, lse_a, out_b, lse_b)

@@ -1,7 +1,5 @@
-"""Positions of a ragged batch's tokens from lengths on the device. Users: engines whose lengths never reach the host.
-
-quire's own engine packs positions on the host, with the step's other inputs (``graph_runner/step_buffers.py``).
-"""
+"""Positions of a ragged batch's tokens from lengths on the device. quire's engine packs them on the host
+(``graph_runner/step_buffers.py``)."""
 
 from __future__ import annotations
 
@@ -28,7 +26,6 @@ def compute_position_torch(extend_prefix_lens: torch.Tensor, extend_seq_lens: to
 
 def compute_position_triton(extend_prefix_lens: torch.Tensor, extend_seq_lens: torch.Tensor, extend_seq_lens_sum: int
                             ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in one kernel."""
     rows = extend_seq_lens.shape[0]
     positions = torch.empty(extend_seq_lens_sum, dtype=torch.int64, device=extend_seq_lens.device)
     start = torch.empty(rows, dtype=torch.int32, device=extend_seq_lens.device)

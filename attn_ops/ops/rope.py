@@ -1,9 +1,8 @@
 """Rotary embedding and the KV cache write in one kernel. ``torch.ops.quire.rope_kv_write``.
 
-Between the q/k/v projection and attention, each token needs small pieces of work on few bytes: an RMSNorm over each head of q
-and k (Qwen3 and others), the rotation of q and k by the token's position, and storing k and v in the cache. Separately, they
-are two to five launches per layer, each of which costs more than the bytes it moves. Attention then finds all keys in the
-cache: the paged op is called without k and v.
+An RMSNorm over each head of q and k (Qwen3 and others), the rotation of q and k by the token's position, and storing k and v in
+the cache are two to five launches per layer, each of which costs more than the bytes it moves. Attention then finds all keys in
+the cache: the paged op is called without k and v.
 
 The rotation (Su et al., "RoFormer", 2021, in GPT-NeoX's and Hugging Face's order of dimensions): with R rotated dimensions,
 ``x[i] * cos[i] - x[i + R/2] * sin[i]`` for i < R/2 and ``x[i] * cos[i] + x[i - R/2] * sin[i]`` for the other half; dimensions
@@ -22,6 +21,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches, Rope, rows_contiguous
@@ -31,14 +31,14 @@ from quire.attn_ops.library import define_op
 
 
 class RopeForm(NamedTuple):
-    """How q and k are rotated and normalized: keyword options of the ops."""
+    """How q and k are rotated and normalized: keyword options of the ops. The default is that of Llama and Qwen3."""
 
     interleaved: bool = False
     half_tables: bool = False
     norm_after: bool = False
     norm_offset: float | None = None
 
-    def rotated(self, cos: torch.Tensor) -> int:
+    def rotated(self, cos: Tensor) -> int:
         """R, the number of rotated dimensions, for a table (T, R or R/2)."""
         return cos.shape[-1] * (2 if self.half_tables else 1)
 
@@ -47,17 +47,12 @@ class RopeForm(NamedTuple):
         return {name: option for name, option in self._asdict().items() if option is not None and option is not False}
 
 
-#: The form of Llama and Qwen3: no options.
 PLAIN = RopeForm()
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False, half_tables: bool = False
-           ) -> torch.Tensor:
-    """x (T, H, D) rotated by cos and sin (T, R or R/2), R <= D, in x's dtype.
-
-    Computed in the dtype that x and the tables promote to: x's for tables of its dtype; with float32 tables float32, rounded
-    once.
-    """
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, half_tables: bool = False) -> Tensor:
+    """x (T, H, D) rotated by cos and sin (T, R or R/2), R <= D, in x's dtype; computed in the dtype that x and the tables
+    promote to."""
     if half_tables:
         cos, sin = (t.repeat_interleave(2, dim=-1) if interleaved else t.repeat(1, 2) for t in (cos, sin))
     size = cos.shape[-1]
@@ -71,7 +66,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     return torch.cat((result.to(x.dtype), x_pass), dim=-1)
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float | None) -> torch.Tensor:
+def _normed(x: Tensor, weight: Tensor | None, eps: float, offset: float | None) -> Tensor:
     if weight is None:
         return x
     wide = x.float()
@@ -79,28 +74,24 @@ def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: fl
     return weight * wide.to(x.dtype) if offset is None else (wide * (offset + weight.float())).to(x.dtype)
 
 
-def norm_and_rotate(x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float,
-                    form: RopeForm) -> torch.Tensor:
+def norm_and_rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, form: RopeForm) -> Tensor:
     """The rotation and the norm in the order of ``form``; each rounds to x's dtype."""
     if form.norm_after:
         return _normed(rotate(x, cos, sin, form.interleaved, form.half_tables), weight, eps, form.norm_offset)
     return rotate(_normed(x, weight, eps, form.norm_offset), cos, sin, form.interleaved, form.half_tables)
 
 
-def rope_kv_write_eager(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    q_norm_weight: torch.Tensor | None, k_norm_weight: torch.Tensor | None, eps: float, k_cache: torch.Tensor,
-    v_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, *,
-    interleaved: bool = False, half_tables: bool = False, norm_after: bool = False, norm_offset: float | None = None,
-) -> torch.Tensor:
+def rope_kv_write_eager(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
+                        k_norm_weight: Tensor | None, eps: float, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                        v_scale: Tensor | None, slot_mapping: Tensor, *, interleaved: bool = False, half_tables: bool = False,
+                        norm_after: bool = False, norm_offset: float | None = None) -> Tensor:
     """The definition. Returns q, normalized and rotated, (T, H, D) contiguous; writes k, likewise, and v to the caches.
 
     Args:
         q, k, v: (T, H, D), (T, Hkv, D), (T, Hkv, Dv).
         cos, sin: (T, R) of each token's position, R even and at most D; with half_tables (T, R/2).
         q_norm_weight, k_norm_weight: (D,) of an RMSNorm over each head; None: no norm.  eps: of the norms.
-        k_cache, v_cache, k_scale, v_scale: of the layer; see PagedKVCache.
-        slot_mapping: (T,) int64; a token with slot -1 is not written.
+        k_cache, ..., v_scale: of PagedKVCache.of_layer.  slot_mapping: (T,) int64; a token with slot -1 is not written.
     """
     form = RopeForm(interleaved, half_tables, norm_after, norm_offset)
     check_scales(k_cache, k_scale, v_scale)
@@ -109,16 +100,14 @@ def rope_kv_write_eager(
     return norm_and_rotate(q, q_norm_weight, cos, sin, eps, form).contiguous()
 
 
-def _fake(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+def _fake(q: Tensor, *args: Any, **options: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
-def rope_kv_write_cuda(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    q_norm_weight: torch.Tensor | None, k_norm_weight: torch.Tensor | None, eps: float, k_cache: torch.Tensor,
-    v_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, *,
-    interleaved: bool = False, half_tables: bool = False, norm_after: bool = False, norm_offset: float | None = None,
-) -> torch.Tensor:
+def rope_kv_write_cuda(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
+                       k_norm_weight: Tensor | None, eps: float, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                       v_scale: Tensor | None, slot_mapping: Tensor, *, interleaved: bool = False, half_tables: bool = False,
+                       norm_after: bool = False, norm_offset: float | None = None) -> Tensor:
     """The op as one Triton kernel, computed in float32. Strided q, k, v are read in place."""
     form = RopeForm(interleaved, half_tables, norm_after, norm_offset)
     caches = Caches(k_cache, v_cache, k_scale, v_scale)

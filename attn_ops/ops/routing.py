@@ -60,13 +60,11 @@ def route_rows_eager(logits: Tensor, bias: Tensor | None, k: int, sigmoid: bool,
     decides; of equal choices the lower index is first, and NaN is the largest. Weights are the scores.
 
     Args:
-        bias: (E,), added for the choice only; with ``sigmoid``.
-        normalize: divide by the sum of the k weights and ``eps``.
+        bias: (E,), added for the choice only; with ``sigmoid``.  normalize: divide by the sum of the k weights and ``eps``.
         groups: experts in equal groups, of which only the ``top_groups`` with the largest sums of their ``group_best`` largest
             choices are chosen from; 1: no groups.
 
-    Raises:
-        ValueError: sizes that do not fit: k larger than the groups chosen from, E no multiple of groups; a bias for softmax.
+    Raises ValueError for k larger than the groups chosen from, E no multiple of groups, and a bias for softmax.
     """
     experts = logits.shape[-1]
     _check_route(experts, bias, k, sigmoid, groups, top_groups, group_best)

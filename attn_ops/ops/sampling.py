@@ -1,6 +1,4 @@
-"""Sampling a token per row: from logits to token ids, inside a traced graph and outside of one. ``sample_tokens``.
-
-Legend: B rows (sequences), V the vocabulary.
+"""Sampling a token per row of logits (B, V), inside a traced graph and outside of one. ``sample_tokens``.
 
 The Gumbel-max trick (Gumbel 1954; Yellott 1977): for independent exponential e_v, the token that maximizes ``logits_v /
 temperature - log(e_v)`` is distributed as ``softmax(logits / temperature)``. So nothing is normalized, sorted or summed, and a
@@ -61,7 +59,6 @@ def sample_tokens(logits: Tensor, temperature: Tensor, seed: Tensor, position: T
 
 
 def sample_tokens_eager(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """The definition of `sample_tokens`, in plain PyTorch."""
     x, index = chunks(logits)
     sampled = winner(score(x, index, temperature, seed, position), index, temperature)
     if logits.dtype != torch.float64:
@@ -91,24 +88,18 @@ def _fake(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -
 
 
 def divide(rows: int, vocabulary: int) -> tuple[int, int]:
-    """How to split rows among programs: (parts per row, logits per part, a multiple of BLOCK). From the shape alone.
-
-    At least BLOCK logits per part, and about PROGRAMS programs for all rows.
-    """
+    """How to split rows among programs, about PROGRAMS of them: (parts per row, logits per part, a multiple of BLOCK). From the
+    shape alone."""
     blocks = -(-vocabulary // BLOCK)
     blocks_per_part = -(-blocks // max(1, min(blocks, PROGRAMS // rows)))
     return -(-blocks // blocks_per_part), blocks_per_part * BLOCK
 
 
-def sample_tokens_cuda(
-    logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, *, pdl: bool | None = None
-) -> Tensor:
-    """The op on CUDA: one launch, or two where rows are split. Nothing is read back, and nothing outlives the call. ``pdl``:
-    see attn_ops/kernels/pdl.py; None: ``host.use_pdl``.
-
-    The second launch picks among the parts of each row. The last program of a row could do that (see NOTE [Last one merges])
-    with counters that start at zero, which would be shared among streams, or zeroed by a launch of their own.
-    """
+def sample_tokens_cuda(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, *, pdl: bool | None = None
+                       ) -> Tensor:
+    """The op on CUDA: one launch, or two where rows are split, the second of which picks among the parts of each row. (The last
+    program of a row could do that, see NOTE [Last one merges], with counters that would be shared among streams, or zeroed by a
+    launch of their own.) ``pdl``: see attn_ops/kernels/pdl.py; None: ``host.use_pdl``."""
     if not logits.numel() or logits.dtype not in KERNEL_DTYPES:
         return _eager(logits, temperature, seed, position)
     rows, vocabulary = logits.shape
@@ -133,10 +124,8 @@ _sample_tokens_op = define_op("sample_tokens(Tensor logits, Tensor temperature, 
 
 
 def chunks(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, V) cut into (B, chunks, tokens per chunk), float32, padded with -inf; and the token ids, without B.
-
-    A GPU reduces the chunks of a row in parallel: a row of 150 000 logits is too much for one multiprocessor.
-    """
+    """(B, V) cut into (B, chunks, tokens per chunk), float32, padded with -inf; and the token ids, without B. A GPU reduces the
+    chunks of a row in parallel."""
     count = 64 if on_gpu(logits) else 1
     missing = -logits.shape[1] % count
     if missing:
@@ -167,11 +156,9 @@ def score(x: Tensor, index: Tensor, temperature: Tensor, seed: Tensor, position:
 
 
 def winner(score: Tensor, index: Tensor, temperature: Tensor) -> Tensor:
-    """(B,) int64: the token with the highest score in each row, the first of equals, or INVALID_TOKEN.
-
-    One reduction finds score and token: the maximum of 64-bit keys with the score's rank above and the token below,
-    complemented so that of equal scores the lower token is the larger key. A NaN outranks all.
-    """
+    """(B,) int64: the token with the highest score in each row, the first of equals, or INVALID_TOKEN. One reduction finds
+    score and token: the maximum of 64-bit keys with the score's rank above and the token below, complemented so that of equal
+    scores the lower token is the larger key. A NaN outranks all."""
     pattern = score.view(torch.int32)
     rank = torch.where(score.isnan(), _NAN_RANK, pattern ^ ((pattern >> 31) & 0x7FFF_FFFF))
     # Xor, not minus: torch.compile would do the subtraction from an index in 32 bits.
@@ -196,21 +183,16 @@ def _gumbel(bits: Tensor) -> Tensor:
 
 
 def random_bits(seed: Tensor, position: Tensor, index: Tensor) -> Tensor:
-    """64 random bits, as int64, for every (seed, position, index); arguments int64, broadcast together.
-
-    SplitMix64 at random access, three levels deep: output number `seed` is where the outputs of the positions start, and
-    each of those is where the outputs of its indices start. Starts are random among 2**64, so sequences of a few hundred
-    thousand practically never overlap, and consecutive seeds start unrelated ones.
-    """
+    """64 random bits, as int64, for every (seed, position, index); arguments int64, broadcast together. SplitMix64 at random
+    access, three levels deep: output number `seed` is where the outputs of the positions start, and each of those is where the
+    outputs of its indices start. Starts are random among 2**64, so sequences practically never overlap."""
     return _split_mix(_split_mix(_split_mix(seed) + position) + index)
 
 
 def _split_mix(n: Tensor) -> Tensor:
-    """Output number `n`, from 0, of the SplitMix64 generator whose first state is 0.
-
-    (A generator with state s is the same sequence from number s / gamma on, as gamma is odd. Adding before multiplying
-    also keeps torch.compile from computing indices in 32 bits, as it would for ``arange(...) * gamma``.)
-    """
+    """Output number `n`, from 0, of the SplitMix64 generator whose first state is 0. (A generator with state s is the same
+    sequence from number s / gamma on, as gamma is odd. Adding before multiplying also keeps torch.compile from computing
+    indices in 32 bits, as it would for ``arange(...) * gamma``.)"""
     z = (n + 1) * _GAMMA
     z = (z ^ _shift(z, 30)) * _MULTIPLIERS[0]
     z = (z ^ _shift(z, 27)) * _MULTIPLIERS[1]

@@ -6,9 +6,8 @@ iff ``mask[t, j]``; and the positions for the rotary embedding, which count a dr
 least the longest query; columns past a sequence's own drafts are not read. SGLang's and vLLM's trees are the same; there a mask
 covers the prefix too.
 
-The tokens before the step are attended to by a backend's ``state_op``, without a mask, the drafts among themselves by
-``quire::tree_attention_state`` in float32, and ``merge_state`` makes one result of both. Only sizes of the batch enter on the
-host, so all of it can be captured.
+The tokens before the step are attended to by a backend's ``state_op``, the drafts among themselves by
+``quire::tree_attention_state`` in float32, and ``merge_state`` makes one result of both. All of it can be captured.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
 from quire.attn_ops.kernels import host
@@ -27,14 +27,14 @@ from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops.merge_state import merge_state, merge_states
 
 
-def _rows(query_start_loc: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(query_start_loc: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """(T,) sequence of each token, and its number there; padding tokens count on from the last sequence."""
     token = torch.arange(tokens, device=query_start_loc.device)
     row = torch.searchsorted(query_start_loc[1:].long(), token, right=True).clamp_max(query_start_loc.shape[0] - 2)
     return row, token - query_start_loc[row]
 
 
-def build_tree_mask(parents: torch.Tensor, query_start_loc: torch.Tensor, width: int) -> torch.Tensor:
+def build_tree_mask(parents: Tensor, query_start_loc: Tensor, width: int) -> Tensor:
     """(T, W) bool, the mask of trees: a token sees itself and its ancestors, padding tokens nothing. No value is read on the
     host.
 
@@ -55,19 +55,15 @@ def build_tree_mask(parents: torch.Tensor, query_start_loc: torch.Tensor, width:
     return (reach[row, number.clamp_max(width), :width] > 0) & live[:, None]
 
 
-def tree_positions(mask: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+def tree_positions(mask: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
     """(T,) int64 positions of draft tokens: the sequence's tokens before the step, and the token's ancestors; 0 for padding.
-
-    Args:
-        mask: (T, W) of ``build_tree_mask``.  seq_lens: (B,) with the drafts, as in CommonAttentionMetadata.
-    """
+    ``mask``: (T, W) of ``build_tree_mask``. ``seq_lens``: (B,) with the drafts, as in CommonAttentionMetadata."""
     row, _ = _rows(query_start_loc, mask.shape[0])
-    computed = (seq_lens - query_start_loc.diff()).long()[row]
-    ancestors = mask.sum(1)
+    computed, ancestors = (seq_lens - query_start_loc.diff()).long()[row], mask.sum(1)
     return torch.where(ancestors > 0, computed + ancestors - 1, 0)
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start_loc: torch.Tensor, mask: torch.Tensor) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, mask: Tensor) -> None:
     torch._check_value(q.dim() == k.dim() == v.dim() == 3 and k.shape[:2] == v.shape[:2] and q.shape[0] == k.shape[0]
                        and q.shape[2] == k.shape[2] and q.shape[1] % k.shape[1] == 0, lambda: (
         "quire::tree_attention_state takes q (T, H, D), k (T, Hkv, D), v (T, Hkv, Dv), H a multiple of Hkv; got "
@@ -76,10 +72,8 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start_loc: t
         f"quire::tree_attention_state takes a bool mask (T, W), T = {q.shape[0]}; got {tuple(mask.shape)} {mask.dtype}"))
 
 
-def tree_attention_state_eager(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start_loc: torch.Tensor, mask: torch.Tensor, *, scale: float,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def tree_attention_state_eager(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, mask: Tensor, *, scale: float,
+                               softcap: float | None) -> tuple[Tensor, Tensor]:
     """The definition: q (T, H, D), k (T, Hkv, D), v (T, Hkv, Dv), mask (T, W) -> (T, H, Dv) in q's dtype, lse (T, H) float32.
     Raises ValueError for shapes that do not go together, or a mask that is not bool."""
     _check(q, k, v, query_start_loc, mask)
@@ -104,10 +98,8 @@ def tree_attention_state_eager(
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1).float()
 
 
-def tree_attention_state_triton(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start_loc: torch.Tensor, mask: torch.Tensor, *, scale: float,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def tree_attention_state_triton(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, mask: Tensor, *, scale: float,
+                                softcap: float | None) -> tuple[Tensor, Tensor]:
     """``tree_attention_state_eager`` as one kernel, which reads the lengths on the device."""
     _check(q, k, v, query_start_loc, mask)
     heads, kv_heads, (dim, dim_v) = q.shape[1], k.shape[1], (q.shape[2], v.shape[2])
@@ -125,8 +117,8 @@ def tree_attention_state_triton(
     return out, lse
 
 
-def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start_loc: torch.Tensor, mask: torch.Tensor, *,
-          scale: float, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, mask: Tensor, *,
+          scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
     _check(q, k, v, query_start_loc, mask)
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
 
@@ -136,23 +128,19 @@ tree_attention_state = define_op(
     "-> (Tensor, Tensor)", cpu=tree_attention_state_eager, cuda=tree_attention_state_triton, fake=_fake, launches=True)
 
 
-def tree_attention(
-    backend: AttentionBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, layer: int,
-    metadata: CommonAttentionMetadata, mask: torch.Tensor, *, scale: float, softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+def tree_attention(backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int,
+                   metadata: CommonAttentionMetadata, mask: Tensor, *, scale: float, softcap: float | None = None,
+                   sinks: Tensor | None = None) -> Tensor:
     """Store the drafts' keys and values, then attend each draft to its sequence's tokens before the step and, among the drafts,
     to those that ``mask`` shows it: (T, H, Dv), 0 for padding tokens.
 
     Args:
-        backend: one that declares ``lse``.
+        backend: one that declares ``lse``.  cache, layer: where keys and values lie.  metadata: of the batch of drafts.
         q, k, v: (T, H, D), (T, Hkv, D), (T, Hkv, Dv).  sinks: (H,) or None.
-        cache, layer: where keys and values lie.  metadata: of the batch of drafts.
         mask: (T, W) bool, as of ``build_tree_mask``; W is at least the longest query.
 
-    Raises:
-        UnsupportedAttention: the backend does not return attention as a state; a latent cache.
-        ValueError: a mask that is narrower than the longest query, or of another shape.
+    Raises UnsupportedAttention if the backend does not return attention as a state, and for a latent cache; ValueError for a
+    mask that is narrower than the longest query, or of another shape.
     """
     if backend.state_op is None or not backend.capabilities.lse:
         raise UnsupportedAttention(f"a tree of drafts: backend {backend.name} does not return the log-sum-exp of its "
@@ -163,10 +151,9 @@ def tree_attention(
     if mask.shape[1] < metadata.max_query_len:
         raise ValueError(f"a tree mask of {mask.shape[1]} columns for sequences of up to {metadata.max_query_len} drafts; make "
                          "it with build_tree_mask(..., width=metadata.max_query_len)")
-    start, table, page_size = metadata.query_start_loc, metadata.block_table_tensor, cache.page_size
-    computed = metadata.seq_lens - start.diff()
-    tables = (metadata.slot_mapping, table, start, computed)
-    prepared = [] if backend.prepare is None else list(backend.prepare(*tables, page_size))
+    start = metadata.query_start_loc
+    tables = (metadata.slot_mapping, metadata.block_table_tensor, start, metadata.seq_lens - start.diff())
+    prepared = backend.prepared(*tables, cache.page_size)
     attend: Any = backend.state_op
     prefix = attend(q, k, v, k_cache, v_cache, k_scale, v_scale, *tables, prepared, scale=scale, softcap=softcap, causal=False)
     if cache.quantized:  # drafts too are attended to as they read back

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kernels import host
@@ -27,7 +28,7 @@ from quire.attn_ops.registry import all_backends
 IMPLEMENTATIONS = ("auto", "eager", "sdpa", "kernel")
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
            window: int | None, softcap: float | None, implementation: str) -> None:
     torch._check_value(q.dim() == k.dim() == v.dim() == 3 and q.shape[2] == k.shape[2] and k.shape[:2] == v.shape[:2]
                        and q.shape[1] % k.shape[1] == 0, lambda: (
@@ -54,7 +55,7 @@ def check_implementation(implementation: str) -> None:
                              f"{implementation!r}")
 
 
-def _of_backend(implementation: str, device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
+def _of_backend(implementation: str, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """That of a backend of this name, None for one of this file's. Raises UnsupportedAttention if it is not usable here."""
     if implementation in IMPLEMENTATIONS:
         return None
@@ -64,7 +65,7 @@ def _of_backend(implementation: str, device: torch.device) -> Callable[..., tupl
     return backend.varlen
 
 
-def _keep(n: int, m: int, device: torch.device, window: int | None, causal: bool) -> torch.Tensor | None:
+def _keep(n: int, m: int, device: torch.device, window: int | None, causal: bool) -> Tensor | None:
     """(n, m) mask of one sequence; None if every query sees every key."""
     if not causal and window is None:
         return None
@@ -73,10 +74,9 @@ def _keep(n: int, m: int, device: torch.device, window: int | None, causal: bool
     return keep if window is None else keep & ((key - position).abs() < window)
 
 
-def varlen_attention_eager(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *, scale: float,
-    window: int | None = None, softcap: float | None = None, causal: bool = False, implementation: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
+def varlen_attention_eager(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, scale: float,
+                           window: int | None = None, softcap: float | None = None, causal: bool = False,
+                           implementation: str = "auto") -> tuple[Tensor, Tensor]:
     """The definition of ``varlen_attention``, one sequence at a time: reads the lengths on the host."""
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, implementation)
     if implementation == "kernel":
@@ -111,10 +111,9 @@ def varlen_attention_eager(
     return out, lse
 
 
-def varlen_attention_cuda(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *, scale: float,
-    window: int | None = None, softcap: float | None = None, causal: bool = False, implementation: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
+def varlen_attention_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, scale: float,
+                          window: int | None = None, softcap: float | None = None, causal: bool = False,
+                          implementation: str = "auto") -> tuple[Tensor, Tensor]:
     """``varlen_attention_eager`` as one Triton kernel, which reads the lengths on the device."""
     if implementation not in ("auto", "kernel"):
         return varlen_attention_eager(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=scale, window=window, softcap=softcap,
@@ -144,9 +143,9 @@ def varlen_attention_cuda(
     return out, lse
 
 
-def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
+def _fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
           scale: float, window: int | None = None, softcap: float | None = None, causal: bool = False,
-          implementation: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+          implementation: str = "auto") -> tuple[Tensor, Tensor]:
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, implementation)
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
 
@@ -157,9 +156,9 @@ define_op(
     cpu=varlen_attention_eager, cuda=varlen_attention_cuda, fake=_fake, launches=True)
 
 
-def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
                      *, scale: float, window: int | None = None, softcap: float | None = None, causal: bool = False,
-                     implementation: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+                     implementation: str = "auto") -> tuple[Tensor, Tensor]:
     """Attention over ragged sequences without a KV cache, by default not causal: encoders, vision towers, cross attention.
     ``torch.ops.quire.varlen_attention``.
 
@@ -168,12 +167,8 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, exclusive prefix sums of the sequences' lengths.
         scale, softcap: as in ``attention.py``.  window, causal, implementation: see ``attn_ops/ops/varlen.py``.
 
-    Returns:
-        (T, H, Dv) in q's dtype; (T, H) float32 log-sum-exp, natural logarithm, for ``merge_state``.
-
-    Raises:
-        ValueError: shapes that do not go together, a window or softcap that is not positive, an implementation that is unknown
-            or not usable on this device.
+    Returns (T, H, Dv) in q's dtype, and (T, H) float32 log-sum-exp, natural logarithm. Raises ValueError for shapes that do not
+    go together, a window or softcap that is not positive, an implementation that is unknown or not usable on this device.
     """
     return torch.ops.quire.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=scale, window=window, softcap=softcap,
                                             causal=causal, implementation=implementation)

@@ -1,7 +1,7 @@
 """``attention="auto"`` by measurement: the times that ``quire bench attention --save`` kept, and the rule that picks by them.
 
-Each row is one backend's times for one class of shapes (Measurement), written by commands only. Nothing is measured while an
-engine starts: kernels are compiled at first use, which can take minutes.
+Each row is one backend's times for one class of shapes (Measurement). Nothing is measured while an engine starts: kernels are
+compiled at first use, which can take minutes.
 
 The rule. A backend's time is the geometric mean over the points of the decode grid (batch x context) that all measured backends
 share, and over a model's layers where these differ. The fastest wins, with two exceptions:
@@ -10,8 +10,8 @@ share, and over a model's layers where these differ. The fastest wins, with two 
   steps that mix prefill and decode then run uncaptured, and launching them takes the host longer than attention saves;
 * the backend first in order of priority must have been measured: else nothing shows that another is faster.
 
-Of MLA on the latent cache there are pairs too: the first backend for prefills and mixed steps, which leave no batch out of CUDA
-graphs, and one that plans on the host for decodes, at that one's times. A pair must be PAIRED times as fast.
+Of MLA on the latent cache there are pairs too: the first backend for prefills and mixed steps, and one that plans on the host
+for decodes, at that one's times. A pair must be PAIRED times as fast.
 
 A shape that was not measured uses the times of the nearest one that was: the same dtypes, page size, layout and features, at
 most NEAR powers of two away in query heads per key head and head dims together. A latent vector is longer than any transfer
@@ -47,8 +47,8 @@ COMMAND = "run `quire bench attention --save`"
 @dataclass(frozen=True)
 class ShapeClass:
     """Sites for which backends are assumed to rank alike. ``group``: query heads per key head; ``features``: names of what a
-    site needs besides plain causal attention. MLA on the latent cache is one key head of rank + R numbers, of which the first
-    rank are its value, with the feature LATENT."""
+    site needs besides plain causal attention. MLA on the latent cache is one key head of rank + R numbers, with the feature
+    LATENT."""
 
     dtype: str
     kv_dtype: str
@@ -100,11 +100,10 @@ class Measurement:
     """One backend's times for one class of shapes.
 
     Args:
-        device: ``device_name``.  torch, packages: the versions that it was measured with (``packages``: the backend's).
+        device: ``device_name``.  torch, packages: the versions that it was measured with.  date: ISO 8601.
         num_kv_heads, window, chunk: of the measured site; other sites of the class may differ in them.
         decode_us: microseconds of one call, by "batch x context" such as "32x1024".  extend_us: the same for prefills, by
-            name; not used by the rule above (``tuning/prefill.py`` uses them).
-        date: ISO 8601.
+            name, for ``tuning/prefill.py``.
     """
 
     device: str
@@ -126,7 +125,6 @@ class Measurement:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """A newer row replaces an older one with the same identity."""
         return self.device, self.torch, self.backend, tuple(sorted(self.packages.items())), self.shape, self.variant
 
     @classmethod
@@ -157,11 +155,8 @@ class Decision:
     passed_over: dict[str, list[str]]
 
 
-def _read(rows: Any) -> tuple[Measurement, ...]:
-    return tuple(Measurement.read(row) for row in rows)
-
-
-STORE = Store(Path(__file__).parent / "attention.json", "rows", _read, f"{COMMAND} to write them anew")
+STORE = Store(Path(__file__).parent / "attention.json", "rows", lambda rows: tuple(map(Measurement.read, rows)),
+              f"{COMMAND} to write them anew")
 
 
 def load(path: Path) -> tuple[Measurement, ...]:
@@ -169,7 +164,8 @@ def load(path: Path) -> tuple[Measurement, ...]:
 
 
 def save(rows: Iterable[Measurement], path: Path | None = None) -> Path:
-    """Merge ``rows`` into the file (None: the user's); an unreadable file is replaced."""
+    """Merge ``rows`` into the file (None: the user's), in place of older ones of their identity; an unreadable file is
+    replaced."""
     merged = {row.identity: row for row in [*load(path or STORE.user_file), *rows]}
     return STORE.save([dataclasses.asdict(row) for row in merged.values()], path)
 
@@ -238,7 +234,8 @@ def _decide(rows: list[Measurement], usable: Sequence[AttentionBackend], pairs: 
     options = [(cost(b), b, b) for b in measured]  # of equals the first in order of priority
     options += [(us[b.name] * PAIRED, pairs[b.name], b) for b in measured if b.name in pairs]
     _, chosen, best = min(options, key=lambda option: option[0])  # the backend, and the one of it that decodes
-    where = _where(sites, device)
+    kinds = list(dict.fromkeys(describe(s) for s in sites))
+    where = f"{device_name(device)}, {kinds[0]}" + (f" and {len(kinds) - 1} more" if len(kinds) > 1 else "")
     if guessed := [next(iter(by.values())) for (by, _), (shape, *_) in zip(found, classes, strict=True)
                    if all(row.shape != shape for row in by.values())]:
         where += f", by the nearest shape measured, {guessed[0].shape.describe(guessed[0].num_kv_heads)[0]}"
@@ -290,11 +287,6 @@ def _unmeasured(rows: list[Measurement], backend: AttentionBackend, shapes: list
             now = ", ".join(f"{n} {v}" for n, v in {"torch": own, **packages}.items())
             return f"measured with {then}, and here is {now}: {COMMAND}"
     return f"not measured on this device: {COMMAND}"
-
-
-def _where(sites: Sequence[AttentionSite], device: torch.device) -> str:
-    kinds = list(dict.fromkeys(describe(s) for s in sites))
-    return f"{device_name(device)}, {kinds[0]}" + (f" and {len(kinds) - 1} more" if len(kinds) > 1 else "")
 
 
 def describe(site: AttentionSite) -> str:

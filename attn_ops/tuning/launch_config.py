@@ -1,8 +1,5 @@
-"""Launch parameters of ``small_linear``'s kernels: looked up in measurements, else by a rule.
-
-Both the op and the measuring (``small_linear.py``) import this file. The user's file is keyed by device and Triton version,
-the shipped one by device.
-"""
+"""Launch parameters of ``small_linear``'s kernels: looked up in measurements (``small_linear.py``), else by a rule. The user's
+file is keyed by device and Triton version, the shipped one by device."""
 
 from __future__ import annotations
 
@@ -24,10 +21,9 @@ class Config(NamedTuple):
 
     Args:
         block_n, block_k: weight rows and columns per tile (per warp, for codes and up to 32 tokens).
-        splits: for codes and more tokens, programs that share the columns of a tile, to occupy the GPU where a weight has few
-            rows.
-        block_m: tokens per tile of ``attn_ops/kernels/small_linear_wide.py``; 0: not that kernel.
-        turned: its order of columns.
+        splits: for codes and more tokens, programs that share the columns of a tile, where a weight has few rows.
+        block_m: tokens per tile of ``attn_ops/kernels/small_linear_wide.py``, and turned: its order of columns; 0: another
+        kernel.
     """
 
     block_n: int
@@ -105,14 +101,11 @@ STORE = Store(Path(__file__).parent / "small_linear.json", "devices", _read, "de
 
 @functools.cache
 def known(device: torch.device) -> dict[str, Any]:
-    """What both files have for this kind of device, by ``key``. Read once; ``reload()`` forgets it."""
+    """What both files have for this kind of device, by ``key``. Read once; ``cache_clear`` forgets it."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return {}
     user, shipped = (STORE.load(path) or {} for path in STORE.files)
     return {**shipped.get(device_name(device), {}), **user.get(device_key(device), {})}
-
-
-reload = known.cache_clear
 
 
 def device_key(device: torch.device) -> str:
@@ -127,7 +120,3 @@ def keep(device: torch.device, configs: dict[str, Config | None]) -> None:
     name = device_key(device)
     known(device).update({key: None if config is None else list(config) for key, config in configs.items()})
     STORE.save({**devices, name: {**devices.get(name, {}), **configs}})
-
-
-__all__ = ["Config", "INT4", "STORE", "by_rule", "config_for", "device_key", "keep", "key", "known", "measured", "padded",
-           "reload", "wide_configs"]

@@ -1,7 +1,7 @@
 """The time of a prefill as a function of its work, fitted on measured times: which of two backends is faster for a batch.
 
-``quire bench attention --save`` keeps microseconds of a few prefills for each backend (``Measurement.extend_us``). A few terms
-describe them within a few percent on an H200 (docs/performance.md, "Long prompts"):
+A few terms describe the prefills of ``Measurement.extend_us`` within a few percent on an H200 (docs/performance.md, "Long
+prompts"):
 
     us = launch + per_operation * (operations of both matrix products) + per_key * (keys of the longest sequence)
          + per_mb * (MB of keys and values)
@@ -9,8 +9,7 @@ describe them within a few percent on an H200 (docs/performance.md, "Long prompt
 The first is what the smallest call takes, the second the rate of the kernel on a full GPU, the third a tile of queries that
 goes through its keys while other multiprocessors have nothing left to do. The fourth is for kernels that copy keys and values
 first, and is fitted if there are times enough. Operations count heads, head dims and visible pairs of query and key, so times
-carry over to other numbers of heads and lengths of the same class of shapes. A backend may have faster kernels in steps without
-a CUDA graph (``AttentionBackend.without_graph``): it has times of both.
+carry over within a class of shapes. A backend with faster kernels without a CUDA graph has times of both.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class PrefillRule(NamedTuple):
 
     @property
     def ever(self) -> bool:
-        """Whether there is a batch, however large, for which it wins."""
+        """Whether it wins for some batch, however large."""
         return self.prefill.per_operation <= WINS * self.rest.per_operation
 
     def spared(self, of: Work) -> float:

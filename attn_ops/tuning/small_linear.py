@@ -1,11 +1,8 @@
 """Measure ``small_linear``'s launch parameters: once per shape and device, kept on disk (``launch_config.py``).
 
-When an engine starts on a GPU, ``tune`` measures the shapes that no file has: a few sets of parameters, and the definition,
-which is cuBLAS with the norm, SwiGLU and residual in kernels of their own. Where the definition is faster, the op runs it.
-With QUIRE_TUNE=0 nothing is measured.
-
-A norm, a residual or another dtype makes no other shape: parameters change speed, not results. Quantized weights do: codes are
-half the bytes, and they stay with this op for more tokens.
+When an engine starts on a GPU, ``tune`` measures the shapes that no file has, unless QUIRE_TUNE=0: a few sets of parameters,
+and the definition, which is cuBLAS with the norm, SwiGLU and residual in kernels of their own. Where the definition is faster,
+the op runs it. A norm, a residual or another dtype makes no other shape; quantized weights do.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from quire.attn_ops.kernels.launch import Launch, recording, side_stream
 from quire.attn_ops.ops import small_linear as op
 from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS
-from quire.attn_ops.tuning.launch_config import INT4, STORE, Config, keep, key, known, reload, wide_configs
+from quire.attn_ops.tuning.launch_config import INT4, STORE, Config, keep, key, known, wide_configs
 
 logger = logging.getLogger(__name__)
 SIZES = (1, 8, 32)  # tokens that are measured: one per padded size
@@ -31,8 +28,7 @@ MOST_COPIES = 64  # of one weight: enough launches to time it, and a small model
 
 
 class LinearShape(NamedTuple):
-    """A linear layer as the kernel sees it: rows and columns of the weight, and what runs with it. ``codes``: the dtype of a
-    quantized weight's codes."""
+    """Rows and columns of the weight, and what runs with it. ``codes``: the dtype of a quantized weight's codes."""
 
     n: int
     k: int
@@ -58,7 +54,6 @@ WIDE = 3  # tiles of the wide kernels that are tried: the best by the model of `
 
 
 def candidates(num_tokens: int, shape: LinearShape) -> tuple[Config, ...]:
-    """The parameters to try for ``num_tokens`` tokens."""
     if shape.codes is None:
         return CANDIDATES[num_tokens == 1]
     few = () if shape.codes == INT4 else next(tried for most, tried in CANDIDATES_QUANTIZED.items() if num_tokens <= most)
@@ -87,12 +82,9 @@ def _key(shape: LinearShape, num_tokens: int) -> str:
 
 def tune(shapes: Iterable[LinearShape], device: torch.device, *, timer: Callable[..., float] | None = None,
          progress: Callable[[list[Any]], Iterator[Any]] = iter) -> int:
-    """Measure what is ``missing`` and keep it in the user's file; returns the number of shapes and sizes measured.
-
-    Args:
-        timer: (function that makes the calls, number of calls) -> microseconds per call; default: from a CUDA graph.
-        progress: wraps the list of work, for a progress bar.
-    """
+    """Measure what is ``missing`` and keep it in the user's file; returns the number of shapes and sizes measured. ``timer``:
+    (function that makes the calls, number of calls) -> microseconds per call; default: from a CUDA graph. ``progress``: wraps
+    the list of work, for a progress bar."""
     todo = missing(shapes, device)
     if not todo:
         return 0
@@ -118,7 +110,7 @@ def launches(shapes: Iterable[LinearShape], device: torch.device) -> set[Launch]
 
 
 def copies_of(shape: LinearShape) -> int:
-    """The number of weights of that shape to go through in turn."""
+    """Weights of that shape to go through in turn."""
     size = shape.n * shape.k // 2 if shape.codes == INT4 else shape.n * shape.k * (shape.codes or torch.bfloat16).itemsize
     return max(2, min(MOST_COPIES, int(_COLD / size) + 1))
 
@@ -180,7 +172,3 @@ def graph_time(run: Callable[[], Any], calls: int) -> float:
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / calls)
     return sorted(times[2:])[2]
-
-
-__all__ = ["CANDIDATES", "CANDIDATES_QUANTIZED", "LinearShape", "MOST_COPIES", "SIZES", "SIZES_QUANTIZED",
-           "arguments", "candidates", "copies_of", "enabled", "fastest", "graph_time", "launches", "missing", "reload", "tune"]

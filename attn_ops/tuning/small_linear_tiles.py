@@ -63,6 +63,3 @@ def tiles() -> dict[str, tuple[Tile, ...]]:
     """Of each kind of codes."""
     found = json.loads((Path(__file__).parent / "small_linear_tiles.json").read_text())
     return {codes: tuple(Tile(*tile) for tile in each) for codes, each in found.items()}
-
-
-__all__ = ["ADD_UP", "ADD_UP_EACH", "SMS", "Tile", "choices", "tiles", "time_of"]

@@ -46,13 +46,9 @@ def device_name(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Store(Generic[Content]):
-    """One kind of measurement.
-
-    Args:
-        shipped: the file that ships with quire; the user's has the same name.  section: the key of the measurements in a file.
-        parse: JSON -> content. Raises AttributeError, KeyError, TypeError or ValueError for what ``save`` did not write.
-        advice: how a user has an unreadable file rewritten, for the warning.
-    """
+    """``shipped``: the file that ships with quire; the user's has the same name. ``section``: the key of the measurements in
+    it. ``parse``: JSON -> content; raises AttributeError, KeyError, TypeError or ValueError for what ``save`` did not write.
+    ``advice``: how a user has an unreadable file rewritten, for the warning."""
 
     shipped: Path
     section: str

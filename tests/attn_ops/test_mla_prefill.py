@@ -15,7 +15,7 @@ from quire.attn_ops.conformance.checks import Kit
 from quire.attn_ops.conformance.mla import MlaKit
 from quire.attn_ops.kernels.launch import recording
 from quire.attn_ops.metadata import CommonAttentionMetadata
-from quire.attn_ops.metadata.prefix_chunks import PrefixChunks
+from quire.attn_ops.metadata.prefix_chunks import PrefixChunks, get_prefix_chunk_seq_lens
 
 KIT = MlaKit(Kit(torch_native.BACKEND, torch.device("cpu"), torch.float32))
 ROWS = ((1, 20), (0, 5), (60, 60), (70, 130), (1, 9))
@@ -92,6 +92,9 @@ def test_kernels_of_both_forms_are_compiled_ahead(states: list[bool]) -> None:
 def test_chunks_on_the_device_are_those_of_the_host() -> None:
     prefix = [0, 5, 130]
     one, other = (PrefixChunks.build(prefix, capacity=60, on_device=x) for x in (None, torch.tensor(prefix)))
-    for name in ("starts", "seq_lens", "cu_seq_lens"):
-        assert torch.equal(getattr(one, name), getattr(other, name)) and getattr(other, name).dtype == torch.int32
-    assert one.num_tokens == other.num_tokens and one.max_seq_lens == other.max_seq_lens
+    starts, lens = map(torch.from_numpy, get_prefix_chunk_seq_lens(np.array(prefix), one.num_chunks, one.chunk_len))
+    expected = {"starts": starts, "seq_lens": lens, "cu_seq_lens": torch.nn.functional.pad(lens.cumsum(1).int(), (1, 0))}
+    for chunks in (one, other):
+        for name, tensor in expected.items():
+            assert torch.equal(getattr(chunks, name), tensor) and getattr(chunks, name).dtype == torch.int32
+        assert chunks.num_tokens == lens.sum(1).tolist()

@@ -79,7 +79,7 @@ def test_measuring_matrix_shapes(half, tokenizer, prompts, monkeypatch, tmp_path
     """As at the first start with a model: shapes are measured once, kept, and whatever won gives the right tokens."""
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("QUIRE_TUNE", "1")
-    tuning.reload()
+    tuning.known.cache_clear()
     measured = []
     for _ in range(2):
         with Engine(half, tokenizer, attention=need("triton"), **SMALL) as engine:
@@ -88,4 +88,4 @@ def test_measuring_matrix_shapes(half, tokenizer, prompts, monkeypatch, tmp_path
         for prompt, out in zip(prompts, found, strict=True):
             check_likely(half, prompt, out)
     assert measured[0] == measured[1]
-    tuning.reload()
+    tuning.known.cache_clear()

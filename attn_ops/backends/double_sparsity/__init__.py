@@ -2,12 +2,12 @@
 
 Double sparsity (Yang et al., 2024, arXiv:2408.07092): a few channels of the keys show which tokens matter. A *label* is a key
 in CHANNELS channels of its head, chosen once by ``quire calibrate`` and read from FILE. Decoding multiplies each query head
-with the labels of all tokens, takes the TOKENS largest, and attends exactly to these. With ``all`` in place of
-CHANNELS:FILE whole keys are the labels: no file, no memory, and the bound of what channels can reach.
+with the labels of all tokens, takes the TOKENS largest, and attends exactly to these. With ``all`` in place of CHANNELS:FILE
+whole keys are the labels.
 
-Exact: sequences of at most max(TOKENS, DENSE_BELOW) tokens, and every step with a prefill, which the first backend in order of
-priority that needs no plan attends. Labels take CHANNELS / (D + Dv) of the memory of keys and values, beside the KV cache; they
-are made of the keys in it when an engine starts, and of the new keys in each step, so every step must run through this backend.
+Exact: sequences of at most max(TOKENS, DENSE_BELOW) tokens, and every step with a prefill, which another backend attends.
+Labels take CHANNELS / (D + Dv) of the memory of keys and values, beside the KV cache; they are made of the new keys in each
+step, so every step must run through this backend.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import (
@@ -27,6 +28,7 @@ from quire.attn_ops.backend import (
     BackendFamily,
     CudagraphSupport,
     define_paged_op,
+    define_prepare,
 )
 from quire.attn_ops.backends.double_sparsity.decode import decode_eager, decode_triton
 from quire.attn_ops.backends.double_sparsity.labels import NAME, LayerLabels, Options, labels_of
@@ -34,7 +36,6 @@ from quire.attn_ops.composite import op_name
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_store import store_kv
-from quire.attn_ops.library import define_op
 from quire.attn_ops.registry import plain_backend
 from quire.attn_ops.step import StepLimits, current_step
 from quire.attn_ops.vendor import by_token, refuse
@@ -47,17 +48,29 @@ USAGE = (f"{NAME}:TOKENS:DENSE_BELOW:CHANNELS:FILE: an approximation. Decodes ov
          f"DENSE_BELOW; FILE is from `quire calibrate`. {NAME}:TOKENS:DENSE_BELOW:all needs no file")
 
 
+def _prepare(*tables: Any) -> list[Tensor]:
+    return list(by_token(*tables[:4]))
+
+
+def _prepare_fake(slot_mapping: Tensor, block_table: Tensor, *others: Any) -> list[Tensor]:
+    tokens = slot_mapping.shape[0]
+    return [block_table.new_empty(tokens, block_table.shape[1]), block_table.new_empty(tokens)]
+
+
+PREPARE = define_prepare(NAME, _prepare, _prepare_fake)  # padding tokens have no keys, and so an output of 0
+
+
 class State:
     """The labels of every key in a cache, by the address of the layer's key cache: the op is given no layer."""
 
     def __init__(self, options: Options, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> None:
         self.options, self.cache, self.layers = options, cache, dict[int, LayerLabels]()
-        self.channels: dict[int, torch.Tensor] = {}  # of each layer, on the device: nothing is copied there in a CUDA graph
+        self.channels: dict[int, Tensor] = {}  # of each layer, on the device: nothing is copied there in a CUDA graph
         cache.beside[NAME] = {}
         for site in sites:
             self.of(cache.of_layer(site.layer)[0])
 
-    def of(self, k_cache: torch.Tensor) -> LayerLabels:
+    def of(self, k_cache: Tensor) -> LayerLabels:
         """The labels of this key cache. Those of a copy (opcheck makes some) are made anew, where one layer leaves no doubt."""
         if k_cache.data_ptr() in self.layers:
             return self.layers[k_cache.data_ptr()]
@@ -77,16 +90,13 @@ class State:
         return made
 
 
-def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | None = None) -> AttentionBackend:
+def backend(name: str, options: Options, decode: Callable[..., Tensor] | None = None) -> AttentionBackend:
     """The backend of these options. ``decode``: None: in Triton kernels on a GPU, else in plain PyTorch."""
 
-    def paged_attention(
-        q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-        k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-        query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
-        scale: float, window: int | None, softcap: float | None, chunk: int | None,
-    ) -> torch.Tensor:
-        """Store k and v and their labels, then attend: q (T, H, D) -> (T, H, Dv)."""
+    def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                        v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                        seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
+                        softcap: float | None, chunk: int | None) -> Tensor:
         refuse(NAME, CAPABILITIES, k_scale, window=window, chunk=chunk, sinks=sinks)
         step = current_step()
         if step is None or name not in step.states:
@@ -111,26 +121,10 @@ def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | N
         name=name,
         capabilities=CAPABILITIES,
         available=lambda device: None, op=define_paged_op(op_name(name), paged_attention),
-        make_state=functools.partial(State, options), prepare=_prepare_op(), packages=("triton",), every_step=True,
+        make_state=functools.partial(State, options), prepare=PREPARE, packages=("triton",), every_step=True,
         page_bytes=None if options.channels is None else lambda site, page_size: (
             page_size * site.num_kv_heads * (options.channels or 0) * site.dtype.itemsize),
         approximate=f"decodes over {options.tokens} keys of sequences longer than {options.limit} tokens")
-
-
-@functools.cache
-def _prepare_op() -> Any:
-    """``by_token``, as an op: padding tokens have no keys, and so an output of 0."""
-    def prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-                page_size: int) -> list[torch.Tensor]:
-        return list(by_token(slot_mapping, block_table, query_start_loc, seq_lens))
-
-    def fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-             page_size: int) -> list[torch.Tensor]:
-        tokens = slot_mapping.shape[0]
-        return [block_table.new_empty(tokens, block_table.shape[1]), seq_lens.new_empty(tokens)]
-
-    return define_op(f"{NAME}_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
-                     "int page_size) -> Tensor[]", cpu=prepare, cuda=prepare, fake=fake)
 
 
 def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
@@ -154,4 +148,4 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     return backend(name, Options(int(tokens), int(dense_below), int(channels), ranked))
 
 
-FAMILY = BackendFamily(NAME, USAGE, lambda name: name == NAME or name.startswith(f"{NAME}:"), make)
+FAMILY = BackendFamily(NAME, USAGE, make)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.backends.double_sparsity.labels import NAME, LayerLabels, Options, labels_of
 from quire.attn_ops.kernels import host
@@ -13,8 +14,7 @@ from quire.attn_ops.ops.merge_state import merge_states_triton
 SCORE_BYTES = 256 << 20  # of the approximate scores, and of the candidates among them, that are held at a time
 
 
-def choose_eager(q: torch.Tensor, layer: LayerLabels, table: torch.Tensor, lens: torch.Tensor, options: Options
-                 ) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_eager(q: Tensor, layer: LayerLabels, table: Tensor, lens: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Positions (T, H, n) of the keys that each query head attends to, and which of them count (T, H, n). Of keys with equal
     scores the first are chosen."""
     page_size, heads = layer.labels.shape[1], q.shape[1]
@@ -30,10 +30,8 @@ def choose_eager(q: torch.Tensor, layer: LayerLabels, table: torch.Tensor, lens:
     return positions, (best > float("-inf")) & (dense | (rank < options.tokens))
 
 
-def decode_eager(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layer: LayerLabels, table: torch.Tensor, lens: torch.Tensor,
-    options: Options, scale: float, softcap: float | None,
-) -> torch.Tensor:
+def decode_eager(q: Tensor, k_cache: Tensor, v_cache: Tensor, layer: LayerLabels, table: Tensor, lens: Tensor, options: Options,
+                 scale: float, softcap: float | None) -> Tensor:
     """The definition: each of q (T, H, D) is the last token of a sequence of lens (T,) tokens on pages table (T, W)."""
     positions, keep = choose_eager(q, layer, table, lens, options)
     tokens, heads, count = positions.shape
@@ -47,8 +45,7 @@ def decode_eager(
     return (weights.unsqueeze(2) @ values.masked_fill(~keep[..., None], 0.0))[:, :, 0].to(q.dtype)
 
 
-def choose_triton(q: torch.Tensor, layer: LayerLabels, table: torch.Tensor, lens: torch.Tensor, options: Options
-                  ) -> torch.Tensor:
+def choose_triton(q: Tensor, layer: LayerLabels, table: Tensor, lens: Tensor, options: Options) -> Tensor:
     """Positions (T, H, TOKENS) int32 of the keys that each query head attends to, in no order: those of ``choose_eager``, up to
     the rounding of float32 sums. Of a token that is attended exactly, memory may hold anything."""
     tokens, heads, _ = q.shape
@@ -65,10 +62,8 @@ def choose_triton(q: torch.Tensor, layer: LayerLabels, table: torch.Tensor, lens
     return kernel_module("kernels.select").largest(scores, lens, picked, limit)
 
 
-def decode_triton(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layer: LayerLabels, table: torch.Tensor, lens: torch.Tensor,
-    options: Options, scale: float, softcap: float | None,
-) -> torch.Tensor:
+def decode_triton(q: Tensor, k_cache: Tensor, v_cache: Tensor, layer: LayerLabels, table: Tensor, lens: Tensor,
+                  options: Options, scale: float, softcap: float | None) -> Tensor:
     """``decode_eager`` in three kernels, and one that merges; reads nothing on the host, and shapes follow from shapes."""
     caches = Caches(k_cache, v_cache, None, None)
     host.check_cache_strides(f"the {NAME} backend", caches)
@@ -77,7 +72,8 @@ def decode_triton(
     dim_v, half = v_cache.shape[3], q.dtype.itemsize == 2
     width, limit = table.shape[1] * k_cache.shape[1], options.limit
     block = (64 if max(dim, dim_v) <= 128 else 32) if half else 16
-    splits = num_splits(tokens * heads, min(limit, width), block, q.device)
+    # At most three programs for each multiprocessor, as many as fit there, of at least four steps each.
+    splits = max(1, min(3 * host.num_sms(q.device) // (tokens * heads), min(limit, width) // (4 * block)))
     out = torch.empty(tokens, splits, heads, dim_v, dtype=torch.float32 if splits > 1 else q.dtype, device=q.device)
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device) if splits > 1 else None
     at_once = max(1, SCORE_BYTES // (heads * width * 12))
@@ -89,9 +85,3 @@ def decode_triton(
                table.stride(0), listed.shape[2], limit, heads, scale, softcap, heads // k_cache.shape[2],
                host.cache_layout(caches), block, 4 if half else 1, num_warps=4)
     return out[:, 0] if lse is None else merge_states_triton(out, lse, q.dtype)[0]
-
-
-def num_splits(slots: int, keys: int, block: int, device: torch.device) -> int:
-    """Programs per token and head, from shapes only: together at most three for each multiprocessor, as many as fit there, of
-    at least four steps each."""
-    return max(1, min(3 * host.num_sms(device) // slots, keys // (4 * block)))

@@ -61,7 +61,6 @@ class LayerLabels:
             self.labels[page, offset] = labels_of(k_cache[page, offset], self.channels)
 
     def store_triton(self, k_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """``store`` in one kernel."""
         if slot_mapping.numel():
             kv_heads, channels = self.channels.shape
             launch(kernel_module("kernels.sparse_decode").store_labels_kernel, (len(slot_mapping), kv_heads), k_cache,

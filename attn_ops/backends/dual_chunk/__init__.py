@@ -13,9 +13,8 @@ a layer whose rotary embedding quire does not find is served up to CHUNK tokens,
 
 With the others, the prefill of a sequence of more than DENSE_BELOW tokens is sparse (``vertical_slash.py``; DENSE_BELOW and
 LAST are ``sparse_attention_threshold`` and ``sparse_attention_last_q`` of such a model's config). The LAST last tokens of the
-step's part of it choose the keys and the distances that all of the part attend to, so that results depend on how a prompt is
-cut into parts. SIZES is VERTICAL:SLASH, numbers of keys and distances, or a checkpoint's ``sparse_attention_config.json``,
-which has both for each layer and head. Decoding is not sparse, nor is a part of one token.
+step's part of it choose the keys and the distances that all of the part attend to, so results depend on how a prompt is cut.
+SIZES is VERTICAL:SLASH, numbers of keys and distances, or a checkpoint's ``sparse_attention_config.json``.
 """
 
 from __future__ import annotations
@@ -27,15 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import (
-    AttentionBackend,
-    AttentionCapabilities,
-    BackendFamily,
-    UnsupportedAttention,
-    define_paged_op,
-)
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, BackendFamily, UnsupportedAttention, define_paged_op
 from quire.attn_ops.backends.dual_chunk.decode import decode_by_chunk
 from quire.attn_ops.backends.dual_chunk.divide import Batch, Part, divide, far_chunks, gathered
 from quire.attn_ops.backends.dual_chunk.sparse import Sparse, read_sizes, sparse_attention
@@ -70,8 +64,8 @@ class State:
         self.chunk, self.length, self.sparse, self.use_kernel = chunk, length, sparse, use_kernel
         self.sizes = {} if sparse is None else {
             cache.of_layer(s.layer)[0].data_ptr(): sparse.of_layer(s.layer, s.num_heads) for s in sites}
-        self.tables: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self.joined: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # those of a layer, for the kernel
+        self.tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.joined: dict[int, tuple[Tensor, Tensor]] = {}  # those of a layer, for the kernel
         self.batch: Batch  # of the step that is planned
 
     def plan(self, metadata: CommonAttentionMetadata) -> None:
@@ -81,7 +75,7 @@ class State:
         self.batch = divide(counts, lens, self.chunk, self.length, metadata.seq_lens.device, below,
                             self.use_kernel)
 
-    def learn(self, layer: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def learn(self, layer: int, cos: Tensor, sin: Tensor) -> None:
         """Keep the rows of cos and sin (T, R or R/2) of the tokens that stand at such positions."""
         for token, b in self.batch.passing:
             found = cos[token : token + 1].clone(), sin[token : token + 1].clone()
@@ -92,18 +86,18 @@ class State:
                     "model whose rotary embedding depends on more than the position (longrope, images) cannot use it: choose "
                     "another attention backend")
 
-    def sizes_of(self, k_cache: torch.Tensor) -> list[tuple[int, int]]:
+    def sizes_of(self, k_cache: Tensor) -> list[tuple[int, int]]:
         """Keys and distances of each head of the layer; a copy of its cache (opcheck makes some) does where there is one
         layer."""
         return self.sizes[k_cache.data_ptr()] if len(self.sizes) > 1 else next(iter(self.sizes.values()))
 
-    def table(self, layer: int, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def table(self, layer: int, b: int) -> tuple[Tensor, Tensor]:
         if (layer, b) not in self.tables:
             raise RuntimeError(f"{NAME}: no token at position {self.chunk + b * self.length} has passed this layer with this "
                                "KV cache: run the sequence from its start through this backend, with one cache")
         return self.tables[layer, b]
 
-    def first_tables(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def first_tables(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
         """The tables of b < ``count``, at least, in one tensor."""
         if layer not in self.joined or len(self.joined[layer][0]) < count:
             cos, sin = zip(*(self.table(layer, b) for b in range(count)), strict=True)
@@ -113,11 +107,8 @@ class State:
 
 def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, use_kernel: bool | None = None
             ) -> AttentionBackend:
-    """Args:
-        chunk: the largest distance, in tokens.  length: of a chunk of keys (L).
-        sparse: of prefills; None: they are not sparse.
-        use_kernel: for sparse prefills and for decoding the Triton kernels; None: on a GPU.
-    """
+    """``chunk``: the largest distance, in tokens. ``length``: of a chunk of keys (L). ``sparse``: of prefills. ``use_kernel``:
+    the Triton kernels, for sparse prefills and for decoding; None: on a GPU."""
     states: weakref.WeakKeyDictionary[PagedKVCache, State] = weakref.WeakKeyDictionary()
 
     def make_state(sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> State:
@@ -133,12 +124,10 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
     def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
         step.states[name].plan(metadata)
 
-    def paged_attention(
-        q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-        k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-        query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
-        scale: float, window: int | None, softcap: float | None, chunk: int | None,
-    ) -> torch.Tensor:
+    def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                        v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                        seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
+                        softcap: float | None, chunk: int | None) -> Tensor:
         """Store k and v, then attend: q (T, H, D) -> (T, H, Dv). q and k are rotated: up to CHUNK tokens."""
         refuse(NAME, CAPABILITIES, k_scale, window=window, chunk=chunk, sinks=sinks)
         batch, limit = state().batch, state().chunk
@@ -154,13 +143,13 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
         store_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
         return attend(q, lambda b, tokens: q[tokens], k_cache, v_cache, block_table, scale, softcap)
 
-    def attend(rotated: torch.Tensor, far_query: Callable[[int, Any], torch.Tensor], k_cache: torch.Tensor,
-               v_cache: torch.Tensor, block_table: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    def attend(rotated: Tensor, far_query: Callable[[int, Any], Tensor], k_cache: Tensor,
+               v_cache: Tensor, block_table: Tensor, scale: float, softcap: float | None) -> Tensor:
         """(T, H, Dv) of queries (T, H, D) at their positions; ``far_query``: (b, tokens) -> those as from CHUNK + b * L."""
         known = state()
         batch = known.batch
 
-        def seen(query: torch.Tensor, part: Part, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        def seen(query: Tensor, part: Part, causal: bool) -> tuple[Tensor, Tensor]:
             keys, values = (gathered(c, block_table, part.row, part.position) for c in (k_cache, v_cache))
             return varlen_attention(query, keys, values, part.cu_q, part.cu_k, scale=scale, softcap=softcap, causal=causal)
 
@@ -179,14 +168,11 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
                 use_kernel=known.use_kernel)
         return out
 
-    def rope_paged_attention(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-        q_norm_weight: torch.Tensor | None, k_norm_weight: torch.Tensor | None, eps: float, k_cache: torch.Tensor,
-        v_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor,
-        block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None,
-        prepared: list[torch.Tensor], *, scale: float, window: int | None, softcap: float | None, chunk: int | None,
-        **options: Any,
-    ) -> torch.Tensor:
+    def rope_paged_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
+                             k_norm_weight: Tensor | None, eps: float, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                             v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                             seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float,
+                             window: int | None, softcap: float | None, chunk: int | None, **options: Any) -> Tensor:
         """Rotate q and k (``attn_ops/ops/rope.py``), store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
         refuse(NAME, CAPABILITIES, k_scale, window=window, chunk=chunk, sinks=sinks)
         known, layer, form = state(), k_cache.data_ptr(), RopeForm(**options)
@@ -203,7 +189,7 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
             return decode_by_chunk(q, rotated, far, form, k_cache, v_cache, block_table, query_start_loc, seq_lens, longest,
                                    known.chunk, known.length, scale, softcap)
 
-        def far_query(b: int, tokens: Any) -> torch.Tensor:
+        def far_query(b: int, tokens: Any) -> Tensor:
             query = q[tokens]
             far_cos, far_sin = (t.expand(len(query), -1) for t in known.table(layer, b))
             return norm_and_rotate(query, q_norm_weight, far_cos, far_sin, eps, form)
@@ -241,4 +227,4 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     return backend(name, chunk, chunk - local, Sparse(dense_below, last, lines))
 
 
-FAMILY = BackendFamily(NAME, USAGE, lambda name: name == NAME or name.startswith(f"{NAME}:"), make)
+FAMILY = BackendFamily(NAME, USAGE, make)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches, Rope, kernel_module
@@ -13,19 +14,15 @@ from quire.attn_ops.ops.rope import RopeForm
 LONGEST_SPLIT = 2048  # keys of a program, while there are few programs: a long sequence among short ones is split by it
 
 
-def decode_by_chunk(
-    q: torch.Tensor, turned: torch.Tensor, far: Rope, form: RopeForm, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, longest: int, chunk: int, length: int,
-    scale: float, softcap: float | None,
-) -> torch.Tensor:
+def decode_by_chunk(q: Tensor, turned: Tensor, far: Rope, form: RopeForm, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
+                    query_start_loc: Tensor, seq_lens: Tensor, longest: int, chunk: int, length: int, scale: float,
+                    softcap: float | None) -> Tensor:
     """(T, H, Dv) of tokens whose keys are in the cache, zeros of padding tokens.
 
     Args:
-        q, turned: (T, H, D), before the norm and the rotary embedding, and behind them at the token's position; ``turned``
-            contiguous.
+        q, turned: (T, H, D), before the norm and the rotary embedding, and behind them, contiguous.
         far: cos and sin of the positions ``chunk`` + b * ``length``, in row b, as many as the longest sequence has far chunks,
-            and the norm.
-        longest: tokens of the longest sequence.
+            and the norm.  longest: tokens of that sequence.
     """
     caches = Caches(k_cache, v_cache, None, None)
     host.check_cache_strides("decoding by chunks", caches)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.backends.dual_chunk.divide import Piece, SparseRow
@@ -83,25 +84,13 @@ def _numbers(layer: int, head: int, entry: Sequence[object]) -> tuple[int, int]:
     return keys, distances
 
 
-def sparse_attention(
-    row: SparseRow, rotated: torch.Tensor, far_query: Callable[[int, slice], torch.Tensor], keys: torch.Tensor,
-    values: torch.Tensor, sizes: Sequence[tuple[int, int]], last: int, *, scale: float, softcap: float | None,
-    use_kernel: bool,
-) -> torch.Tensor:
-    """The prefill of one sequence, ``row``.
-
-    Args:
-        rotated: (T, H, D), queries of the batch at their positions.
-        far_query: (b, some of the batch's tokens) -> their queries as from CHUNK + b * L.
-        keys, values: (total, Hkv, D), (total, Hkv, Dv).
-        sizes: numbers of keys and distances of each head.
-        last: queries that choose.
-        use_kernel: in a Triton kernel, else in plain PyTorch.
-
-    Returns:
-        (queries, H, Dv).
-    """
-    def far(b: int, begin: int, end: int) -> torch.Tensor:
+def sparse_attention(row: SparseRow, rotated: Tensor, far_query: Callable[[int, slice], Tensor], keys: Tensor, values: Tensor,
+                     sizes: Sequence[tuple[int, int]], last: int, *, scale: float, softcap: float | None, use_kernel: bool
+                     ) -> Tensor:
+    """The prefill of one sequence, ``row``: (queries, H, Dv). ``rotated``: (T, H, D), queries of the batch at their positions;
+    ``far_query``: (b, some of the batch's tokens) -> those as from CHUNK + b * L. Keys and values: (total, Hkv, D or Dv).
+    ``sizes``: numbers of keys and distances of each head. ``last``: queries that choose."""
+    def far(b: int, begin: int, end: int) -> Tensor:
         return far_query(b, slice(row.begin + begin, row.begin + end))
 
     rotated = rotated[row.begin : row.begin + row.queries]
@@ -112,7 +101,7 @@ def sparse_attention(
         attend = functools.partial(attend_triton, listed=listed)
     first = row.total - row.queries
 
-    def state(query: torch.Tensor, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+    def state(query: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
         begin, _, key, end = piece
         return attend(query, keys[key:end], values[key:end], first + begin, key, lines, scale=scale, softcap=softcap)
 
@@ -127,7 +116,7 @@ def sparse_attention(
     return out
 
 
-def _lines(row: SparseRow, rotated: torch.Tensor, far_query: Callable[[int, int, int], torch.Tensor], keys: torch.Tensor,
+def _lines(row: SparseRow, rotated: Tensor, far_query: Callable[[int, int, int], Tensor], keys: Tensor,
            sizes: Sequence[tuple[int, int]], last: int, scale: float, softcap: float | None) -> Lines:
     """What the last queries choose, a few heads at a time."""
     count, heads, total = min(last, row.queries), rotated.shape[1], row.total

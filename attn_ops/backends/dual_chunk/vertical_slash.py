@@ -2,10 +2,8 @@
 
 In long prompts most of a head's weight lies on a few keys, which every query sees (vertical lines of the attention matrix), and
 at a few distances between query and key (slash lines): MInference (Jiang et al., 2024, arXiv:2407.02490). The last queries of a
-prefill are computed over all keys; the keys and the distances that have most of their weight, summed over these queries, are
-what all its queries attend to.
-
-The first KEEP_FIRST keys and the smallest KEEP_NEAR distances are chosen before all others.
+prefill are computed over all keys; the keys and the distances that have most of their weight are what all its queries attend
+to, the first KEEP_FIRST keys and the smallest KEEP_NEAR distances before all others.
 """
 
 from __future__ import annotations
@@ -56,15 +54,9 @@ def choose_lines(keys: torch.Tensor, distances: torch.Tensor, vertical: Sequence
 
 def attend_eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_query: int, first_key: int, lines: Lines, *,
                  scale: float, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition: query at position p sees key at position j <= p iff its head's lines have key j or distance p - j.
-
-    Args:
-        q, k, v: (n, H, D), (m, Hkv, D), (m, Hkv, Dv), of consecutive positions.
-        first_query, first_key: the first of these positions.
-
-    Returns:
-        (n, H, Dv) in q's dtype; (n, H) float32 log-sum-exp, natural logarithm. 0 and -inf for a query that sees no key.
-    """
+    """The definition: query at position p sees key at position j <= p iff its head's lines have key j or distance p - j. q, k,
+    v: (n, H, D), (m, Hkv, D), (m, Hkv, Dv), of consecutive positions from ``first_query`` and ``first_key``. Returns (n, H, Dv)
+    in q's dtype, (n, H) float32 log-sum-exp, natural logarithm; 0 and -inf for a query that sees no key."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.transpose(0, 1).float().repeat_interleave(group, 0) for x in (k, v))
     at = torch.arange(first_key, first_key + k.shape[0], device=q.device)

@@ -1,24 +1,23 @@
 """Backend ``flashinfer``: FlashInfer's decode and prefill kernels, on CUDA.
 
-FlashInfer divides a batch's work among the GPU's processors on the host ("planning"), for all layers of a Group. ``plan``
-does that once per step; the paged op stores the new keys and values and runs the plan. Rows (sequences) of one token at the
-head of a batch go to the decode kernel, all others to the prefill kernel: schedule decodes first. Sinks follow from the
-log-sum-exp, so they need no kernels of their own. Quantized caches are served for long prompts only, whose keys are copied as
-they read back (``contiguous.py``): a decode reads each key once, and a copy would read and write it twice more.
+FlashInfer divides a batch's work among the GPU's processors on the host, for all layers of a Group: ``plan`` does that once per
+step. Sequences of one token at the head of a batch go to the decode kernel, all others to the prefill kernel: schedule decodes
+first. Sinks follow from the log-sum-exp. Quantized caches are served for long prompts only, whose keys are copied as they read
+back (``contiguous.py``): a decode reads each key once, and a copy would read and write it twice more.
 
 Only batches of one token per sequence are captured in CUDA graphs. A graph's kernels read persistent buffers, which ``plan``
-refills before each replay, allocating nothing. See NOTE [Padding]: rows without tokens give zeros, whatever their queries.
+refills before each replay, allocating nothing. See NOTE [Padding]: rows without tokens give zeros.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import (
     AttentionBackend,
     AttentionCapabilities,
@@ -29,46 +28,33 @@ from quire.attn_ops.backend import (
 )
 from quire.attn_ops.backends.flashinfer.modules import begin, ready
 from quire.attn_ops.backends.flashinfer.state import FlashInferState, Group
-from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.metadata import CommonAttentionMetadata
-from quire.attn_ops.step import Step, StepLimits, current_step
-from quire.attn_ops.vendor import ONE_SCALE, missing, no_compiler, too_old
+from quire.attn_ops.step import Step, current_step
+from quire.attn_ops.vendor import ONE_SCALE, no_flashinfer
 
 NAME = "flashinfer"
 
 
-def make_prompts_state(sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> FlashInferState:
-    """The state of a backend that serves prompts beside another."""
-    return FlashInferState(sites, cache, limits, prompts_only=True)
-
-
-def keys_share(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def keys_share(lse: Tensor, sinks: Tensor) -> Tensor:
     """The part of the softmax that sinks (H,) leave to the keys, (T, H), from FlashInfer's lse, a binary logarithm: exp(lse) /
     (exp(lse) + exp(sink)). No keys, no part."""
     return torch.sigmoid(lse * math.log(2) - sinks.float()).nan_to_num(nan=0.0)
 
 
 def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
-    """Plan the step's batch.
-
-    Raises:
-        RuntimeError: the step has no state, or its CUDA graph was not captured, or not for this number of rows.
-        ValueError: the batch is larger than the StepLimits of the state.
-    """
+    """Raises RuntimeError if the step has no state, or its CUDA graph was not captured, or not for this number of rows, and
+    ValueError for a batch larger than the StepLimits of the state."""
     if NAME not in step.states:
         raise RuntimeError("flashinfer: no state; set step.states['flashinfer'] = make_state(sites, cache, limits)")
     step.states[NAME].plan(metadata, step)
 
 
-def paged_attention(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
-    scale: float, window: int | None, softcap: float | None, chunk: int | None,
-) -> torch.Tensor:
-    """Store k and v, then run the step's plan."""
+def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                    v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                    seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
+                    softcap: float | None, chunk: int | None) -> Tensor:
     if chunk is not None:
         raise UnsupportedAttention("the flashinfer backend has no chunked attention")
     step = current_step()
@@ -106,8 +92,7 @@ def paged_attention(
 def available(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"runs on cuda, not {device.type}"
-    return (missing("flashinfer", "pip install 'quire[flashinfer]'") or too_old("flashinfer-python", "0.6.18")
-            or no_compiler("flashinfer", "flashinfer-jit-cache"))
+    return no_flashinfer("0.6.18", "pip install 'quire[flashinfer]'")
 
 
 BACKEND = AttentionBackend(
@@ -122,7 +107,7 @@ BACKEND = AttentionBackend(
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
     make_state=FlashInferState,
     plan=plan, plans_windows=True,
-    prefill=PrefillPart(ready, make_prompts_state, begin, QUANTIZED_KV_DTYPES),
+    prefill=PrefillPart(ready, functools.partial(FlashInferState, prompts_only=True), begin, QUANTIZED_KV_DTYPES),
     priority={"cuda": 20},
     packages=("flashinfer-python", "triton"),
 )

@@ -26,13 +26,9 @@ DIM = 128  # the head dim of both files: others stay with the pages until they a
 
 
 class Contiguous:
-    """A plan that is run as one for pages is: copies, then attends.
-
-    Args:
-        wrapper: FlashInfer's BatchPrefillWithRaggedKVCacheWrapper, planned.
-        block_table: (B, W) of the sequences.  kv_starts: (B + 1,) int32, device, where the keys of each begin.
-        num_keys: of all of them.  heads_first: whether ``run`` gets pages of (Hkv, page, D).
-    """
+    """A plan that is run as one for pages is: copies, then attends. ``wrapper``: FlashInfer's
+    BatchPrefillWithRaggedKVCacheWrapper, planned. ``block_table``: (B, W); ``kv_starts``: (B + 1,) int32, device, where the
+    keys of each sequence begin; ``num_keys``: of all; ``heads_first``: whether ``run`` gets pages of (Hkv, page, D)."""
 
     def __init__(self, wrapper: Any, block_table: torch.Tensor, kv_starts: torch.Tensor, num_keys: int, heads_first: bool
                  ) -> None:
@@ -41,7 +37,6 @@ class Contiguous:
 
     def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor],
             scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None), **options: Any) -> Any:
-        """Like the ``run`` of FlashInfer's wrapper for pages. ``scales``: of a quantized cache."""
         k, v = (x.transpose(1, 2) if self.heads_first else x for x in pages)
         copied = host.kernel_module("kernels.gather_kv").gather_kv(
             Caches(k, v, *scales), self.block_table, self.kv_starts, self.num_keys, q.dtype, padded=False)
@@ -85,6 +80,3 @@ def plan(wrapper: Any, metadata: CommonAttentionMetadata, first: int, rows: int,
     on_device = host.kernel_module("kernels.gather_kv").kv_starts(
         metadata.query_start_loc[first : rows + 1], metadata.seq_lens[first:rows])
     return Contiguous(wrapper, metadata.block_table_tensor[first:rows], on_device, int(seq_lens.sum()), heads_first)
-
-
-__all__ = ["Contiguous", "lengths", "parts", "plan", "spares"]

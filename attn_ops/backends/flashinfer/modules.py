@@ -34,8 +34,6 @@ _builds: dict[tuple[Module, ...], Build] = {}
 
 
 class Module(NamedTuple):
-    """What FlashInfer compiles one module for."""
-
     kernels: str
     dtype: str
     dim: int
@@ -176,6 +174,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-__all__ = ["Build", "HOPPER", "Module", "begin", "described", "ready", "up_to_date"]

@@ -27,16 +27,14 @@ def gather_pages(block_table, table, indices, row_stride, table_stride,  # type:
     tl.store(indices + begin + i, page, mask=live)
 
 
-def page_table(
-    seq_lens: np.ndarray, query_lens: np.ndarray, page_size: int, window: int | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def page_table(seq_lens: np.ndarray, query_lens: np.ndarray, page_size: int, window: int | None
+               ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """FlashInfer's page table of a batch, on the host: (B,) lengths -> (indptr, last_page_len, first_page).
 
     ``indptr`` (B + 1,): prefix sums of the pages each row reads; ``last_page_len`` (B,): tokens on its last page;
-    ``first_page`` (B,): column of ``block_table`` where its pages start. Pages wholly before the window of a row's
-    first query are left out: FlashInfer counts positions from a row's end, so no mask changes. A row without tokens has one
-    page with none on it: the kernels give zeros where there are no keys, but the planner of the decode kernel counts rows
-    without pages as free, and then assigns more work than it has room for.
+    ``first_page`` (B,): column of ``block_table`` where its pages start. Pages wholly before the window of a row's first query
+    are left out: FlashInfer counts positions from a row's end, so no mask changes. A row without tokens has one page with none
+    on it: the planner of the decode kernel counts rows without pages as free, and then assigns more work than it has room for.
     """
     pages = np.maximum((seq_lens + page_size - 1) // page_size, 1)
     first = np.zeros_like(pages)
@@ -54,11 +52,9 @@ def leading_decodes(query_start_loc: np.ndarray) -> int:
 
 
 class PageTable:
-    """The page tables of the current batch for one window, at fixed addresses.
-
-    ``host`` (pinned) and ``device`` are (4, rows + 1) int32: indptr, last_page_len, first_page, and the start of each row's
-    queries, counted from the first prefill token. ``indices`` (pages,) int32 holds the page numbers.
-    """
+    """The page tables of the current batch for one window, at fixed addresses: ``host`` (pinned) and ``device`` (4, rows + 1)
+    int32, indptr, last_page_len, first_page, and the start of each row's queries, counted from the first prefill token;
+    ``indices`` (pages,) int32, the page numbers."""
 
     def __init__(self, limits: StepLimits, device: torch.device) -> None:
         rows = max(1, limits.max_num_seqs)
@@ -84,6 +80,3 @@ class PageTable:
             self.device.copy_(self.host, non_blocking=True)
             gather_pages[(rows, triton.cdiv(longest, BLOCK))](
                 block_table, self.device, self.indices, block_table.stride(0), self.device.stride(0), BLOCK=BLOCK)
-
-
-__all__ = ["BLOCK", "PageTable", "gather_pages", "leading_decodes", "page_table"]

@@ -43,11 +43,9 @@ class Group(NamedTuple):
                 "sm_scale": self.scale, "q_data_type": self.dtype, "kv_data_type": self.dtype}
 
     def workspace_bytes(self, rows: int, processors: int) -> int:
-        """Room for the partial results of the worst plan: (H, tiles, queries per tile, D + 1) float32.
-
-        A tile is 16, 64 or 128 queries, each of the H // Hkv heads that share a key head counting as one. An eager plan has as
-        many tiles as run at once, two per processor; one for a CUDA graph has as many as its rows need, if more.
-        """
+        """Room for the partial results of the worst plan: (H, tiles, queries per tile, D + 1) float32. A tile is 16, 64 or 128
+        queries, each of the H // Hkv heads that share a key head counting as one. An eager plan has as many tiles as run at
+        once, two per processor; one for a CUDA graph has as many as its rows need, if more."""
         packed, wide = self.heads // self.kv_heads, 64 if self.dim >= 256 else 128
         tile = 16 if packed <= 16 else 64 if packed <= 64 else wide
         resident = max(1, 2 * processors // self.kv_heads)
@@ -216,6 +214,3 @@ class FlashInferState:
             self._add(group)
             self._plan_group(group)
         return self.planned[group]
-
-
-__all__ = ["FlashInferState", "Group"]

@@ -26,9 +26,9 @@ SHAPE = LinearShape(32, 64, True, False, False, torch.float16)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "_COLD", 0)  # two weights do
-    tuning.reload()
+    tuning.known.cache_clear()
     yield tmp_path
-    tuning.reload()
+    tuning.known.cache_clear()
 
 
 class Timer:
@@ -52,7 +52,7 @@ def test_measured_once_and_kept() -> None:
     for tokens in (1, 2, 8, 16, 17, 32):
         assert config_for(tokens, 32, 64, False, CPU) == CANDIDATES[tokens == 1][1]
     assert tune([SHAPE], CPU, timer=timer) == 0 and timer.calls == 12
-    tuning.reload()  # as in another process
+    tuning.known.cache_clear()  # as in another process
     assert config_for(1, 32, 64, False, CPU) == CANDIDATES[True][1] and not missing([SHAPE], CPU)
 
 
@@ -82,7 +82,7 @@ def test_what_was_measured_is_launched(codes: torch.dtype | None) -> None:
     for tokens in (1, 8):
         (call,) = tuning.arguments(shape, tokens, CPU, 1)
         for config in tuning.candidates(tokens, shape):
-            tuning.reload()
+            tuning.known.cache_clear()
             launch_config.known(CPU)[key(tokens, shape.n, shape.k, False, codes)] = list(config)
             with recording() as launched:
                 small_linear_cuda(*call)
@@ -101,7 +101,7 @@ def test_what_is_compiled_ahead_is_what_measuring_launches() -> None:
 
 
 def test_nothing_to_measure_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning.reload()
+    tuning.known.cache_clear()
     monkeypatch.setitem(sys.modules, "triton", None)
     assert tune([], CPU) == 0
 
@@ -151,7 +151,7 @@ def test_a_file_that_cannot_be_read(text, caplog) -> None:
         assert len(missing([SHAPE], CPU)) == 3
     assert "are ignored" in caplog.text
     tune([SHAPE], CPU, timer=Timer(9.0, 5.0))
-    tuning.reload()
+    tuning.known.cache_clear()
     assert not missing([SHAPE], CPU)
 
 
@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, folder
 def test_other_devices_and_versions_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     tune([SHAPE], CPU, timer=Timer(9.0, 5.0))
     monkeypatch.setattr(launch_config, "device_key", lambda device: "another GPU, triton 9")
-    tuning.reload()
+    tuning.known.cache_clear()
     assert len(missing([SHAPE], CPU)) == 3
     tune([SHAPE], CPU, timer=Timer(1.0, 5.0))
     assert len(json.loads(STORE.user_file.read_text())["devices"]) == 2

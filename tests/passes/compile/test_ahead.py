@@ -314,7 +314,7 @@ def test_a_failure_is_left_to_the_launch(caplog: pytest.LogCaptureFixture, tmp_p
 def test_shapes_to_measure(workers: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every candidate's kernel is compiled while the layers are, unless the best is known, or nothing is to be measured."""
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    tuning.reload()
+    tuning.known.cache_clear()
     shape = LinearShape(48, 64, True, False, False, torch.float16)
     ahead = CompileAhead([], TARGET, 1)
     monkeypatch.setenv("QUIRE_TUNE", "0")
@@ -329,7 +329,7 @@ def test_shapes_to_measure(workers: list[Any], monkeypatch: pytest.MonkeyPatch, 
     tuning.tune([shape], CPU, timer=lambda run, calls: 1.0)
     ahead.start_tuning({shape}, CPU)
     assert len(workers) == started
-    tuning.reload()
+    tuning.known.cache_clear()
 
 
 def test_what_fails_here_does_not_fail_a_start(workers: list[Any], monkeypatch: pytest.MonkeyPatch,
