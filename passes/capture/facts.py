@@ -68,11 +68,8 @@ class Check(NamedTuple):
 
 
 def checks(guards: Iterable[Any], scope: Mapping[str, Any]) -> list[Check]:
-    """The guards of a trace, as ``guard_filter_fn`` gets them, with the facts of now. ``scope``: of their expressions.
-
-    Raises:
-        NotPortable: a guard has no fact that means the same in another process.
-    """
+    """The guards of a trace, as ``guard_filter_fn`` gets them, with the facts of now. ``scope``: of their expressions. Raises
+    NotPortable if one has no fact that means the same in another process."""
     found: dict[tuple[str, str, Any], Check] = {}
     _class_digest.cache_clear()
     for guard in guards:
@@ -121,8 +118,7 @@ def _argument(guard: Any, name: str) -> Any:
 
 
 def _attribute(guard: Any) -> tuple[str, str]:
-    """Whose attribute a guard HASATTR is about, and its name. In torch 2.11 the guard is on the attribute, which may not be
-    there."""
+    """Whose attribute a guard HASATTR is about, and its name. In torch 2.11 the guard is on the attribute itself."""
     source = guard.orig_guard.originating_source
     if getattr(guard.orig_guard.create_fn, "keywords", None):
         return guard.name, _argument(guard, "attr")
@@ -220,11 +216,8 @@ def _cell(cell: types.CellType) -> Any:
         held = cell.cell_contents
     except ValueError:
         return "empty"
-    # The code of a function that a decorator wraps. Not more: functions may hold each other.
-    return ("function", _code_digest(held.__code__)) if isinstance(held, types.FunctionType) else _shallow(held)
-
-
-def _shallow(held: Any) -> Any:
+    if isinstance(held, types.FunctionType):  # that a decorator wraps. Its code, not more: functions may hold each other
+        return "function", _code_digest(held.__code__)
     return fact(held) if type(held) in _PLAIN else _name(type(held))
 
 
@@ -257,8 +250,8 @@ def _class_digest(cls: type) -> str:
 
 def environment(device: torch.device) -> str | None:
     """The state of this process and thread that Dynamo guards, the versions of what traces, and what a forward on ``device``
-    may ask about the machine, which Dynamo makes constants. None while a mode of PyTorch or a hook of all modules is active,
-    for which Dynamo has no guard: nothing is kept or taken then."""
+    may ask about the machine. None while a mode of PyTorch or a hook of all modules is active, for which Dynamo has no guard:
+    nothing is kept or taken then."""
     from torch.overrides import _len_torch_function_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 

@@ -3,8 +3,7 @@
 A file holds the graph as Dynamo gave it, and the facts that it follows from (``passes/capture/facts.py``): every guard of the
 trace, the source files of the code that was traced, versions and state of PyTorch. All are compared before the graph is taken;
 whatever differs, cannot be compared, or fails means that the model is traced. The graph's fake values are computed again, and
-must be those of the trace, as must be the guards on sizes. Everything after the trace (verification, fusions, compilation, the
-comparison with the model's own forward at the start of an engine) runs as if Dynamo had just traced it.
+must be those of the trace, as must be the guards on sizes. Everything after the trace runs as if Dynamo had just traced it.
 
 On GPUs; QUIRE_TRACE_CACHE=0 turns it off, =1 on everywhere. Files are pickles in ``cache_folder()``, which must be the user's
 own, as Inductor's cache must.
@@ -58,9 +57,7 @@ class _Node(NamedTuple):
 
 @dataclass(frozen=True)
 class _At:
-    """Stands for the node of that number."""
-
-    index: int
+    index: int  # of the node that it stands for
 
 
 class Taken(NamedTuple):
@@ -77,22 +74,15 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptTrace:
-    """A graph and what it follows from. See the module's docstring.
-
-    Attributes:
-        modules: digests of the source files of the Python modules whose code was traced, by their names.
-        imports: Dynamo's names of modules among the globals, and the modules' own.
-        reads: of ``Reads.stored``.
-        guards: conditions on sizes that the trace met.
-    """
+    """A graph and what it follows from. See the module's docstring."""
 
     environment: str
-    modules: dict[str, str]
-    imports: dict[str, str]
+    modules: dict[str, str]  # digests of the source files of the Python modules whose code was traced, by their names
+    imports: dict[str, str]  # Dynamo's names of modules among the globals, and the modules' own
     checks: list[Check]
-    reads: Any
+    reads: Any  # of ``Reads.stored``
     nodes: list[_Node]
-    guards: frozenset[str]
+    guards: frozenset[str]  # conditions on sizes that the trace met
 
     def stale(self, scope: Mapping[str, Any], model: torch.nn.Module) -> str | None:
         """What differs now, or None. ``scope``: for the expressions of the trace, with what they mean now."""
@@ -157,8 +147,8 @@ class KeptTrace:
 
 
 def _context(real: torch.Tensor, dynamic: Sequence[bool]) -> Any:
-    """Which sizes of an input are symbols, as Dynamo says it. Of a view's base none are: a symbol more would give those that
-    come later other names, under which no compilation of an earlier start is found."""
+    """Which sizes of an input are symbols, as Dynamo says it. Of a view's base none: a symbol more would give the later ones
+    other names, under which no compilation of an earlier start is found."""
     base = real._base
     return StatelessSymbolicContext(
         dynamic_sizes=[DimDynamic.DYNAMIC if each else DimDynamic.STATIC for each in dynamic],
@@ -184,7 +174,15 @@ def _node(node: fx.Node, at: Mapping[fx.Node, int]) -> _Node:
     if node.op in ("get_attr", "call_module"):
         raise NotPortable(f"{node.name}: a part of the graph is in an attribute")
     target = node.target if isinstance(node.target, str) else _reference(node.target)
-    args, kwargs = _mapped(lambda a: _At(at[a]) if isinstance(a, fx.Node) else _constant(a), node.args, node.kwargs)
+
+    def kept(x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            return _At(at[x])
+        if x is None or x is ... or isinstance(x, (bool, int, float, complex, str, *TORCH_VALUES)):
+            return x
+        raise NotPortable(f"an argument of type {type(x).__name__}")
+
+    args, kwargs = _mapped(kept, node.args, node.kwargs)
     stack = node.meta.get("nn_module_stack")
     source = source_of(node) if node.op == "placeholder" else None
     return _Node(node.name, node.op, target, args, kwargs, list(stack.values())[-1][0] if stack else "",
@@ -195,18 +193,13 @@ def _mapped(change: Callable[[Any], Any], *arguments: Any) -> list[Any]:
     return [fx.node.map_aggregate(each, change) for each in arguments]
 
 
-def _constant(x: Any) -> Any:
-    if x is None or x is ... or isinstance(x, (bool, int, float, complex, str, *TORCH_VALUES)):
-        return x
-    raise NotPortable(f"an argument of type {type(x).__name__}")
-
-
 def _summary(x: Any) -> Any:
     """What the trace says of a value, to compare: metadata of tensors, expressions of sizes. Raises NotPortable."""
     if isinstance(x, torch.Tensor):
         kind = isinstance(x, torch.nn.Parameter), type(x).__name__.replace("Parameter", "FakeTensor")  # and of which subclass
-        return _Tensor(kind, tuple(map(_size, x.shape)), tuple(map(_size, x.stride())), x.dtype, str(x.device),
-                       x.requires_grad)
+        sizes, strides = (tuple(_text(n.node.expr) if isinstance(n, torch.SymInt) else n for n in of)
+                          for of in (x.shape, x.stride()))
+        return _Tensor(kind, sizes, strides, x.dtype, str(x.device), x.requires_grad)
     if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return _Size(str(x))
     if isinstance(x, (list, tuple)):
@@ -214,10 +207,6 @@ def _summary(x: Any) -> Any:
     if x is None or isinstance(x, (bool, int, float, str, torch.dtype, torch.device, torch.Size)):
         return x
     raise NotPortable(f"a value of type {type(x).__name__}")
-
-
-def _size(size: Any) -> Any:
-    return _text(size.node.expr) if isinstance(size, torch.SymInt) else size
 
 
 _text = functools.lru_cache(maxsize=4096)(str)
@@ -284,8 +273,7 @@ def _quire_digest() -> str:
 
 @contextlib.contextmanager
 def _unless_it_fails() -> Iterator[None]:
-    """What fails inside, for whatever reason (an odd object among what was read, a full disk), is logged: the trace is good,
-    and is not kept."""
+    """What fails inside (an odd object among what was read, a full disk) is logged: the trace is good, and is not kept."""
     try:
         yield
     except Exception as error:
@@ -293,13 +281,8 @@ def _unless_it_fails() -> Iterator[None]:
 
 
 class TraceFile:
-    """Where the trace of a model is kept, if it is.
-
-    Args:
-        model: as it is about to be traced, in the state of the process that the trace will meet.
-        local: the arguments of the traced method.
-        more: what else the trace depends on.
-    """
+    """Where the trace of a model is kept, if it is. ``model``: as it is about to be traced, in the state of the process that
+    the trace will meet. ``local``: the arguments of the traced method. ``more``: what else the trace depends on."""
 
     def __init__(self, model: torch.nn.Module, local: Mapping[str, Any], *more: Any) -> None:
         self._model, self._local = model, local
@@ -331,8 +314,7 @@ class TraceFile:
             self._nodes = [_node(node, at) for node in gm.graph.nodes]
 
     def note_guards(self, guards: Sequence[Any], owner: Any, scope: Mapping[str, Any]) -> None:
-        """Note what the trace of a method of ``owner`` read: ``guards`` as ``guard_filter_fn`` gets them, ``scope`` its
-        globals."""
+        """Note what the trace of a method of ``owner`` read. Arguments: of ``Reads.add``."""
         with _unless_it_fails():
             self._checks = checks(guards, self._scope(owner, scope, {}))
 
@@ -356,7 +338,7 @@ class TraceFile:
                 old.unlink(missing_ok=True)
 
     def take(self, owner: Any, scope: Mapping[str, Any]) -> Taken | None:
-        """The graph that is kept for the model as it is, or None. Arguments: of ``note``."""
+        """The graph that is kept for the model as it is, or None. Arguments: of ``note_guards``."""
         try:
             kept = pickle.loads(self.path.read_bytes())
             if not isinstance(kept, KeptTrace):
@@ -373,8 +355,7 @@ class TraceFile:
         return None
 
     def _scope(self, owner: Any, scope: Mapping[str, Any], imports: Mapping[str, str]) -> dict[str, Any]:
-        """Names in the expressions of a trace: arguments, and globals, to which Dynamo adds modules and the built-in
-        functions."""
+        """Names in the expressions of a trace: arguments, and globals, to which Dynamo adds modules and built-in functions."""
         local = {"self": owner, **self._local}
         modules = {name: sys.modules[module] for name, module in imports.items()}
         return {**local, "L": local, "G": {**scope, **modules, "__builtins_dict___0": vars(builtins)}}

@@ -1,8 +1,7 @@
 """A whole model traced once, so that an engine can run it on ragged batches of any shape.
 
-The engine, ``quire.explain`` and ``PagedKVCache.for_model`` share ``PagedModel``: it picks the route (attention interface or
-raised F.sdpa), traces with Dynamo, verifies and, with a page size, compiles. The interfaces of attention and experts are
-switched over only while tracing.
+``PagedModel`` picks the route (attention interface or raised F.sdpa), traces with Dynamo, verifies and, with a page size,
+compiles. The interfaces of attention and experts are switched over only while tracing.
 """
 
 from __future__ import annotations
@@ -63,11 +62,9 @@ class PagedModel:
         model: a transformers causal LM, or any module whose forward takes ``input_ids`` (1, T) and ``position_ids`` (1, T) and
             returns logits (1, T, V), as a tensor, first in a tuple, or as ``.logits``.
         options: with ``page_size`` set the graph is compiled here, else at the first step.
-        draws: the graph also draws the tokens of rows with a temperature (``attn_ops/ops/sampling.py``): worthwhile on CUDA or
-            compiled, where that is one pass over the logits.
+        draws: the graph also draws the tokens of rows with a temperature (``attn_ops/ops/sampling.py``).
         ahead: starts on the kernels of the graph while it is compiled; the caller waits for it.
-        adapters: names of PEFT's LoRA adapters, of which each token has its own (``passes/capture/lora.py``); None: those that
-            are active, for all.
+        adapters: of PEFT's LoRA, of which each token has its own (``passes/capture/lora.py``); None: the active ones, for all.
         as_it_is: modules in training mode are traced in it, as they will run.
 
     Raises:
@@ -146,7 +143,7 @@ class PagedModel:
         # Else Dynamo makes a symbol of every number that differs from the model traced before (its scale, its window).
         static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
         adapters = adapters_per_token(self.model, self.adapters)
-        call = _call(ids, positions, keep, sampling)
+        call = {"input_ids": ids, "position_ids": positions, "logits_indices": keep, "sampling": sampling}
         with route, experts_active(self.model), adapters as self._kept, static, torch.no_grad(), without_backward(self.model):
             self._disk = None if self.adapters else TraceFile.of(self.model, call, by_interface, len(sampling))
             taken = self._take(scope)
@@ -173,8 +170,7 @@ class PagedModel:
         return self._run_kept if taken else compiled
 
     def _take(self, scope: Mapping[str, Any]) -> bool:
-        """Take the graph of the model from the disk, if it is there. What is wrong with it is not what is wrong with the model:
-        then that is traced."""
+        """Take the graph of the model from the disk, if it is there and good."""
         found = None if self._disk is None else self._disk.take(self, scope)
         if found is None:
             return False
@@ -196,7 +192,8 @@ class PagedModel:
                   *sampling: torch.Tensor) -> Any:
         """Stands for the traced ``_forward``, with a graph from the disk."""
         assert self._read_call is not None
-        return self._run(*self._read_call({"self": self, **_call(input_ids, position_ids, logits_indices, sampling)}))
+        return self._run(*self._read_call({"self": self, "input_ids": input_ids, "position_ids": position_ids,
+                                           "logits_indices": logits_indices, "sampling": sampling}))
 
     def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor,
                  *sampling: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,8 +288,7 @@ class PagedModel:
         return select_latent_or_dense(self.options.attention, self.sites, device=device, page_size=page_size)
 
     def check_sizes(self, num_tokens: int, num_reqs: int) -> None:
-        """Check that the compiled graphs can run a step of that size. Raises ValueError if the compiler assumed smaller steps:
-        it gives the condition."""
+        """Raises ValueError, which gives the condition, if a compiled graph assumes smaller steps."""
         known = {"tokens": num_tokens, "rows": num_reqs}
         for assumed in self.graph.assumed:
             condition = assumed.broken({symbol: known[role] for symbol, role in assumed.roles.items() if role in known})
@@ -311,8 +307,7 @@ class PagedModel:
             sampling: Sequence[torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """As a call, and also the tokens (B,) int64: argmax for greedy rows (the first if several), -1 where logits are NaN.
         ``sampling``: temperature (B,) float32, seed (B,) int64 and position (B,) int64 of the token to draw; None: all rows are
-        greedy. Needs ``draws``. Raises ValueError for ``sampling`` without ``draws``, RuntimeError after
-        ``close``."""
+        greedy. Raises ValueError for ``sampling`` without ``draws``, RuntimeError after ``close``."""
         if sampling is not None and not self.draws:
             raise ValueError("this PagedModel was traced with draws=False: its graph takes greedy tokens only")
         if self._closed:
@@ -351,12 +346,6 @@ class PagedModel:
         self._closed = True
         if self._graph is not None:
             self._graph.restore()
-
-
-def _call(input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor, sampling: tuple[Any, ...]
-          ) -> dict[str, Any]:
-    """The arguments of ``_forward`` by name."""
-    return {"input_ids": input_ids, "position_ids": position_ids, "logits_indices": logits_indices, "sampling": sampling}
 
 
 def _logits_of(out: Any) -> torch.Tensor:

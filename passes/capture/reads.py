@@ -20,7 +20,7 @@ _ABSENT, _KEYS = "NOT_PRESENT_IN_GENERIC_DICT", ("DICT_KEYS", "MAPPING_KEYS", "S
 
 
 class Reads:
-    """What a trace read. ``names``: every attribute name and key."""
+    """What a trace read. ``names``: every attribute name and key in the sources and arguments of its guards."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -31,10 +31,9 @@ class Reads:
     def add(self, guards: Iterable[Any], owner: Any, scope: Mapping[str, Any]) -> None:
         """Note the guards of a trace, as ``guard_filter_fn`` gets them. ``owner``: ``self`` of the traced method. ``scope``:
         its globals, to which Dynamo adds the modules that the trace read."""
-        guards = list(guards)
-        self.names |= names_read(guards)
         self._scope = {"self": owner, "G": scope}
         for guard in guards:
+            self.names |= _arguments(guard) | set(re.findall(r"[A-Za-z_]\w*", guard.name))
             source = re.sub(r"L\['self'\]", "self", guard.name)
             source = source.replace(".__dict__['_modules']", "._modules")  # through a ``__getattr__`` of PEFT's
             if not source or _OF_MODULE.fullmatch(source) or _OURS.match(source):
@@ -109,15 +108,6 @@ def is_code_of(function: Any, *packages: str) -> bool:
             return False
         function = getattr(function, "__wrapped__", None)
     return True
-
-
-def names_read(guards: Iterable[Any]) -> set[str]:
-    """Every attribute name and key in the guards' sources and arguments. ``guards``: as ``guard_filter_fn`` gets them."""
-    found: set[str] = set()
-    for guard in guards:
-        found.update(re.findall(r"[A-Za-z_]\w*", guard.name))
-        found |= _arguments(guard)
-    return found
 
 
 def _arguments(guard: Any) -> set[str]:

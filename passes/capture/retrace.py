@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import re
 import types
 import weakref
@@ -56,9 +55,8 @@ class TracedCall:
     length of its rows; None if no argument is one."""
 
     def __init__(self, code: types.CodeType, scope: dict[str, Any], names: dict[str, Any]) -> None:
-        self.code = code
+        self.code, self._scope = code, scope
         self.tokens: int | None = None
-        self._scope = scope
         self._rows: dict[int, _Row] = {}
         self._names = {name: self._weak(x) for name, x in names.items()}
 
@@ -106,8 +104,7 @@ class TracedCall:
 
     def trace(self, backend: Callable[[fx.GraphModule, Sequence[Any]], None], model: torch.nn.Module | None = None) -> None:
         """Trace the call on a longer row, and hand the graph and its inputs to ``backend``. ``model``: with the attention and
-        experts of this transformers model by quire's functions. Raises UnsupportedAttention if the user chose the attention of
-        ``model``."""
+        experts of this transformers model by quire's functions. Raises UnsupportedAttention if the user chose its attention."""
         made: dict[_Row, Any] = {}
 
         def real(x: Any) -> Any:
@@ -174,7 +171,7 @@ class AnyLength:
                 for dim, size in enumerate(x.shape if isinstance(x, torch.Tensor) else ()):
                     sizes.setdefault(str(size), (len(self._read) - 1, dim))
             elif isinstance(x, torch.SymInt):
-                self._read.append(functools.partial(self._size, sizes, str(x)))
+                self._read.append(lambda args, of=str(x): self._read[sizes[of][0]](args).shape[sizes[of][1]])
             else:
                 raise self._different(f"it also reads {name}")
         known = {source_name(node): value(node) for node in placeholders(gm.graph)}
@@ -214,10 +211,6 @@ class AnyLength:
 
         return read
 
-    def _size(self, sizes: dict[str, tuple[int, int]], symbol: str, args: Sequence[Any]) -> int:
-        index, dim = sizes[symbol]
-        return self._read[index](args).shape[dim]
-
     def _match(self, static: fx.GraphModule, gm: fx.GraphModule, length: str) -> list[list[int]]:
         """For each output, its dimensions over tokens, which are ``length`` there. Raises UnsupportedAttention."""
         ours, theirs = (g.graph.output_node().args[0] for g in (gm, static))
@@ -251,8 +244,7 @@ class AnyLength:
 
     def compare(self, static: fx.GraphModule, gm: fx.GraphModule, args: Sequence[Any]) -> None:
         """Run both graphs, unpaged, on the inputs of a call of ``static``: a model may branch on the length of its row, and
-        Dynamo takes lengths other than 1 for granted where it makes a graph for any. Raises UnsupportedAttention if they give
-        different numbers."""
+        Dynamo takes lengths other than 1 for granted in a graph for any. Raises UnsupportedAttention if the numbers differ."""
         with torch.no_grad():
             own, other = (contextvars.Context().run(g.forward, *_copies(g, given))  # with no step in progress
                           for g, given in ((static, args), (gm, self.inputs(args))))

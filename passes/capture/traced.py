@@ -54,14 +54,9 @@ class Run(NamedTuple):
 
 @dataclass
 class CompiledGraph:
-    """A graph compiled for one backend, cache format and set of fusions.
-
-    Attributes:
-        run: for all steps that the others do not serve.
-        small: for at most MAX_TOKENS tokens.
-        last: for steps whose metadata say which tokens' logits are wanted, those of the input number ``wanted``
-            (``passes/rewrite/last_rows.py``).
-    """
+    """A graph compiled for one backend, cache format and set of fusions. ``small``: for at most MAX_TOKENS tokens. ``last``:
+    for steps whose metadata say which tokens' logits are wanted (``passes/rewrite/last_rows.py``), those of the input number
+    ``wanted``. ``run``: for all others."""
 
     lowered: Lowered
     selection: Selection
@@ -79,7 +74,7 @@ class CompiledGraph:
         return all(run.fused.hold(args) for run in self.runs)
 
     def __call__(self, step: Step, tokens: int | None, args: Sequence[Any]) -> Any:
-        """Run in ``step`` with the inputs of the traced graph; ``tokens``: their number, None if unknown."""
+        """Run in ``step`` with the inputs of the traced graph, for ``tokens`` tokens (None: unknown)."""
         lowered, wanted = self.lowered, step.metadata.logits_indices_padded
         ensure_planned(step, lowered.target.backend, list(lowered.sites))
         step.served.update(site.layer for site in lowered.sites)
@@ -103,14 +98,9 @@ class TracedGraph:
     Args:
         gm: as Dynamo gave it; never changed.  inputs: real values of its placeholders. See NOTE [Not kept alive].
         weights: made by fusions; graphs of one model share them.
-        config: of a transformers model, to verify against; None for any other module.
-        any_shape: the graph will run for batches of any shape, without guards.
-        ahead: compiles kernels of the lowered graph in other processes.  row_data: see ``raise_graph``.
+        config, any_shape, row_data: see ``raise_graph``.  ahead: compiles kernels of the lowered graph in other processes.
         by_hand: it serves steps by hand, as it does unless ``any_shape``.
         call: what Dynamo is tracing. It is traced again for steps that this graph cannot serve: ``passes/capture/retrace.py``.
-
-    Attributes:
-        compilations: by (backend, page size, KV dtype, layout, with fusions, latent, shared).
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: QuireOptions, weights: FusedWeights, *,
@@ -119,7 +109,7 @@ class TracedGraph:
         self.gm, self.options, self.weights = gm, options, weights
         self._by_hand = not any_shape if by_hand is None else by_hand
         self.config, self.any_shape, self.ahead, self.row_data = config, any_shape, ahead, row_data
-        self.compilations: dict[Any, CompiledGraph] = {}
+        self.compilations: dict[Any, CompiledGraph] = {}  # by what ``compiled`` makes them for
         note_breaks(gm)
         note_changes(gm)
         self._inputs = [weakref.ref(x) if isinstance(x, torch.Tensor) and is_module_tensor(n) else x
@@ -136,12 +126,15 @@ class TracedGraph:
         step = current_step()
         if step is not None:
             return self.run_paged(step, *args)
-        if self._plain is None:
-            self._plain = self._compile_plain()
+        if self._plain is None and self.options.compiler == "eager":
+            self._plain = self.gm.forward
+        elif self._plain is None:
+            # Its own guards: this may be long after tracing. Sizes that were found to vary are not made constants again.
+            varies = any(isinstance(x, torch.SymInt) for x in self.inputs)
+            self._plain = torch.compile(copy_graph(self.gm), backend="inductor", dynamic=True if varies else None)
         return self._plain(*args)
 
     def run_paged(self, step: Step, *args: Any) -> Any:
-        """Run in ``step``."""
         if self._other is not None:
             graph, adapter = self._other
             check_step(step, adapter.num_tokens(args))
@@ -166,12 +159,12 @@ class TracedGraph:
 
     @property
     def static(self) -> bool:
-        """Whether steps run another graph, since this one is for rows of one length."""
+        """Whether this graph is for rows of one length, so that steps run another."""
         return self._static and self._call is not None and self._call.tokens is not None
 
     def prepare(self, step: Step) -> None:
-        """Compile for ``step`` while Dynamo traces, so that errors are errors of the compilation; unless another graph will
-        run, which is traced at the first call. Raises UnsupportedAttention as ``compiled``."""
+        """Compile for ``step`` while Dynamo traces, so that errors are errors of the compilation; not where another graph will
+        run, which is traced at the first call. Raises UnsupportedAttention."""
         if self.static:
             return
         try:
@@ -215,22 +208,10 @@ class TracedGraph:
                                        "least 2 tokens (metadata.padded), or use quire.Engine")
         return found[0]
 
-    def _compile_plain(self) -> Callable[..., Any]:
-        if self.options.compiler == "eager":
-            return self.gm.forward
-        # Its own guards: this may be long after tracing. Sizes that were found to vary are not made constants again.
-        varies = any(isinstance(x, torch.SymInt) for x in self.inputs)
-        return torch.compile(copy_graph(self.gm), backend="inductor", dynamic=True if varies else None)
-
     @property
     def inputs(self) -> list[Any]:
         """Real values of the placeholders; None for freed parameters and buffers."""
         return [x() if isinstance(x, weakref.ref) else x for x in self._inputs]
-
-    @property
-    def module_tensors(self) -> list[torch.Tensor]:
-        """The parameters and buffers among the inputs that are still there."""
-        return [t for x in self._inputs if isinstance(x, weakref.ref) and (t := x()) is not None]
 
     @functools.cached_property
     def _raised(self) -> tuple[fx.GraphModule, list[AttentionSite]]:
@@ -285,8 +266,8 @@ class TracedGraph:
 
     def compiled(self, step: Step | None = None, fusions: bool = True) -> CompiledGraph:
         """The graph compiled for ``step``, or without one for the options. ``fusions`` False: for parameters that are not the
-        fused ones. Raises UnsupportedAttention if no backend, or not the chosen one, can serve the graph, ValueError if the
-        options and the step's cache differ."""
+        fused ones. Raises UnsupportedAttention if no backend, or not the chosen one, can serve it, ValueError if the options
+        and the step's cache differ."""
         target, selection = self._target(step)
         key = (target.backend.name, target.page_size, target.kv_dtype or self.sites[0].dtype, target.layout, fusions,
                target.latent, target.shared)
@@ -349,8 +330,7 @@ class TracedGraph:
 
     def lowered(self, target: LoweringTarget, fusions: str | Sequence[str], small: bool = False, last_rows: bool = False
                 ) -> tuple[Lowered, FusedInputs]:
-        """Lowered and fused, not compiled. ``small``: the graph for at most MAX_TOKENS tokens. ``last_rows``: see
-        ``lower_graph``."""
+        """Lowered and fused, not compiled. ``small``, ``last_rows``: see ``lower_graph``."""
         return lower_graph(self.raised, self.inputs, target, fusions, self.weights, small, last_rows, self.row_data)
 
     def _compile(self, target: LoweringTarget, selection: Selection, fusions: str | Sequence[str]) -> CompiledGraph:

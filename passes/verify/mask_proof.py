@@ -40,7 +40,7 @@ from quire.passes.fx import (
 )
 from quire.passes.verify import mask_formula as formula
 from quire.passes.verify.mask_decision import agree, first_hidden
-from quire.passes.verify.mask_formula import Condition, Term, Unprovable
+from quire.passes.verify.mask_formula import Condition, Operand, Term, Unprovable
 from quire.passes.verify.mask_rules import RULES
 
 _MAX_HEADS = 1024
@@ -73,9 +73,9 @@ class MaskKind:
         query, key = formula.var(-2), formula.var(-1)
         keep: Condition = formula.compare(key, "le", query) if self.causal else True
         if self.window is not None:
-            keep = formula.both(keep, formula.compare(formula.minus(query, key), "lt", formula.number(self.window)))
+            keep = formula.both(keep, formula.compare(formula.minus(query, key), "lt", self.window))
         if self.chunk is not None:
-            of = [formula.floor(formula.times(p, formula.number(Fraction(1, self.chunk)))) for p in (query, key)]
+            of = [formula.floor(formula.times(p, Fraction(1, self.chunk))) for p in (query, key)]
             keep = formula.both(keep, formula.compare(of[0], "eq", of[1]))
         return keep
 
@@ -182,18 +182,18 @@ class MaskProver:
         dtype, shape = value(mask).dtype, value(mask).shape
         if len(shape) < 2 or not all(self.is_row(s) or self._is_one(s) for s in shape[-2:]):
             raise Unprovable(f"it has shape {tuple(shape)}, not (..., {self.tokens}, {self.tokens})")
-        heads: list[dict[int, Term]] = [{}]
+        heads: list[dict[int, Operand]] = [{}]
         for axis in sorted(formula.axes(element) - {-2, -1}):
             size = shape[axis]
             if symbolic(size) or size * len(heads) > _MAX_HEADS:
                 raise Unprovable("it differs between sequences")
-            heads = [{**h, axis: formula.number(k)} for h in heads for k in range(size)]
+            heads = [{**h, axis: k} for h in heads for k in range(size)]
         found: list[Condition] = []
         for each in heads:
             one = formula.substitute(element, each)
             if dtype != torch.bool:
-                hidden = formula.compare(one, "le", formula.number(torch.finfo(dtype).min / 2))
-                keep = formula.compare(one, "eq", formula.number(0))
+                hidden = formula.compare(one, "le", torch.finfo(dtype).min / 2)
+                keep = formula.compare(one, "eq", 0)
                 if not agree(formula.either(keep, hidden), True):
                     raise Unprovable("it adds a bias to the scores (ALiBi, relative positions, or hidden keys that are not at "
                                      f"-inf or torch.finfo({dtype}).min, which a large score would outweigh)")
@@ -231,8 +231,8 @@ class MaskProver:
         if found is None:
             found = self._input(by) if by.op == "placeholder" else self._call(by)
         dtype = value(node).dtype
-        single = {axis: formula.number(0) for axis in formula.axes(found) if self._is_one(value(node).shape[axis])}
-        found = formula.substitute(found, single) if single else found
+        single = [axis for axis in formula.axes(found) if self._is_one(value(node).shape[axis])]
+        found = formula.substitute(found, dict.fromkeys(single, 0)) if single else found
         if dtype == torch.bool:
             return formula.as_condition(found)
         return formula.exact(formula.as_term(found), dtype)

@@ -281,12 +281,12 @@ MUTANTS_OF_PROOFS = [
         ("slices count from the beginning", "from the end", "!= 1)[- or start < 0-]:"),
         ("slices have no step", "every other position", "[-(cut.step is not None and p.constant(cut.step) != 1) or -]start"),
         ("no last position", "the last position",
-         '[-raise Unprovable("it takes the last position")-]{+values[source - len(shape)] = formula.number(0); source +='
+         '[-raise Unprovable("it takes the last position")-]{+values[source - len(shape)] = 0; source +='
          ' 1; continue+}'),
         ("a maximum over positions", "the largest position",
          '[-raise Unprovable("it takes a maximum over positions"-]{+return p.term(a+})'),
         ("relu takes no least value", "passes/verify/test_masks::test_kind[in place, by position]",
-         "greater(p.term(a), formula.number([-0-]{+inplace+}))"),
+         "greater(p.term(a), [-0-]{+inplace+})"),
         ("whole numbers are cut off, not kept", "passes/verify/test_masks::test_kind[window by whole steps]",
          "        return [-_truncated(element)-]{+element+}\n    return element"),
         ("transposed masks", "passes/verify/test_masks::test_kind[transposed]",
@@ -323,7 +323,7 @@ MUTANTS_OF_PROOFS = [
     *of("passes/verify/mask_proof.py", MASKS,
         ("masks that differ between heads", "window per head", "if any(kind != kinds[0] for kind in kinds):"),
         ("biases", "soft | -1e4", "if not agree(formula.either(keep, hidden), True):"),
-        ("hidden keys are hidden for any score", "-1e4", "formula.number([-torch.finfo(dtype).min / 2-]{+-1000+})"),
+        ("hidden keys are hidden for any score", "-1e4", '"le", [-torch.finfo(dtype).min / 2-]{+-1000+})'),
         ("token ids are no positions", "ids as positions",
          '[-raise Unprovable-]{+return formula.var(-1) or +}(f"it depends on {name}" + (", token ids"'),
         ("unknown operators", "unknown operator | random",
