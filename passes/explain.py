@@ -24,11 +24,9 @@ from quire.passes.verify.sites import format_sites
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What ``explain`` found: ``selection`` is None if no backend can serve the model, ``error`` if one can.
-
-    ``str()`` is a table of the attention sites, equal ones in one row, then how the backend was chosen; ``text(every=True)``
-    has a row for each site.
-    """
+    """What ``explain`` found: ``selection`` is None if no backend can serve the model, ``error`` if one can. ``str()`` is a
+    table of the attention sites, equal ones in one row, and how the backend was chosen; ``text(every=True)`` has a row for
+    each."""
 
     model_name: str
     sites: list[AttentionSite]
@@ -140,9 +138,8 @@ def attention_sites(model: torch.nn.Module) -> str:
 
 
 def assert_attention_sites(model: torch.nn.Module, expected: str) -> None:
-    """Fail unless the model's attention sites are the ``expected`` table, in the form that a failure prints (indentation and
-    blank lines at the ends do not count). Raises AssertionError with a diff, UnsupportedAttention if the model cannot be
-    served."""
+    """Fail unless the model's attention sites are the ``expected`` table, as a failure prints it, up to indentation. Raises
+    AssertionError with a diff, UnsupportedAttention if the model cannot be served."""
     found, pinned = _lines(attention_sites(model)), _lines(expected)
     if found != pinned:
         diff = "\n".join(difflib.unified_diff(pinned, found, "expected", "actual", lineterm=""))

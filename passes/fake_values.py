@@ -1,10 +1,10 @@
 """The fake values of nodes, computed from those of their inputs.
 
-A model repeats its layers, its graph is rewritten and cut, and computing with symbolic sizes takes up to a millisecond per
-node. So of nodes that do the same with inputs alike only the first is computed, and the others get fakes like its result: in
-memory of their own, or in the memory of the same input. What an operation makes of fakes follows from their metadata, from what
-memory they share, and from the state of PyTorch: gradients, autocast and the like. A node that gives neither tensors nor
-numbers may be there to change that state, so after one nothing is taken from another node any more.
+Computing with symbolic sizes takes up to a millisecond per node, and a model repeats its layers. So of nodes that do the same
+with inputs alike only the first is computed, and the others get fakes like its result: in memory of their own, or in that of
+the same input. What an operation makes of fakes follows from their metadata, what memory they share, and the state of PyTorch
+(gradients, autocast). A node that gives neither tensors nor numbers may be there to change that state, so after one nothing is
+taken from another node any more.
 """
 
 from __future__ import annotations
@@ -146,8 +146,7 @@ def _place(x: torch.Tensor, inputs: list[Any]) -> int | None:
 
 
 def _key(node: fx.Node, of: Callable[[fx.Node], Any], inputs: list[Any]) -> Any:
-    """Equal for nodes that give the same, up to memory. Raises _Odd for those that change something, and for inputs other than
-    plain fakes and numbers."""
+    """Equal for nodes that give the same, up to memory. Raises _Odd if the node changes something or reads odd values."""
     if node.op not in ("call_function", "call_method") or written_by(node) or not any(
             isinstance(x, torch.Tensor) for x in inputs) or torch._C._functorch.maybe_current_level() is not None:
         raise _Odd

@@ -164,8 +164,7 @@ _IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "i
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The values that the node changes in place: ``x += y``, ``x.add_(y)``, ``x[i] = y``, ``out=``, ``inplace=True``, mutable
-    ops, by any of their overloads."""
+    """The values that the node changes in place: ``x += y``, ``x.add_(y)``, ``x[i] = y``, ``out=``, ``inplace=True``, ops."""
     if not node.op.startswith("call"):
         return []
     target = node.target
@@ -212,8 +211,7 @@ def written_between(first: fx.Node, last: fx.Node) -> bool:
 
 
 def constant(arg: Any) -> Any:
-    """The number that an argument of a node is known to be: itself, or what the trace proved a symbolic scalar to equal. Raises
-    ValueError if it can change from call to call."""
+    """The number that an argument is known to be: itself, or what the trace proved a symbol to equal. Raises ValueError."""
     val = value(arg)
     if isinstance(val, (torch.SymInt, torch.SymFloat)):
         expr = val.node.shape_env.replace(val.node.expr)
@@ -228,13 +226,8 @@ def constant(arg: Any) -> Any:
 def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = (), longest: int | None = None
                      ) -> dict[str, int]:
     """Guards of the trace that hold for only some values of the dynamic ``size``, such as ``s27 <= 8``; of each, the least
-    value from 2 on for which it does not hold. A graph with one is the model's path for some batch shapes; another path may
-    compute something else.
-
-    Args:
-        limits: sizes beyond which the model cannot run at all; guards against them are left out.
-        longest: only sizes up to this one matter; None: all.
-    """
+    value from 2 on for which it does not hold. For other batch shapes the model may take another path. ``limits``: sizes beyond
+    which the model cannot run; guards against them are left out. ``longest``: only sizes up to it matter; None: all."""
     if not symbolic(size):
         return {}
     env, symbol = size.node.shape_env, size.node.expr
@@ -276,7 +269,7 @@ _CHOICES = (("/torch/_prims_common/__init__.py", "contiguous"), ("/torch/_subcla
 
 
 def _of_layout(guard: Any) -> bool:
-    """Whether an operator made the guard to choose a layout (a slice that takes all of a stored tensor does) or a kernel. What
+    """Whether an operator made the guard to choose a layout (a slice that takes all of a stored tensor does) or a kernel: what
     is computed is the same, and the operator chooses again when it runs."""
     made_by: Any = getattr(getattr(guard, "sloc", None), "framework_loc", None)
     path = Path(getattr(made_by, "filename", "")).as_posix()
@@ -317,8 +310,7 @@ def inline_checkpoints(gm: fx.GraphModule) -> int:
 
 
 def with_own_code(function: Any) -> Any:
-    """The function with a code object of its own. Dynamo's cache is per code object and holds eight traces, so functions that
-    are compiled for one model after another must not share it."""
+    """The function with a code object of its own: Dynamo's cache is per code object and holds eight traces."""
     code = function.__code__.replace()
     own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__

@@ -1,11 +1,9 @@
-"""The passes in their order, from the graph that Dynamo traced to a callable for paged steps.
+"""The passes in their order, from the graph that Dynamo traced to a callable for paged steps. ``TracedGraph`` runs them.
 
 1. ``raise_graph``: attention calls become the semantic op, and the model is verified.
 2. ``select_backend`` (``attn_ops/selection.py``), with the attention sites found.
 3. ``lower_graph``: fusions, lowering to the ops of the backend, fusions of the lowered graph.
 4. ``compile_graph``: Inductor, or the graph as it is.
-
-``TracedGraph`` (``passes/capture/traced.py``) runs them and keeps the results.
 """
 
 from __future__ import annotations
@@ -61,8 +59,7 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
     UnsupportedAttention if the model cannot be served.
 
     Args:
-        inputs: real values of the placeholders.
-        config: of a transformers model, to verify against; None for any other module.
+        inputs: real values of the placeholders.  config: of a transformers model, to verify against; None for any other module.
         any_shape: the graph will run for batches of any shape, whatever Dynamo's guards were.
         row_data: source of the inputs that hold a number for each row whose logits are asked for, and pick no rows.
         max_length: no sequence will be longer; None: unknown.  by_hand: every step is checked by ``check_longest``.
@@ -102,13 +99,9 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
 def lower_graph(raised: fx.GraphModule, inputs: Sequence[Any], target: LoweringTarget, fusions: str | Sequence[str],
                 weights: FusedWeights, small: bool = False, last_rows: bool = False, row_data: str | None = None
                 ) -> tuple[Lowered, FusedInputs]:
-    """A copy of ``raised``, fused and lowered. Raises UnsupportedAttention for ``last_rows`` of a graph that is not proved to
-    allow it.
-
-    Args:
-        small: for steps of at most MAX_TOKENS tokens.  row_data: as for ``raise_graph``.
-        last_rows: layers that share keys and values run on the wanted tokens alone (``passes/rewrite/last_rows.py``).
-    """
+    """A copy of ``raised``, fused and lowered. ``small``: for steps of at most MAX_TOKENS tokens. ``last_rows``: layers that
+    share keys and values run on the wanted tokens alone (``passes/rewrite/last_rows.py``); raises UnsupportedAttention if the
+    graph is not proved to allow it. ``row_data``: as for ``raise_graph``."""
     gm = copy_graph(raised)
     numbers_on_device(gm)
     if last_rows:
@@ -129,8 +122,8 @@ def compile_graph(lowered: Lowered, compiler: str, context: TracingContext | Non
                   ahead: CompileAhead | None = None, fits: Callable[[StepShape], bool] = lambda shape: True
                   ) -> tuple[Callable[..., Any], Assumptions]:
     """``lowered`` as a callable, and what the compiler assumed about sizes, which the callable checks. ``context``: Dynamo's
-    when it traced the graph. ``earlier``: see ``watched``. ``ahead``: compiles kernels in other processes meanwhile, those for
-    steps that ``fits`` accepts."""
+    when it traced the graph. ``earlier``: see ``watched``. ``ahead`` compiles kernels meanwhile, for steps that ``fits``
+    accepts."""
     # Of fakes: fused parameters have moved since tracing. A size that the trace has settled is behind a guard of Dynamo's.
     inputs = [value(n) for n in placeholders(lowered.gm.graph)]
     dynamic = [size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape if symbolic(size) and not _settled(size)]
@@ -175,8 +168,7 @@ def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: A
 
 
 def check_longest(raised: fx.GraphModule, step: Step) -> None:
-    """Refuse a step with a sequence that is longer than those for which the graph is the model's path. Raises
-    UnsupportedAttention, which names the length, and the condition of the trace."""
+    """Raises UnsupportedAttention for a step with a sequence longer than those for which the graph is the model's path."""
     longest, conditions = raised.meta.get(_LONGEST, (None, ""))
     if longest is not None and step.metadata.max_seq_len > longest:
         raise UnsupportedAttention(
@@ -190,8 +182,7 @@ def _settled(size: Any) -> bool:
 
 
 def _check_still_dynamic(sizes: Sequence[Any]) -> None:
-    """Refuse a compilation that fixed a dynamic size, as Python code of tensor subclasses (quantized weights) or custom ops
-    may do while it is traced: no guard would notice another size."""
+    """Refuse a compilation that fixed a dynamic size, as code of tensor subclasses or custom ops may: no guard would notice."""
     for size in sizes:
         if _settled(size):
             raise UnsupportedAttention(

@@ -27,8 +27,7 @@ def attention_function(
     cu_seq_lens_q: torch.Tensor | None = None, cu_seq_lens_k: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls: (B, H, S, D) query, un-repeated key and value -> ((B, S, H, Dv), None). Every query sees all
-    keys of its row, or of its sequence where the one row is cut by ``cu_seq_lens``. Raises UnsupportedAttention for a mask,
-    dropout, causal attention, or an argument that would be ignored."""
+    keys of its row, or of its sequence by ``cu_seq_lens``. Raises UnsupportedAttention for what would be ignored."""
     where, implementation = type(module).__name__, _IMPLEMENTATION.get()
     if implementation is None:
         raise RuntimeError(f"{where} runs with attention implementation {NAME!r} outside quire.encoder_attention")
@@ -72,8 +71,7 @@ def encoder_attention(tower: torch.nn.Module, implementation: str = "auto") -> I
     """While inside, this encoder or vision tower of transformers attends with ``quire.varlen_attention``; afterwards as before.
 
     Args:
-        tower: the part that encodes, such as ``model.model.visual`` or ``model.model.vision_tower``. Its config is changed
-            meanwhile, so no other thread may run it.
+        tower: such as ``model.model.visual``. Its config is changed meanwhile, so no other thread may run it.
         implementation: of ``varlen_attention``.
 
     Raises:

@@ -30,8 +30,8 @@ _MEANS = {
 
 
 def unwrapped(error: Exception, model: Any, by_itself: Callable[[], Any] | None = None) -> Exception:
-    """Our own error from inside Dynamo's, or one that names the model. ``by_itself``: the model's own forward, whose error, if
-    it has one, is the reason."""
+    """Our own error from inside Dynamo's, or one that names the model. ``by_itself`` runs the model's own forward, for its
+    errors."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, UnsupportedAttention):

@@ -1,9 +1,9 @@
 """What a trace depends on, as facts that another process can compare.
 
-Dynamo guards everything that it read and built into a graph: ``L['self'].config.x == 3``, a function by its identity. A process
-that finds the graph on disk has other objects, so each guard becomes a ``Check``: the Python expression of what was read, and
-a fact about it that means the same in every process (a plain value; the code of a function, of a class and its bases; the
-metadata of a tensor). A guard that has no such fact makes the trace one that is not kept (``NotPortable``).
+Dynamo guards everything that it built into a graph: ``L['self'].config.x == 3``, a function by its identity. A process that
+finds the graph on disk has other objects, so each guard becomes a ``Check``: the Python expression of what was read, and a fact
+about it that means the same in every process (a plain value; the code of a function or class; the metadata of a tensor). A
+guard without such a fact makes the trace one that is not kept (``NotPortable``).
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ class NotPortable(Exception):
 
 
 class Check(NamedTuple):
-    """``fact`` of what ``source`` (a Python expression) gives, compared as guards of this ``kind`` do, by ``name`` if they are
-    about one."""
+    """``fact`` of what the expression ``source`` gives, compared as guards of this ``kind`` do; ``name``: what they look up."""
 
     source: str
     kind: str
@@ -155,8 +154,8 @@ def _compiled(source: str) -> types.CodeType:
 
 
 def fact(held: Any, inside: bool = False) -> Any:
-    """What is the same of ``held`` in every process that has the same. ``inside``: of a closure or class, where classes and
-    objects count by name alone. Raises NotPortable."""
+    """What is equal for ``held`` in every process; ``inside`` a closure or class, of objects the name alone. Raises
+    NotPortable."""
     if type(held) in _PLAIN:
         return type(held).__name__, repr(held)
     if isinstance(held, TORCH_VALUES):
@@ -250,8 +249,8 @@ def _class_digest(cls: type) -> str:
 
 def environment(device: torch.device) -> str | None:
     """The state of this process and thread that Dynamo guards, the versions of what traces, and what a forward on ``device``
-    may ask about the machine. None while a mode of PyTorch or a hook of all modules is active, for which Dynamo has no guard:
-    nothing is kept or taken then."""
+    may ask about the machine. None, as Dynamo has no guard for them, while a mode of PyTorch or a hook of all modules is
+    active."""
     from torch.overrides import _len_torch_function_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 

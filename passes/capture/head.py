@@ -16,8 +16,7 @@ _HEADLESS = re.compile(r".*(For(Token|Sequence)Classification|ForQuestionAnsweri
 
 
 def check_checkpoint(model: torch.nn.Module) -> None:
-    """Refuse a model that was loaded from a checkpoint of another kind, as its head then has random weights. Raises
-    UnsupportedAttention, which names the kinds."""
+    """Raises UnsupportedAttention for a model loaded from a checkpoint of another kind: its head has random weights."""
     config: Any = getattr(model, "config", None)
     names = getattr(config, "architectures", None) or []
     loaded = bool(getattr(config, "_name_or_path", "")) and not getattr(config, "tie_word_embeddings", False)
@@ -27,8 +26,7 @@ def check_checkpoint(model: torch.nn.Module) -> None:
 
 
 def check_logits(model: torch.nn.Module, width: int) -> None:
-    """Refuse a transformers model whose logits, ``width`` per token, are not over its vocabulary. Raises UnsupportedAttention,
-    which names the class."""
+    """Raises UnsupportedAttention for a transformers model whose logits, ``width`` per token, are not over its vocabulary."""
     head, embedding = (getattr(model, name, lambda: None)() for name in ("get_output_embeddings", "get_input_embeddings"))
     rows = getattr(getattr(embedding, "weight", None), "shape", [None])[0]
     if rows is None and (config := getattr(model, "config", None)) is not None:  # a module of the user's around a model

@@ -38,11 +38,8 @@ _BEFORE: dict[int, str | None] = {}  # the implementation of a config that is sw
 
 def experts_function(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
                      *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The experts function that transformers calls: (T, H) rows, (T, k) expert ids and (T, k) weights -> (T, H).
-
-    Ids past the last expert (of other devices, with expert parallelism) add nothing. A call with other arguments than those of
-    transformers' own functions goes to the implementation that the model had.
-    """
+    """What transformers calls: (T, H) rows, (T, k) expert ids and (T, k) weights -> (T, H). Ids past the last expert (of other
+    devices, with expert parallelism) add nothing. A call with other arguments goes to the implementation that the model had."""
     unknown = [name for name, given in kwargs.items() if given is not None]
     if args or unknown or hidden_states.dim() != 2 or top_k_index.dim() != 2:
         before = _BEFORE.get(id(module.config))
@@ -178,8 +175,7 @@ def wanted(model: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def experts_active(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, the experts of a model on a GPU run by the op, and those that are a loop on any device
-    (``looped_experts.py``). The old implementation names come back afterwards."""
+    """While inside, the experts of a model on a GPU run by the op, and those in a loop (``looped_experts.py``) anywhere."""
     configs = _configs(model) if wanted(model) else []
     if configs:
         register()

@@ -61,8 +61,8 @@ class _At:
 
 
 class Taken(NamedTuple):
-    """A graph from the disk: real values of its placeholders, the context of its fake ones, how to read the placeholders from
-    the arguments of a call (by name), the globals of the trace, and what ``Reads.restore`` needs."""
+    """A graph from the disk: its inputs, the context of its fake values, how to read the inputs from a call's arguments by
+    name, the globals of the trace, and what ``Reads.restore`` needs."""
 
     gm: fx.GraphModule
     inputs: list[Any]

@@ -324,8 +324,7 @@ class PagedModel:
         return like.float(), like, torch.zeros_like(like)
 
     def by_itself(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
-        """Logits (T, V) of the model's own forward of one sequence (T,), without quire. Without positions the model counts its
-        own; raises what its forward raises."""
+        """Logits (T, V) of the model's own forward of one sequence (T,), without quire. Raises what its forward raises."""
         options: dict[str, Any] = {"use_cache": False} if self._use_cache else {}
         if position_ids is not None:
             options["position_ids"] = position_ids[None]
@@ -391,8 +390,7 @@ def find_sites(model: torch.nn.Module) -> list[AttentionSite]:
 
 
 def prove_uncompiled(model: torch.nn.Module) -> Reads:
-    """Refuse a model that would be wrong in paged steps uncompiled, in the modes its modules are in. Returns what its forward
-    read: while that is unchanged, so is the proof."""
+    """Refuse a model that would be wrong in paged steps uncompiled, in the modes of its modules. Returns what that rests on."""
     paged = PagedModel(model, QuireOptions(compiler="eager"), as_it_is=True)
     try:
         check_uncompiled(paged.graph.raised)

@@ -29,8 +29,8 @@ class Reads:
         self._scope: dict[str, Any] = {}
 
     def add(self, guards: Iterable[Any], owner: Any, scope: Mapping[str, Any]) -> None:
-        """Note the guards of a trace, as ``guard_filter_fn`` gets them. ``owner``: ``self`` of the traced method. ``scope``:
-        its globals, to which Dynamo adds the modules that the trace read."""
+        """Note the guards, as ``guard_filter_fn`` gets them, of the trace of a method of ``owner``, whose globals are
+        ``scope``."""
         self._scope = {"self": owner, "G": scope}
         for guard in guards:
             self.names |= _arguments(guard) | set(re.findall(r"[A-Za-z_]\w*", guard.name))
@@ -98,8 +98,7 @@ def readable(source: str) -> str:
 
 
 def is_code_of(function: Any, *packages: str) -> bool:
-    """Whether the code of a function, and of those that it wraps, is in these packages. ``__module__`` does not tell:
-    ``functools.wraps`` copies it."""
+    """Whether a function, and what it wraps, is code of these packages; ``__module__``, which wraps copies, does not tell."""
     while function is not None:
         function = getattr(function, "__func__", function)
         scope = getattr(function, "__globals__", None)

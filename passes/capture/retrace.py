@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import re
 import types
 import weakref
@@ -171,7 +172,7 @@ class AnyLength:
                 for dim, size in enumerate(x.shape if isinstance(x, torch.Tensor) else ()):
                     sizes.setdefault(str(size), (len(self._read) - 1, dim))
             elif isinstance(x, torch.SymInt):
-                self._read.append(lambda args, of=str(x): self._read[sizes[of][0]](args).shape[sizes[of][1]])
+                self._read.append(functools.partial(self._size, sizes, str(x)))
             else:
                 raise self._different(f"it also reads {name}")
         known = {source_name(node): value(node) for node in placeholders(gm.graph)}
@@ -210,6 +211,10 @@ class AnyLength:
             return found
 
         return read
+
+    def _size(self, sizes: dict[str, tuple[int, int]], symbol: str, args: Sequence[Any]) -> int:
+        index, dim = sizes[symbol]
+        return self._read[index](args).shape[dim]
 
     def _match(self, static: fx.GraphModule, gm: fx.GraphModule, length: str) -> list[list[int]]:
         """For each output, its dimensions over tokens, which are ``length`` there. Raises UnsupportedAttention."""

@@ -1,7 +1,6 @@
 """A graph that Dynamo traced, and how it runs: as it is outside paged steps, raised, lowered and compiled inside.
 
-``torch.compile(backend="quire")`` makes one of each graph that Dynamo gives it (``passes/backend.py``), ``PagedModel`` one of
-a whole model (``passes/capture/paged_model.py``).
+``passes/backend.py`` makes one of each graph that Dynamo gives it, ``PagedModel`` one of a whole model.
 """
 
 from __future__ import annotations
@@ -175,7 +174,7 @@ class TracedGraph:
 
     @functools.cached_property
     def _other(self) -> tuple[TracedGraph, AnyLength] | None:
-        """The graph that steps run in the place of this one, if it is for one length of rows, or if its attention cannot be
+        """The graph that steps run in the place of this one: if this is for one length of rows, or its attention cannot be
         raised but is behind transformers' interface. Raises UnsupportedAttention."""
         call = self._call
         if call is None or call.tokens is None:
@@ -309,8 +308,7 @@ class TracedGraph:
         return LoweringTarget(backend, page_size, kv_dtype, layout, latent, tables, shared), selection
 
     def _sites_in(self, step: Step) -> list[AttentionSite]:
-        """The sites as the step's cache holds them: MLA layers latent, or with the keys and values of all heads; layers that
-        share keys and values with a cache in common, or each with its own."""
+        """The sites as the step's cache holds them: latent or not, keys and values in common or not. Raises ValueError."""
         latent = any(step.cache.is_latent(s.layer) for s in self.sites)
         sites = self.sites if latent else [s.dense for s in self.sites]
         for site in sites:

@@ -76,9 +76,8 @@ class _CallImplementations(TorchDispatchMode):
 
 def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str], shapes: Iterable[StepShape],
                 beside: Beside = _NOTHING) -> set[Launch]:
-    """What ``node``, an op of ``implementations``, launches in steps of ``shapes``. ``values``: fakes of all nodes, with
-    symbols for sizes. ``roles``: the field of StepShape that a symbol stands for; all other symbols count the pages of a
-    cache. ``beside``: see CompileAhead."""
+    """What ``node``, an op of ``implementations``, launches in steps of ``shapes``. ``values``: fakes of all nodes. ``roles``:
+    the field of StepShape that a symbol stands for; all others count the pages of a cache. ``beside``: see CompileAhead."""
     found: set[Launch] = set()
     mode = FakeTensorMode()
     fakes: dict[Any, torch.Tensor] = {}  # most are the same in all steps: weights, caches
@@ -117,10 +116,10 @@ def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str]
 
 
 def as_inductor_will(device: torch.device) -> None:
-    """Set the environment variables that Inductor sets when it first compiles a kernel of its own, unless the user has: the
-    folder of Triton's cache, and the assembler, whose version is part of each kernel's name there. If they were set half-way
-    through a start, kernels compiled before would not be found after, nor those of other processes. The digest of Triton's own
-    files, half a gigabyte, which is part of each name too, is computed in a thread: that needs no lock of Python's."""
+    """Set the environment variables that Inductor sets when it first compiles a kernel, unless the user has: the folder of
+    Triton's cache, and the assembler, whose version is part of each kernel's name there. Set half-way through a start, they
+    would hide what was compiled before. The digest of Triton's files (half a gigabyte), another part, is computed in a thread
+    meanwhile."""
     with _left_to_launches():  # private functions, which a later Inductor may not have
         from torch._inductor.runtime import cache_dir_utils, compile_tasks, triton_compat
 
@@ -187,8 +186,8 @@ class CompileAhead:
 
     def start(self, nodes: Iterable[fx.Node], values: dict[fx.Node, Any], roles: dict[str, str],
               fits: Callable[[StepShape], bool] = lambda shape: True) -> None:
-        """Start to compile the kernels that ``nodes`` launch (see ``launches_of``), unless they are compiled already. ``fits``:
-        whether steps of a shape run these nodes."""
+        """Start to compile the kernels that ``nodes`` launch (``launches_of``) in steps that ``fits``, unless they are
+        there."""
         chosen = [node for node in nodes if node.target in implementations]
         if not chosen or self._waited:
             return
@@ -213,8 +212,7 @@ class CompileAhead:
 
     def _made_of(self, nodes: list[fx.Node], values: dict[fx.Node, Any], roles: dict[str, str], shapes: list[StepShape]
                  ) -> dict[str, str]:
-        """Digests of what the launches of these nodes follow from, by name. If something is missing here, kernels are compiled
-        when they are launched."""
+        """Digests of what these launches follow from, by name. What is missing here is compiled when it is launched."""
 
         def described(x: Any) -> Any:
             if isinstance(x, torch.Tensor):
@@ -277,8 +275,7 @@ class CompileAhead:
 
 
 def _note(made_of: Mapping[str, str]) -> Any:
-    """The place in Triton's cache for a note that the kernels of such launches are compiled; it goes when the kernels go. A
-    start that finds it need not work the launches out."""
+    """The place in Triton's cache for a note that the kernels of such launches are compiled; it goes when the kernels go."""
     from triton.runtime.cache import get_cache_manager
 
     return get_cache_manager(hashlib.sha256(repr(made_of).encode()).hexdigest())

@@ -58,12 +58,12 @@ class _Piece:
 def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False, look: Look | None = None
                        ) -> Callable[..., Any]:
     """Compile ``lowered.gm`` piece by piece with ``compile``: (graph, fake inputs) -> callable. Returns a callable like the
-    graph: its placeholders' values in order, then what its output node gives.
+    graph.
 
     Args:
         always: cut the graph even if no two of its pieces are equal.
-        look: called before anything is compiled, with the nodes before all pieces, those of one piece of each kind, and the
-            fake values of all nodes.
+        look: called first, if the graph is cut, with the nodes before all pieces, those of one piece of each kind, and the fake
+            values of all nodes.
     """
     graph = lowered.gm.graph
     try:
@@ -122,8 +122,8 @@ def _places(lowered: Lowered) -> dict[fx.Node, int]:
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Whether this is a number computed from the graph's sizes alone. Dynamo computes each of them once, where it is first
-    needed. Every piece that needs one computes it again, or the first of equal pieces would differ from the others."""
+    """Whether this is a number computed from sizes alone. Dynamo computes each once, where it is first needed; here every piece
+    that needs one does, or the first of equal pieces would differ from the others."""
     return (node.op == "call_function" and isinstance(value(node), (int, torch.SymInt)) and bool(node.all_input_nodes)
             and all(n.op == "placeholder" and isinstance(value(n), torch.SymInt) or _is_size(n) for n in node.all_input_nodes))
 
@@ -163,11 +163,8 @@ def _symbols(x: Any) -> set[Any]:
 
 
 class _Values:
-    """The fake value of every node, computed again: those that passes left behind may have other strides.
-
-    Of equal pieces only the first is computed, and of the others what later pieces read is copied (``copies``): computing with
-    symbolic sizes takes a millisecond per node, which adds up to seconds for dozens of layers. ``of``: node -> value.
-    """
+    """The fake value of every node, ``of``, computed again: those that passes left behind may have other strides. Of equal
+    pieces the first is computed, and of the others what later pieces read is copied: that saves seconds."""
 
     def __init__(self, lowered: Lowered) -> None:
         self._lowered = lowered
@@ -272,8 +269,7 @@ _CONSTANTS = (bool, int, str, torch.dtype, torch.device, torch.layout, torch.mem
 
 
 def _signature(piece: _Piece, values: _Values) -> Any:
-    """Equal for two pieces only if the compiled code of one is right for the other. Made of what the piece reads and does, from
-    which all else follows; the values of its own nodes need not be known."""
+    """Equal for two pieces only if the compiled code of one is right for the other; made of what the piece reads and does."""
     names: dict[str, str] = {}
     storages: dict[int, int] = {}
     number = {n: i for i, n in enumerate([*piece.inputs, *piece.nodes])}

@@ -1,9 +1,8 @@
 """What a compiler assumed about sizes, checked at each call.
 
-One graph serves every batch shape, so Dynamo's guards are dropped. But a compiler may decide something by a size (or by a
-float that Dynamo made an input) while it compiles, and note it as a guard: that a buffer is small enough for 32-bit offsets,
-say. ``checked`` makes the compiled graph test those assumptions, once for every new combination of sizes, and refuse a batch
-that breaks one.
+One graph serves every batch shape, so Dynamo's guards are dropped. But a compiler may decide something by a size (or by a float
+that Dynamo made an input), and note it as a guard: that a buffer is small enough for 32-bit offsets, say. ``checked`` tests
+those assumptions once for every new combination of sizes, and refuses a batch that breaks one.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class Assumptions:
     symbols: set[str] = field(default_factory=set)
 
     def broken(self, sizes: dict[str, Any]) -> str | None:
-        """The first condition that does not hold for ``sizes`` (by symbol), with roles for symbols. Conditions on other symbols
-        are skipped."""
+        """The first condition on symbols of ``sizes`` alone that does not hold for them, with roles for symbols."""
         for condition in self.conditions:
             names = set(_SYMBOL.findall(condition)) & self.origins.keys()
             if names <= sizes.keys() and not eval(condition, {"math": math, "torch": torch}, sizes):
@@ -48,9 +46,8 @@ class Assumptions:
 @contextlib.contextmanager
 def watched(graph: fx.Graph, earlier: list[Any]) -> Iterator[Assumptions]:
     """Collect the assumptions about the inputs of ``graph`` that are made inside. ``earlier``: guards of previous compilations
-    of graphs with the same symbols; the new ones are added. A guard is noted only once, so all of them count for this graph
-    too. Raises UnsupportedAttention if something was assumed about a size that no input has, which therefore cannot be
-    checked."""
+    of graphs with the same symbols, which count too, as a guard is noted only once; the new ones are added. Raises
+    UnsupportedAttention if something was assumed about a size that no input has, which could not be checked."""
     found = Assumptions(*_origins(graph))  # now: a symbol that gets specialized loses its name
     mode = fake_mode(graph)
     env = mode.shape_env if mode is not None else None
@@ -95,11 +92,7 @@ def _origins(graph: fx.Graph) -> tuple[dict[str, Callable[..., Any]], dict[str, 
 
 
 def checked(run: Callable[..., Any], assumed: Assumptions) -> Callable[..., Any]:
-    """``run``, which first checks what was assumed about its arguments.
-
-    Raises (when called):
-        RuntimeError: a condition does not hold; gives the condition and the sizes.
-    """
+    """``run``, which first checks what was assumed of its arguments. It raises RuntimeError, with the condition and sizes."""
     if not assumed.conditions:
         return run
     names = sorted(assumed.symbols)

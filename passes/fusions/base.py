@@ -127,8 +127,7 @@ class FusedInputs:
     addresses: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
     def hold(self, inputs: Sequence[Any]) -> bool:
-        """Whether the parameters among the ``inputs`` of a call are the fused ones. They are not if the graph runs for another
-        module of the same class, or if a parameter was replaced (``p.data = ...``, ``load_state_dict(assign=True)``)."""
+        """Whether the parameters among the ``inputs`` of a call are the fused ones: not another module's, nor replaced."""
         return all(addresses(inputs[i]) == there for i, there in self.addresses)
 
 
@@ -136,8 +135,7 @@ class Fusion:
     """What a fusion pass works on.
 
     Args:
-        gm: the graph to rewrite.
-        inputs: the real tensors behind the placeholders of a raised graph; none for a lowered one.
+        gm: the graph to rewrite.  inputs: the real tensors behind the placeholders of a raised graph; none for a lowered one.
         weights: keeps the tensors that passes make of parameters.  backend: what the graph is lowered to; None before lowering.
 
     Attributes:

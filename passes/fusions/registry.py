@@ -72,8 +72,7 @@ def has_small_passes(names: str | Sequence[str]) -> bool:
 
 def apply_fusions(gm: fx.GraphModule, inputs: Sequence[Any], names: str | Sequence[str], weights: FusedWeights,
                   small: bool = False) -> FusedInputs:
-    """Run the passes of these ``names`` ("all", "none") on a raised graph, in place. ``inputs``: the real tensors behind its
-    placeholders. ``small``: the graph is the one for small batches."""
+    """Run the passes of these ``names`` ("all", "none") on a raised graph, in place; ``small``: that for small batches."""
     if names == "none":
         return FusedInputs()
     fusion = Fusion(gm, inputs, weights)
@@ -85,8 +84,7 @@ def apply_fusions(gm: fx.GraphModule, inputs: Sequence[Any], names: str | Sequen
 
 
 def apply_lowered_fusions(lowered: Lowered, names: str | Sequence[str], small: bool = False) -> None:
-    """Run the passes on a lowered graph, in place. Arguments as for ``apply_fusions``; a backend that needs q before its
-    rotation gets the pass for it."""
+    """Run the passes on a lowered graph, in place; for a backend that needs q before its rotation, with the pass for it."""
     backend = lowered.target.backend
     if backend.unrotated and not (names == "all" or "rope" in names):
         names = ("rope",) if isinstance(names, str) else (*names, "rope")

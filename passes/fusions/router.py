@@ -84,8 +84,8 @@ def fuse_router(fusion: Fusion) -> int:
 
 
 def _changed(found: _Router) -> bool:
-    """Whether anything is changed in place between the logits and the weights, but for the mask by its scatter_, and the
-    weights by their division. (It does not matter what: it may be a view.)"""
+    """Whether anything (it may be a view) is changed in place from the logits to the weights, but by the mask's scatter_ and
+    the division."""
     divided = _division(found.weights)
     last = found.weights if divided is None else divided[0]
     node = found.logits.next

@@ -57,8 +57,8 @@ class LastRows:
 
 
 def keep_last_rows(gm: fx.GraphModule, row_data: Collection[fx.Node] = ()) -> None:
-    """Rewrite a raised graph, in place. ``row_data``: as for ``check_tokens``. Raises UnsupportedAttention, which says
-    what was not proved, or that no layers share keys and values at the end of the model."""
+    """Rewrite a raised graph, in place. ``row_data``: as for ``check_tokens``. Raises UnsupportedAttention: what was not
+    proved, or that no layers share keys and values at the end of the model."""
     graph, sites = gm.graph, site_nodes(gm.graph)
     layers, sources = [site_of(n).layer for n in sites], gm.meta.get(KV_SOURCES, {})
     first = next(i for i in reversed(range(len(sites))) if layers[i] not in sources) + 1

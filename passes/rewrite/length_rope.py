@@ -35,8 +35,7 @@ LIMITS = "quire_length_limits"  # in the meta of a graph: lengths beyond which s
 
 
 def longer_than(position_ids: torch.Tensor, limit: int) -> torch.Tensor:
-    """Stands in a graph for: is each token's sequence longer than ``limit``? (1, T) -> (1, T) bool. Row by row, for the proof;
-    ``lower_lengths`` replaces it."""
+    """Stands for: is each token's sequence longer than ``limit``? (1, T) -> (1, T) bool, row by row. See ``lower_lengths``."""
     return position_ids >= limit
 
 

@@ -70,8 +70,8 @@ class LoweringTarget:
 
 @dataclass(frozen=True)
 class LoweredInputs:
-    """The inputs that lowering adds to a graph: the four metadata tables, with ``window_tables`` two more, then K and V (and
-    their scales) of each layer that has its own, with ``lengths`` at last those of whole sequences (``length_rope.py``)."""
+    """The inputs that lowering adds: the four metadata tables, with ``window_tables`` two more, K and V (and scales) of each of
+    the ``layers`` with their own, with ``lengths`` at last those of whole sequences (``length_rope.py``)."""
 
     layers: tuple[int, ...]
     window_tables: bool = False
@@ -100,13 +100,8 @@ class Lowered:
 
 
 def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
-    """Lower every semantic op of ``gm``, in place. The graph has len(example_inputs) more placeholders, at the end. Raises
-    ValueError if the graph has no fake values.
-
-    Args:
-        gm: a copy of Dynamo's graph, whose nodes carry fake values.
-        target: the backend, which the caller has checked against the sites.
-    """
+    """Lower every semantic op of ``gm``, a copy of Dynamo's graph, in place, for a ``target`` that was checked against the
+    sites. Raises ValueError if the graph has no fake values."""
     if target.latent:
         raise_mla(gm)
     nodes, fake = site_nodes(gm.graph), fake_mode(gm.graph)

@@ -49,16 +49,9 @@ def find_sdpa(graph: fx.Graph) -> list[fx.Node]:
 
 
 def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tuple[int, dict[str, str]]:
-    """Raise every F.sdpa node of ``gm`` that can be, in place. ``gm.meta["quire_stored_masks"]`` then checks in each call that
-    stored masks are those of the proof.
-
-    Args:
-        gm: a Dynamo graph; its nodes carry fake values.
-        inputs: real tensors of placeholders by node name (parameters and buffers), for masks made from stored buffers.
-
-    Returns:
-        (number raised, reason by module path of each one refused). Layers are numbered by order in the graph.
-    """
+    """Raise every F.sdpa node of ``gm`` that can be, in place; layers are numbered by order. Returns their number, and the
+    reason by module path of each one refused. ``gm.meta["quire_stored_masks"]`` then checks in each call that stored masks are
+    those of the proof. ``inputs``: real tensors of placeholders by node name, for masks made from stored buffers."""
     raised, refusals = 0, {}
     nodes = find_sdpa(gm.graph)
     tokens = _tokens(nodes)

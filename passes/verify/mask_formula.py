@@ -356,8 +356,7 @@ def as_condition(element: Any) -> Condition:
 
 
 def exact(term: Term, dtype: torch.dtype) -> Term:
-    """``term`` as ``dtype`` holds it, constants rounded. Raises Unprovable if ``dtype`` does not hold every value for
-    MAX_POSITIONS positions."""
+    """``term`` as ``dtype`` holds it, constants rounded. Raises Unprovable if that is not exact for MAX_POSITIONS positions."""
 
     def one(leaf: Form | Infinite) -> Term:
         if isinstance(leaf, Infinite):

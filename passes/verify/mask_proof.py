@@ -81,8 +81,7 @@ class MaskKind:
 
 
 class StoredMasks:
-    """Notices that a stored tensor has other values than those a mask was proven with. ``tensors``: (place among the graph's
-    inputs, tensor). Not kept alive."""
+    """Notices changes of the stored tensors of proven masks. ``tensors``: (place among the inputs, tensor). Not kept alive."""
 
     def __init__(self, tensors: list[tuple[int, torch.Tensor]]) -> None:
         self._seen = [(place, weakref.ref(t), _version(t), t.detach().clone() if t.device.type == "cpu" and t.numel() <= _SMALL
@@ -105,13 +104,8 @@ def _version(tensor: Any) -> int:
 
 @dataclass
 class MaskProver:
-    """Proves the masks of one graph, traced by Dynamo, whose nodes carry fake values.
-
-    Args:
-        tokens: the symbolic size of the token dimension.
-        inputs: real tensors of placeholders by node name, for stored masks and numbers.
-        used: filled with the names of the stored tensors that proofs rest on.
-    """
+    """Proves the masks of one graph, traced by Dynamo. ``tokens``: the size of the token dimension. ``inputs``: real tensors of
+    placeholders by node name, for stored masks and numbers. ``used``: names of those that proofs rest on."""
 
     graph: fx.Graph
     tokens: Any
@@ -151,8 +145,7 @@ class MaskProver:
         self._at: fx.Node | None = None
 
     def prove(self, mask: fx.Node, at: fx.Node) -> MaskKind:
-        """The kind of ``mask`` as the node ``at`` reads it. Raises Refusal if it is not proven to be one of causal, sliding
-        window, chunk, or all visible."""
+        """The kind of ``mask`` as the node ``at`` reads it. Raises Refusal if it is not proven to be of any."""
         writes = [w for w in self._writes.get(_storage(mask), ()) if self._order[w] < self._order[at]]
         key = mask, len(writes)
         if key not in self._kinds:

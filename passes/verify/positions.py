@@ -21,8 +21,7 @@ from quire.passes.rewrite.length_rope import limit_of
 
 
 def check_rope(config: Any) -> None:
-    """Refuse a config whose rotary frequencies depend on the longest sequence of a batch: rope_type "dynamic".
-    Configs nested in it are checked too. Raises UnsupportedAttention."""
+    """Raises UnsupportedAttention for a config with rope_type "dynamic", in it or nested in it."""
     kind = getattr(config, "model_type", type(config).__name__)
     for rope, _ in _ropes(config):
         name = rope.get("rope_type") or rope.get("type")
@@ -51,8 +50,8 @@ def _ropes(config: Any, depth: int = 3) -> Iterator[tuple[dict[str, Any], int | 
 
 
 def use_short_frequencies(gm: fx.GraphModule, config: Any, max_length: int) -> int:
-    """Replace longrope's ``max(position_ids) + 1 > original_max_position_embeddings`` by False, in place, where no sequence is
-    so long; returns how often. ``max_length``: no sequence will be longer."""
+    """Make longrope's ``max(position_ids) + 1 > limit`` False, in place, for limits from ``max_length`` on; returns how
+    often."""
     shorts = {short for rope, short in _ropes(config) if "longrope" in (rope.get("rope_type"), rope.get("type"))
               and short is not None and max_length <= short}
     replaced = 0

@@ -142,8 +142,7 @@ def _is_elementwise(op: Any) -> bool:
 
 
 def _stored(before: Known, new: Known, tensor: torch.Tensor) -> Known:
-    """What is known of a tensor that was written to: its cells must belong to whom they belonged to, or views of it would be
-    something else. Raises Mixes."""
+    """What is known of a tensor that was written to. Raises Mixes if cells change owners: views of it would be wrong."""
     if isinstance(before, Rows) and isinstance(new, (Rows, Const)):
         if symbolic(tensor.stride(before.dim)) is False and tensor.stride(before.dim) == 0:
             raise Mixes("all tokens write to the same memory")

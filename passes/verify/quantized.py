@@ -42,11 +42,8 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 def check_rows(graph: fx.Graph, real: Mapping[fx.Node, Any]) -> None:
     """Refuse a quantized linear layer in which the tokens of a batch meet, such as one that scales all activations by the
-    largest of them (per-tensor dynamic quantization): what a sequence gets would depend on what runs beside it. Raises
-    UnsupportedAttention, which names the layer. ``real``: the tensors behind the graph's placeholders.
-
-    Each kind of weight is tried on random rows, twice, with one row changed in between: the others must not change.
-    """
+    largest of them (per-tensor dynamic quantization). Each kind of weight is tried on random rows, twice, with one row changed
+    in between: the others must not change. Raises UnsupportedAttention. ``real``: the tensors behind the placeholders."""
     tried: set[Any] = set()
     for node in graph.nodes:
         weight = real.get(node.args[1]) if node.target in LINEAR and len(node.args) > 1 else None

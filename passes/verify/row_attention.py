@@ -15,8 +15,7 @@ from quire.passes.verify.rows import CONST, Known, Mixes, Rows
 
 
 def attends_within(node: fx.Node, known: Callable[[Any], Known]) -> Known:
-    """What is known of the result of the call. ``known``: what is known of an argument; of None, that it is constant. Raises
-    Mixes if tokens meet in it, or may."""
+    """What is known of the result of the call, by what is ``known`` of its arguments. Raises Mixes if tokens may meet."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     arg: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     if arg.get("dropout_p") or arg.get("enable_gqa"):

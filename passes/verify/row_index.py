@@ -282,11 +282,8 @@ def _sample_tokens(call: Call) -> Known:
 
 
 def routed(node: fx.Node, known_of: Mapping[fx.Node, Any]) -> Any:
-    """What is known of a node of experts in a loop, which splits rows sorted by expert and joins them again; None for any other
-    node. Raises Mixes.
-
-    The numbers are read on the host, so that Dynamo knows the sizes of the parts as symbols of their own only.
-    """
+    """What is known of a node of experts in a loop, which splits rows sorted by expert and joins them again; else None. The
+    numbers are read on the host, so that Dynamo knows the sizes of the parts as symbols of their own only. Raises Mixes."""
     name = target_name(node)
     known = [known_of.get(x) for x in node.all_input_nodes]
     if name in ("getitem", "item") and isinstance(counts := known[0], Counts) and len(known) == 1 and not counts.summed:

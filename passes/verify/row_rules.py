@@ -80,8 +80,7 @@ _EXACT = (*_WHOLE, torch.float32, torch.float64)  # and of tokens routed to an e
 
 
 def rule(*names: str, lengths: bool = False) -> Callable[[Rule], Rule]:
-    """The rule of the operations of these names, all overloads; "namespace::name" of those that are not PyTorch's own.
-    ``lengths``: see LENGTHS."""
+    """The rule of operations by name, all overloads; "namespace::name" if not PyTorch's own. ``lengths``: see LENGTHS."""
     def add(function: Rule) -> Rule:
         for name in " ".join(names).split():
             assert name not in RULES, name

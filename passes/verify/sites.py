@@ -61,13 +61,8 @@ def _mla_site_of(node: fx.Node) -> AttentionSite:
 
 
 def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusals: dict[str, str]) -> None:
-    """Refuse a traced model whose attention is not wholly in ``sites``. Raises UnsupportedAttention, which says which layer,
-    what was expected and what was found.
-
-    Args:
-        graph: the traced graph, after raising.  config: of the transformers model, or None for a module that has none.
-        refusals: from the raising pass, reason by module path.
-    """
+    """Refuse a traced model whose attention is not wholly in ``sites``. ``config``: of transformers, or None. ``refusals``:
+    from the raising pass, by module path. Raises UnsupportedAttention: which layer, what was expected, and what was found."""
     left = find_sdpa(graph)
     if left or refusals:
         lines = [f"\n  {where}: {why}" for where, why in refusals.items()] or [f"\n  {module_path(n)}" for n in left]
@@ -85,14 +80,9 @@ def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusal
 
 
 def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
-    """Refuse a model that counts positions itself, from 0: in a ragged row that is wrong for all but the first sequence. And
-    one that takes positions, but whose own begin elsewhere. Raises UnsupportedAttention if the graph makes something as long as
-    the row out of nothing, or looks positions up in a table with an entry for padding.
-
-    Args:
-        graph: the traced graph after raising, when what only served a mask is gone.
-        tokens: the size of the token dimension.  has_config: it is a transformers model.
-    """
+    """Refuse a model that counts positions itself, which is wrong for all sequences of a ragged row but the first, or whose
+    positions do not begin at 0. ``graph``: after raising. ``has_config``: of transformers. Raises UnsupportedAttention if the
+    graph makes something as long as the row out of nothing, or looks positions up in a table with an entry for padding."""
 
     def long_as_row(n: Any) -> bool:
         val = value(n)
@@ -122,8 +112,7 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
 
 
 def check_config(config: Any) -> None:
-    """The checks that need a transformers config only, before any tracing. Raises UnsupportedAttention if the model cannot be
-    served."""
+    """The checks that need a transformers config only, before any tracing. Raises UnsupportedAttention."""
     kind = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedAttention(f"{kind} is an encoder-decoder model; quire serves decoder-only models.")

@@ -209,8 +209,8 @@ class TokenPass:
         return found
 
     def _leaves_no_trace(self, node: fx.Node, buffer: fx.Node, memory: int) -> bool:
-        """Whether writing a constant to the model's own ``buffer`` changes no result of any call: each call writes the same
-        numbers (``copy_`` of something else) before any read of them, or nothing reads them (a counter)."""
+        """Whether writing a constant to the model's own ``buffer`` changes no result: each call writes the same numbers
+        (``copy_`` of something else) before it reads them, or nothing reads them (a counter)."""
         if node.target == "copy_" and isinstance(node.args[1], fx.Node):
             reads = [u for n in self._memory.get(memory, [buffer]) for u in n.users if u in self.known]
             made_of = [value(n) for n in ancestors(node.args[1])]
@@ -315,13 +315,9 @@ class TokenPass:
 
 
 def check_tokens(graph: fx.Graph, tokens: Any, row_data: Collection[fx.Node] = ()) -> TokenPass:
-    """Refuse a graph in which tokens meet outside the attention sites, or are not proved not to. Returns the proof. Raises
-    UnsupportedAttention, which names the operation and the module.
-
-    Args:
-        graph: the traced graph after raising, when what only served a mask is gone.  tokens: the size of the token dimension.
-        row_data: inputs of one number for each row that the caller picks, which are not numbers of rows themselves.
-    """
+    """Refuse a graph (after raising) in which tokens meet outside the attention sites, or are not proved not to. Returns the
+    proof. ``row_data``: inputs of one number for each row that the caller picks, which are not numbers of rows themselves.
+    Raises UnsupportedAttention, which names the operation and the module."""
     check_whole(graph)
     if not symbolic(tokens):
         raise UnsupportedAttention(
