@@ -1,8 +1,7 @@
 """``torch.compile(model, backend="quire")``: one traced graph, two ways to run it.
 
-Outside paged steps the graph runs as it is, through Inductor: the model behaves as under plain ``torch.compile``, training
-included. Inside ``quire.step`` the same graph runs raised, verified, lowered and fused, on the step's KV cache
-(``passes/pipeline.py``). Each call decides, so no guard and no second trace is needed.
+Outside paged steps it runs as it is, through Inductor: as under plain ``torch.compile``, training included. Inside
+``quire.step`` it runs raised, verified, lowered and fused, on the step's KV cache (``passes/pipeline.py``). Each call decides.
 """
 
 from __future__ import annotations
@@ -65,6 +64,5 @@ _weights = WeakTensorKeyDictionary()
 
 
 def _first_tensor(gm: fx.GraphModule, inputs: Sequence[Any]) -> torch.Tensor | None:
-    """The first parameter or buffer among the inputs."""
     pairs = zip(placeholders(gm.graph), inputs, strict=True)
     return next((x for node, x in pairs if is_module_tensor(node) and isinstance(x, torch.Tensor)), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import itertools
@@ -73,7 +74,6 @@ class Explanation:
         return f"{self.selection.backend.serves(site)}{dense}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
         return {
             "model": self.model_name, "supported": self.supported, "error": self.error,
             "backend": self.selection.backend.name if self.selection else None,
@@ -121,12 +121,9 @@ def explain(model: torch.nn.Module, *, attention: str | Mapping[str, str] = "aut
     sites: list[AttentionSite] = []
     selection, error = None, None
     try:
-        paged = PagedModel(model, QuireOptions(compiler="eager", attention=attention))
-        try:
+        with contextlib.closing(PagedModel(model, QuireOptions(compiler="eager", attention=attention))) as paged:
             sites = paged.sites
             selection = paged.select(page_size)
-        finally:
-            paged.close()
     except UnsupportedAttention as refusal:
         error = str(refusal)
     return Explanation(type(model).__name__, sites, selection, error)

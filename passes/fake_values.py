@@ -9,15 +9,18 @@ taken from another node any more.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from torch.utils._pytree import tree_leaves, tree_structure
 
 from quire.passes.fx import evaluate, sizes_of, storage_of, value, written_by
@@ -174,9 +177,29 @@ def _described(x: Any, memory: dict[int, int]) -> Any:
     raise _Odd
 
 
+def any_sizes(fake: FakeTensorMode) -> contextlib.AbstractContextManager[Any]:
+    """A context in which sizes that depend on data may be made without being accounted for."""
+    return fake.shape_env.ignore_fresh_unbacked_symbols() if fake.shape_env is not None else contextlib.nullcontext()
+
+
+def fake_input(fake: FakeTensorMode, name: str, like: torch.Tensor, dynamic: Sequence[bool], device: torch.device
+               ) -> torch.Tensor:
+    """A fake of ``like`` on ``device`` whose sizes marked ``dynamic`` are symbols."""
+    sizes: Any = like.shape
+    strides: Any = like.stride()
+    if fake.shape_env is not None:
+        sizes, strides, _ = fake.shape_env.create_symbolic_sizes_strides_storage_offset(
+            like, ConstantSource(name), symbolic_context=symbolic_sizes(dynamic))
+    with fake:
+        return torch.empty_strided(sizes, strides, dtype=like.dtype, device=device)
+
+
+def symbolic_sizes(dynamic: Sequence[bool], base: Any = None) -> Any:
+    """Which sizes of a fake are symbols, as Dynamo says it. ``base``: the same of the tensor of which it is a view."""
+    return StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC if d else DimDynamic.STATIC for d in dynamic],
+                                    view_base_context=base)
+
+
 def _symbols(x: Any) -> set[Any]:
     numbers = (*x.shape, *x.stride(), x.storage_offset()) if isinstance(x, torch.Tensor) else (x,)
     return {s for n in numbers if isinstance(n, _NUMBERS) for s in n.node.expr.free_symbols}
-
-
-__all__ = ["Replay", "compute_value", "computed", "made_like"]

@@ -37,14 +37,13 @@ from quire.passes.fx import (
 )
 from quire.passes.rewrite.device_numbers import numbers_on_device
 from quire.passes.rewrite.last_rows import keep_last_rows
-from quire.passes.rewrite.length_rope import choose_per_sequence
+from quire.passes.rewrite.length_rope import choose_per_sequence, use_short_frequencies
 from quire.passes.rewrite.lower import Lowered, LoweringTarget, lower
 from quire.passes.rewrite.own_positions import use_given_positions
 from quire.passes.rewrite.raise_mla import raise_mla, with_latents
 from quire.passes.rewrite.raise_sdpa import raise_sdpa
 from quire.passes.start_times import timed
 from quire.passes.verify.breaks import check_names
-from quire.passes.verify.positions import use_short_frequencies
 from quire.passes.verify.quantized import check_rows
 from quire.passes.verify.shared_kv import KV_SOURCES, shared_layers, with_sources
 from quire.passes.verify.sites import check_positions, site_nodes, site_of, verify
@@ -81,8 +80,11 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
             "F.scaled_dot_product_attention; quire does not mix the two in one model")
     verify(gm.graph, sites, config, refusals)
     tokens = value(site_nodes(gm.graph)[0].args[0]).shape[2]
-    if any_shape:
-        _check_one_row(gm, sites)
+    for node, site in zip(site_nodes(gm.graph), sites, strict=True):
+        shape = tuple(value(node.args[0]).shape)
+        if any_shape and str(shape[0]) != "1":
+            raise UnsupportedAttention(f"attention site {site.layer} ({site.name}) calls attention with queries of shape "
+                                       f"{shape} for one row of tokens; need (1, H, S, D)")
     if config is not None:
         use_given_positions(gm, tokens)
         if max_length is not None:
@@ -133,16 +135,12 @@ def compile_graph(lowered: Lowered, compiler: str, context: TracingContext | Non
     with torch.no_grad(), within, watched(lowered.gm.graph, earlier) as assumed, timed("compile"):
         look = None if ahead is None else functools.partial(ahead.start, roles=assumed.roles, fits=fits)
         run = compile_lowered(lowered, compiler, look)
-    _check_still_dynamic(dynamic)
+    for size in dynamic:  # as code of tensor subclasses or custom ops may: no guard would notice another size
+        if _settled(size):
+            raise UnsupportedAttention(
+                f"compiling the model settled a size that changes from batch to batch (at {size}): an operation in "
+                "it, such as a quantized layer, depends on the number of tokens. compiler='eager' runs it as it is.")
     return checked(run, assumed), assumed
-
-
-def _check_one_row(gm: fx.GraphModule, sites: Sequence[AttentionSite]) -> None:
-    for node, site in zip(site_nodes(gm.graph), sites, strict=True):
-        shape = tuple(value(node.args[0]).shape)
-        if str(shape[0]) != "1":
-            raise UnsupportedAttention(f"attention site {site.layer} ({site.name}) calls attention with queries of shape "
-                                       f"{shape} for one row of tokens; need (1, H, S, D)")
 
 
 def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: Any, raised: bool, max_length: int | None,
@@ -151,7 +149,7 @@ def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: A
     hold up to a length are harmless for sequences up to it, which ``max_length`` or ``check_longest`` sees to."""
     stored_masks = {x.shape[-1] for x in inputs if isinstance(x, torch.Tensor) and x.dim() >= 2
                     and x.shape[-1] == x.shape[-2] and isinstance(x.shape[-1], int)}
-    conditions = shape_conditions(gm.graph, tokens, stored_masks, longest=max_length)
+    conditions = shape_conditions(tokens, stored_masks, longest=max_length)
     longest = min(conditions.values(), default=0) - 1
     if conditions and by_hand and longest > 1:
         gm.meta[_LONGEST] = longest, ", ".join(conditions)
@@ -179,12 +177,3 @@ def check_longest(raised: fx.GraphModule, step: Step) -> None:
 
 def _settled(size: Any) -> bool:
     return size.node.shape_env.replace(size.node.expr).is_number
-
-
-def _check_still_dynamic(sizes: Sequence[Any]) -> None:
-    """Refuse a compilation that fixed a dynamic size, as code of tensor subclasses or custom ops may: no guard would notice."""
-    for size in sizes:
-        if _settled(size):
-            raise UnsupportedAttention(
-                f"compiling the model settled a size that changes from batch to batch (at {size}): an operation in "
-                "it, such as a quantized layer, depends on the number of tokens. compiler='eager' runs it as it is.")

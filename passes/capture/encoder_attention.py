@@ -1,7 +1,7 @@
 """Encoders and vision towers of transformers on quire's ragged attention (``attn_ops/ops/varlen.py``).
 
-A vision tower packs images of several sizes into one row and keeps them apart by ``cu_seqlens``. Transformers passes these on
-only to implementations with "flash" in their name; for others it cuts the row on the host and calls attention image by image.
+A vision tower packs images into one row and keeps them apart by ``cu_seqlens``. Transformers passes these on only to
+implementations with "flash" in their name; for others it cuts the row on the host and calls attention image by image.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ def _no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: A
 
 
 def register() -> None:
-    """Register the name with transformers."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -268,6 +268,3 @@ def environment(device: torch.device) -> str | None:
              torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
     return repr((sys.version, torch.version.git_version, packages, machine, options, flags, casts, torch.get_default_dtype(),
                  str(torch.get_default_device()), str(torch._dynamo.eval_frame._stance.stance)))
-
-
-__all__ = ["TORCH_VALUES", "Check", "NotPortable", "checks", "difference", "environment", "fact"]

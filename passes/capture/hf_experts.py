@@ -105,7 +105,14 @@ _find_class_once: Any = functools.cache(_find_class)  # not traced: Dynamo ignor
 
 
 def _unknown(module: torch.nn.Module) -> str | None:
-    """Why ``experts_function`` cannot compute this module; None if it can."""
+    """Why ``experts_function`` must not compute this module; None if it may."""
+    config: Any = getattr(module, "config", None)
+    if new := _options() - _KNOWN_OPTIONS:
+        return f"transformers' use_experts_implementation has {sorted(new)}, which quire does not know"
+    if not hasattr(config, "_experts_implementation_internal"):
+        return "its config names no implementation"
+    if config._experts_implementation_internal not in _REPLACED:
+        return f"its implementation was chosen: {config._experts_implementation_internal}"
     kind = _find_class_once(type(module))
     if inspect.getclosurevars(kind.forward).nonlocals["experts_interface"] is not _interface():
         return "it has an interface of its own"
@@ -130,23 +137,13 @@ def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def _configs(model: torch.nn.Module) -> list[Any]:
     """The configs to switch over: those all of whose modules are known. Logs which are left alone, and why."""
-    modules = experts_of(model)
-    if not modules:
-        return []
-    new = _options() - _KNOWN_OPTIONS
     found: dict[int, Any] = {}
     left: dict[int, tuple[torch.nn.Module, str]] = {}
-    for module in modules:
+    for module in experts_of(model):
         config: Any = getattr(module, "config", None)
         if getattr(config, "_experts_implementation_internal", None) == NAME:
             continue  # switched over already, further out
-        why = f"transformers' use_experts_implementation has {sorted(new)}, which quire does not know" if new else None
-        if not hasattr(config, "_experts_implementation_internal"):
-            why = why or "its config names no implementation"
-        elif config._experts_implementation_internal not in _REPLACED:
-            why = why or f"its implementation was chosen: {config._experts_implementation_internal}"
-        why = why or _unknown(module)
-        if why is not None:
+        if (why := _unknown(module)) is not None:
             left.setdefault(id(config), (module, why))
         found[id(config)] = config
     for module, why in left.values():
@@ -162,7 +159,6 @@ def _options() -> frozenset[str]:
 
 
 def register() -> None:
-    """Make transformers know the name."""
     if NAME not in _interface():
         _interface().register(NAME, experts_function)
 

@@ -2,8 +2,7 @@
 
 transformers' models call ``ALL_ATTENTION_FUNCTIONS[config._attn_implementation]`` with query, key and value after rope, keys
 not repeated, and scale, window, softcap and sinks as values. Our function, registered as ``"quire"``, turns the call into the
-semantic op. No mask function goes with the name, so transformers builds no mask. What the op cannot express (a mask, a position
-bias, sparse indices) is refused here.
+semantic op, and refuses what that cannot express. No mask function goes with the name, so transformers builds no mask.
 """
 
 from __future__ import annotations

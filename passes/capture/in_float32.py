@@ -35,14 +35,9 @@ _PRODUCTS = {  # the place of the left factor; the right one is behind it
 
 
 class InFloat32(TorchDispatchMode):
-    """See the module's docstring. ``kept``: names of the operations that ran in half precision.
-
-    Args:
-        half: the model's dtype, in which operations run that take no float32.
-        lengths: of the sequences in the row of tokens, each of which ``quire::attention`` attends in by itself. None: one
-            sequence.
-        reordered: each matrix product in two sums, to see what the order of summation does to a result.
-    """
+    """See the module's docstring. ``half``: the model's dtype, for operations that take no float32; ``kept`` has their names.
+    ``lengths``: of the sequences in the row of tokens, which ``quire::attention`` keeps apart; None: it is one. ``reordered``:
+    each matrix product in two sums, to see what the order of summation does to a result."""
 
     def __init__(self, half: torch.dtype, lengths: Sequence[int] | None = None, reordered: bool = False) -> None:
         super().__init__()

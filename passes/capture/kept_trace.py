@@ -1,12 +1,12 @@
 """Traces kept on disk, so that a later process takes the graph from there instead of walking the model with Dynamo.
 
 A file holds the graph as Dynamo gave it, and the facts that it follows from (``passes/capture/facts.py``): every guard of the
-trace, the source files of the code that was traced, versions and state of PyTorch. All are compared before the graph is taken;
-whatever differs, cannot be compared, or fails means that the model is traced. The graph's fake values are computed again, and
-must be those of the trace, as must be the guards on sizes. Everything after the trace runs as if Dynamo had just traced it.
+trace, the source files of the code that was traced, versions and state of PyTorch. What differs, cannot be compared, or fails
+means that the model is traced. The graph's fake values are computed again, and must be those of the trace, as must be the
+guards on sizes. Everything after the trace runs as if Dynamo had just traced it.
 
 On GPUs; QUIRE_TRACE_CACHE=0 turns it off, =1 on everywhere. Files are pickles in ``cache_folder()``, which must be the user's
-own, as Inductor's cache must.
+own.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from quire.attn_ops.tuning.store import cache_folder
 from quire.passes.capture.facts import TORCH_VALUES, Check, NotPortable, checks, difference, environment
-from quire.passes.fake_values import Replay
+from quire.passes.fake_values import Replay, symbolic_sizes
 from quire.passes.fx import fake_mode, source_name, source_of, text_of, value
 
 logger = logging.getLogger(__name__)
 _MOST_FILES = 64  # the oldest go
 _GLOBAL = re.compile(r"G\['(\w+)'\]")
 _QUIRE = Path(__file__).parents[1]  # the folder of passes
+_text = functools.lru_cache(maxsize=4096)(str)
 
 
 class _Node(NamedTuple):
@@ -150,9 +151,7 @@ def _context(real: torch.Tensor, dynamic: Sequence[bool]) -> Any:
     """Which sizes of an input are symbols, as Dynamo says it. Of a view's base none: a symbol more would give the later ones
     other names, under which no compilation of an earlier start is found."""
     base = real._base
-    return StatelessSymbolicContext(
-        dynamic_sizes=[DimDynamic.DYNAMIC if each else DimDynamic.STATIC for each in dynamic],
-        view_base_context=None if base is None else _context(base, [False] * base.dim()))
+    return symbolic_sizes(dynamic, None if base is None else _context(base, [False] * base.dim()))
 
 
 class _Tensor(NamedTuple):
@@ -209,9 +208,6 @@ def _summary(x: Any) -> Any:
     raise NotPortable(f"a value of type {type(x).__name__}")
 
 
-_text = functools.lru_cache(maxsize=4096)(str)
-
-
 def _reference(target: Any) -> str:
     """Where a function of the graph is found: an operator, or a function of PyTorch or Python that computes from its arguments
     alone. Raises NotPortable for any other: a higher-order operator may hold numbers that mean something in one process."""
@@ -240,7 +236,6 @@ def _resolve(text: str) -> Any:
 
 
 def _conditions(env: ShapeEnv | None) -> frozenset[str]:
-    """What a trace assumed about sizes."""
     return frozenset() if env is None else frozenset(str(guard.expr) for guard in env.guards)
 
 
@@ -266,9 +261,6 @@ def _quire_digest() -> str:
         for path in sorted(folder.rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-# -- files --------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -359,6 +351,3 @@ class TraceFile:
         local = {"self": owner, **self._local}
         modules = {name: sys.modules[module] for name, module in imports.items()}
         return {**local, "L": local, "G": {**scope, **modules, "__builtins_dict___0": vars(builtins)}}
-
-
-__all__ = ["Taken", "TraceFile"]

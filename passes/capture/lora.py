@@ -46,7 +46,6 @@ def active_adapters(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def can_choose(model: torch.nn.Module) -> bool:
-    """Whether ``check_adapters`` passes."""
     try:
         check_adapters(model)
     except ValueError:

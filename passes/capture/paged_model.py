@@ -30,7 +30,6 @@ from quire.attn_ops.selection import Selection, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, running
 from quire.passes.capture.errors import is_first_read, unwrapped
 from quire.passes.capture.evaluating import evaluating, without_backward
-from quire.passes.capture.head import check_checkpoint, check_logits
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
 from quire.passes.capture.in_float32 import InFloat32
@@ -47,9 +46,8 @@ from quire.passes.fx import value, with_own_code
 from quire.passes.options import QuireOptions
 from quire.passes.rewrite.own_positions import check_uncompiled
 from quire.passes.start_times import timed
-from quire.passes.verify.positions import check_model
 from quire.passes.verify.quantized import check_layers
-from quire.passes.verify.sites import check_config
+from quire.passes.verify.sites import check_checkpoint, check_config, check_logits, check_model
 
 logger = logging.getLogger(__name__)
 _REQS = 7  # rows of the traced batch: not 0, 1 or TRACED_TOKENS, which Dynamo would make constants or the same symbol
@@ -114,8 +112,6 @@ class PagedModel:
             if isinstance(error, UnsupportedAttention) and self.config is None and (hint := _wrapped(model)):
                 raise UnsupportedAttention(str(error).rstrip(".") + hint) from error
             raise
-
-    # -- tracing ------------------------------------------------------------------------------------------------------
 
     def _trace(self) -> Any:
         device = next(self.model.parameters()).device
@@ -248,8 +244,6 @@ class PagedModel:
                 return fx.Interpreter(self._graph.raised).run(*args)
         return self._graph.run_paged(step, *args)
 
-    # -- what was found -----------------------------------------------------------------------------------------------
-
     @property
     def graph(self) -> TracedGraph:
         """The traced graph, and how it runs in steps."""
@@ -295,8 +289,6 @@ class PagedModel:
             if condition is not None:
                 raise ValueError(f"steps of up to {num_tokens} tokens and {num_reqs} rows are more than the compiled model "
                                  f"allows: it assumes {condition}. Lower max_num_batched_tokens, or use compiler='eager'")
-
-    # -- running ------------------------------------------------------------------------------------------------------
 
     def __call__(self, step: Step, input_ids: torch.Tensor, positions: torch.Tensor,
                  logits_indices: torch.Tensor) -> torch.Tensor:
@@ -382,21 +374,15 @@ def _restore(graph: TracedGraph) -> None:
 @register_site_finder
 def find_sites(model: torch.nn.Module) -> list[AttentionSite]:
     """The attention sites of ``model``, found by tracing it; nothing is compiled or computed."""
-    paged = PagedModel(model, QuireOptions(compiler="eager"))
-    try:
+    with contextlib.closing(PagedModel(model, QuireOptions(compiler="eager"))) as paged:
         return paged.sites
-    finally:
-        paged.close()
 
 
 def prove_uncompiled(model: torch.nn.Module) -> Reads:
     """Refuse a model that would be wrong in paged steps uncompiled, in the modes of its modules. Returns what that rests on."""
-    paged = PagedModel(model, QuireOptions(compiler="eager"), as_it_is=True)
-    try:
+    with contextlib.closing(PagedModel(model, QuireOptions(compiler="eager"), as_it_is=True)) as paged:
         check_uncompiled(paged.graph.raised)
         return paged.reads
-    finally:
-        paged.close()
 
 
 __all__ = ["PagedKVCache", "PagedModel", "find_sites", "prove_uncompiled"]  # with PagedKVCache ``for_model`` has its finder

@@ -2,11 +2,9 @@
 attention interface, where its attention cannot be raised (eager attention with softcap or sinks, chunks).
 
 Dynamo makes sizes of 0 and 1 constants, so a decode step of one token has a trace of its own, from which no mask can be read
-and in which the model may take another path. In a step such a graph is not run. ``TracedCall`` traces the same code on a longer
-row, and ``AnyLength`` runs that graph with the inputs of the call: the placeholders of both have the same sources. A row of
-one token is padded to two, the shortest that the graph serves.
-
-Guards: Dynamo checks those of the first graph at each call. They come from the same code and the same objects.
+and in which the model may take another path. ``TracedCall`` traces the same code on a longer row, and ``AnyLength`` runs that
+graph with the inputs of the call: the placeholders of both have the same sources, and Dynamo's guards of the first come from
+the same code and objects. A row of one token is padded to two, the shortest that the graph serves.
 """
 
 from __future__ import annotations
@@ -151,14 +149,9 @@ class TracedCall:
 
 
 class AnyLength:
-    """Runs a graph traced for any length in the place of another one of the same call. Raises UnsupportedAttention if the two
-    do not compute the same things.
-
-    Args:
-        static: the graph whose inputs come and whose outputs are expected.
-        gm: the graph for any length; ``tokens`` is its symbol.
-        length: of the rows of ``static``; None: it is for any length too.
-    """
+    """Runs ``gm``, a graph traced for any length (whose symbol is ``tokens``), with the inputs and outputs of ``static``,
+    another graph of the same call for rows of ``length``; None: it is for any length too. Raises UnsupportedAttention if the
+    two do not compute the same things."""
 
     def __init__(self, static: fx.GraphModule, gm: fx.GraphModule, tokens: Any, length: int | None) -> None:
         self.tokens, self.length = tokens, length

@@ -37,8 +37,7 @@ from quire.passes.rewrite.last_rows import LAST_ROWS
 from quire.passes.rewrite.length_rope import LIMITS, check_lengths
 from quire.passes.rewrite.lower import Lowered, LoweringTarget
 from quire.passes.verify.breaks import check_whole, note_breaks
-from quire.passes.verify.positions import check_model
-from quire.passes.verify.sites import check_config, site_nodes
+from quire.passes.verify.sites import check_config, check_model, site_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +259,6 @@ class TracedGraph:
 
     @property
     def assumed(self) -> list[Assumptions]:
-        """The assumptions about sizes that compilers made."""
         return [run.assumed for compiled in self.compilations.values() for run in compiled.runs]
 
     def compiled(self, step: Step | None = None, fusions: bool = True) -> CompiledGraph:

@@ -1,9 +1,9 @@
 """Compile the Triton kernels of a lowered graph ahead, in other processes, while this one compiles the graph itself.
 
-The engine knows the shapes of all steps that it will capture. Every op of the graph that launches kernels
-(``implementations`` in ``attn_ops/kernels/launch.py``) is called with fake tensors of each of those shapes, and its launches
-are recorded. Worker processes (``attn_ops/kernels/compile_worker.py``) compile them into Triton's cache on disk, where the
-first launch finds them. A kernel that was not foreseen is compiled at its first launch, as usual.
+Every op of the graph that launches kernels (``implementations`` in ``attn_ops/kernels/launch.py``) is called with fake tensors
+of the shape of each step that the engine will capture, and its launches are recorded. Worker processes
+(``attn_ops/kernels/compile_worker.py``) compile them into Triton's cache on disk. What was not foreseen is compiled at its
+first launch, as usual.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from quire.attn_ops.kernels.compile_worker import triton_version
 from quire.attn_ops.kernels.launch import Launch, implementations, recording
 from quire.attn_ops.tuning import small_linear as tuning
 from quire.attn_ops.tuning.small_linear import LinearShape
+from quire.passes.compile.size_guards import SYMBOL
 from quire.passes.start_times import timed
 
 logger = logging.getLogger(__name__)
@@ -47,9 +48,6 @@ TIMEOUT = 120.0  # seconds; what takes longer is left to the first launch
 _CACHE_PAGES = 4096  # any number: no kernel depends on it
 Beside = Mapping[Any, Callable[..., Any]]
 _NOTHING: Beside = MappingProxyType({})
-
-
-_SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 _UNIT = re.compile(r",? ?\b(uuid|pci_\w+)=[^,)]*")  # which GPU of its kind
 _NO_MATTER = frozenset({"QUIRE_TRACE_CACHE", "QUIRE_CACHE_DIR", "QUIRE_COMPILE_WORKERS"})  # what they change is here by itself
 
@@ -149,13 +147,9 @@ class _Batch:
 
 
 class CompileAhead:
-    """Compiles kernels for steps of ``shapes`` in the background.
-
-    Args:
-        target: Triton's description of the GPU: backend, arch, warp size.  gpu: its properties, on which some launches depend.
-        workers: most processes for one graph.
-        beside: by op, a function of its arguments that launches what a step does with them outside the graph.
-    """
+    """Compiles kernels for steps of ``shapes`` in the background, in at most ``workers`` processes for one graph. ``target``:
+    Triton's description of the GPU (backend, arch, warp size). ``gpu``: its properties, on which some launches depend.
+    ``beside``: by op, a function of its arguments that launches what a step does with them outside the graph."""
 
     def __init__(self, shapes: Sequence[StepShape], target: tuple[Any, ...], workers: int, gpu: str = "",
                  beside: Beside = _NOTHING) -> None:
@@ -218,7 +212,7 @@ class CompileAhead:
             if isinstance(x, torch.Tensor):
                 return x.dtype, x.device.type, *(tuple(map(described, n)) for n in (x.shape, x.stride(), [x.storage_offset()]))
             if isinstance(x, torch.SymInt):  # by what it counts, which is all that a launch depends on (``launches_of``)
-                return _SYMBOL.sub(lambda match: roles.get(match[0], "pages"), str(x.node.expr))
+                return SYMBOL.sub(lambda match: roles.get(match[0], "pages"), str(x.node.expr))
             return x
 
         calls = [(node.target, tree_map(described, fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])))

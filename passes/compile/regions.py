@@ -20,7 +20,6 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,13 +32,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from quire.passes.fake_values import computed
+from quire.passes.compile.size_guards import SYMBOL
+from quire.passes.fake_values import any_sizes, computed, fake_input
 from quire.passes.fx import ancestors, evaluate, placeholders, storage_of, value, written_by
-from quire.passes.rewrite.lower import Lowered, any_sizes, fake_input
+from quire.passes.rewrite.lower import Lowered
 
 logger = logging.getLogger(__name__)
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 Look = Callable[[list[fx.Node], dict[fx.Node, Any]], None]
+_BEFORE = -1  # the place of what runs uncompiled, before all pieces
+_SIZES = itertools.count(1009, 2)  # all different, so that no two symbols are taken for one
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+_CONSTANTS = (bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class _Whole(Exception):
@@ -58,13 +62,8 @@ class _Piece:
 def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False, look: Look | None = None
                        ) -> Callable[..., Any]:
     """Compile ``lowered.gm`` piece by piece with ``compile``: (graph, fake inputs) -> callable. Returns a callable like the
-    graph.
-
-    Args:
-        always: cut the graph even if no two of its pieces are equal.
-        look: called first, if the graph is cut, with the nodes before all pieces, those of one piece of each kind, and the fake
-            values of all nodes.
-    """
+    graph. ``always``: cut it even if no two of its pieces are equal. ``look``: called first, if the graph is cut, with the
+    nodes before all pieces, those of one piece of each kind, and the fake values of all nodes."""
     graph = lowered.gm.graph
     try:
         values = _Values(lowered)
@@ -93,11 +92,6 @@ def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False,
                 for signature, piece in first.items()}
     logger.info("regions: %d pieces, %d different", len(pieces), len(first))
     return _joined(graph, before, [(compiled[signature], piece) for piece, signature in pieces])
-
-
-# -- where each node goes ---------------------------------------------------------------------------------------------------
-
-_BEFORE = -1  # the place of what runs uncompiled, before all pieces
 
 
 def _places(lowered: Lowered) -> dict[fx.Node, int]:
@@ -157,9 +151,6 @@ def _symbols(x: Any) -> set[Any]:
     """Free symbols of a tensor's sizes and strides."""
     numbers = (*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else ()
     return {s for n in numbers if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
-
-
-# -- values -----------------------------------------------------------------------------------------------------------------
 
 
 class _Values:
@@ -226,9 +217,6 @@ def copies(outputs: Sequence[Any], read: Sequence[tuple[Any, Any]]) -> list[torc
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in outputs]
 
 
-_SIZES = itertools.count(1009, 2)  # all different, so that no two symbols are taken for one
-
-
 def _of_any_size(tensor: torch.Tensor, name: str, fake: Any) -> torch.Tensor:
     """A fake like ``tensor``, a result of prepare, whose sizes may depend on data: a piece takes it as an input."""
     dynamic = tuple(isinstance(s, torch.SymInt) for s in tensor.shape)
@@ -237,7 +225,6 @@ def _of_any_size(tensor: torch.Tensor, name: str, fake: Any) -> torch.Tensor:
 
 
 def _storages(x: Any) -> set[int]:
-    """Storages of all tensors in a value."""
     if _wraps(x):
         return {s for name in x.__tensor_flatten__()[0] for s in _storages(getattr(x, name))}
     return {storage_of(t) for t in tree_leaves(x) if isinstance(t, torch.Tensor)}
@@ -261,13 +248,6 @@ def _graph_of(piece: _Piece, values: dict[fx.Node, Any]) -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
-# -- which pieces are equal -------------------------------------------------------------------------------------------------
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
-_CONSTANTS = (bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
 def _signature(piece: _Piece, values: _Values) -> Any:
     """Equal for two pieces only if the compiled code of one is right for the other; made of what the piece reads and does."""
     names: dict[str, str] = {}
@@ -275,7 +255,7 @@ def _signature(piece: _Piece, values: _Values) -> Any:
     number = {n: i for i, n in enumerate([*piece.inputs, *piece.nodes])}
 
     def sizes(numbers: Iterable[Any]) -> str:  # the names of symbols do not matter, but which of them are the same
-        return re.sub(r"\b[a-z]+\d+\b", lambda m: names.setdefault(m[0], f"size{len(names)}"), ", ".join(map(str, numbers)))
+        return SYMBOL.sub(lambda m: names.setdefault(m[0], f"size{len(names)}"), ", ".join(map(str, numbers)))
 
     def described(x: Any) -> tuple[Any, ...]:
         if _wraps(x):  # code is compiled for what it wraps
@@ -306,9 +286,6 @@ def _signature(piece: _Piece, values: _Values) -> Any:
     inputs = tuple(described(values.of[n]) for n in piece.inputs)
     nodes = tuple((n.op, n.target, argument(n.args), argument(n.kwargs)) for n in piece.nodes)
     return inputs, nodes, tuple(number[n] for n in piece.outputs)
-
-
-# -- running ----------------------------------------------------------------------------------------------------------------
 
 
 def _joined(graph: fx.Graph, before: list[fx.Node], pieces: list[tuple[Callable[..., Any], _Piece]]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.fx import fake_mode, placeholders, value
 
-_SYMBOL = re.compile(r"\b[a-z]+\d+\b")
+SYMBOL = re.compile(r"\b[a-z]+\d+\b")  # names of symbols in expressions
 
 
 @dataclass
@@ -37,9 +37,9 @@ class Assumptions:
     def broken(self, sizes: dict[str, Any]) -> str | None:
         """The first condition on symbols of ``sizes`` alone that does not hold for them, with roles for symbols."""
         for condition in self.conditions:
-            names = set(_SYMBOL.findall(condition)) & self.origins.keys()
+            names = set(SYMBOL.findall(condition)) & self.origins.keys()
             if names <= sizes.keys() and not eval(condition, {"math": math, "torch": torch}, sizes):
-                return _SYMBOL.sub(lambda match: self.roles.get(match[0], match[0]), condition)
+                return SYMBOL.sub(lambda match: self.roles.get(match[0], match[0]), condition)
         return None
 
 

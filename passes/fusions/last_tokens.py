@@ -114,7 +114,6 @@ class _Region:
         return len(moved)
 
     def _on_rows(self, node: fx.Node) -> fx.Node:
-        """The operation on the rows of its operands."""
         if node in VIEWS:
             dim, shape = self.row_wise.dim(node) or 0, value(node).shape
             new = self.graph.call_method("reshape", (self._rows_of(node.args[0], node), (*[1] * dim, -1, *shape[dim + 1 :])))

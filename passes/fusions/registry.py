@@ -31,17 +31,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FusionPass:
-    """One fusion pass.
+    """One fusion pass. ``batches``: "small": only in a graph of its own for batches of at most ``MAX_TOKENS`` tokens; "large":
+    not in that graph."""
 
-    Args:
-        name: by which ``QuireOptions.fusions`` chooses it.  run: rewrites the graph and returns the number of matches.
-        stage: whether it rewrites the raised graph, or the lowered one, where the caches are.
-        batches: "small": only in a graph of its own for batches of at most ``MAX_TOKENS`` tokens; "large": not in that graph.
-    """
-
-    name: str
-    run: Callable[[Fusion], int]
-    stage: Literal["raised", "lowered"] = "raised"
+    name: str  # by which ``QuireOptions.fusions`` chooses it
+    run: Callable[[Fusion], int]  # rewrites the graph and returns the number of matches
+    stage: Literal["raised", "lowered"] = "raised"  # the graph that it rewrites; the caches are in the lowered one
     batches: Literal["all", "small", "large"] = "all"
 
 

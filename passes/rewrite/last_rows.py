@@ -135,15 +135,12 @@ class _Cut:
 
     def _gathers(self, node: fx.Node) -> bool:
         """Whether the node is x[:, index], with the index in the dimension of the tokens."""
-        dim, index = picked(node)
-        return dim is not None and index is self.index and self._known(node.args[0]) == Rows(dim, self.proof.axes[0])
-
-    def _known(self, x: Any) -> Any:
-        return self.proof.known.get(x)
+        (dim, index), x = picked(node), node.all_input_nodes[0]
+        return dim is not None and index is self.index and self.proof.known.get(x) == Rows(dim, self.proof.axes[0])
 
     def _take(self, x: fx.Node, reader: fx.Node, rows: fx.Node) -> None:
         """The wanted rows of a value of the first part, or itself where it has none."""
-        val, known = value(x), self._known(x)
+        val, known = value(x), self.proof.known.get(x)
         expr = self.tokens.node.expr
         if symbolic(val):
             if val.node.expr == expr:

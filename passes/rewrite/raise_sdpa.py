@@ -32,7 +32,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from quire.attn_ops.attention import attention
 from quire.passes.fake_values import compute_value
-from quire.passes.fx import ancestors, constant, erase_dead, evaluate, module_path, symbolic, target_name, value
+from quire.passes.fx import ancestors, constant, erase_dead, evaluate, module_path, sdpa_arguments, symbolic, target_name, value
 from quire.passes.verify.mask_proof import MaskKind, MaskProver, Refusal
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tupl
     nodes = find_sdpa(gm.graph)
     tokens = _tokens(nodes)
     for node in nodes if symbolic(tokens) else ():
-        node.meta[_WITHIN] = not symbolic(value(node.args[1] if len(node.args) > 1 else node.kwargs["key"]).shape[-2])
+        node.meta[_WITHIN] = not symbolic(value(sdpa_arguments(node)["key"]).shape[-2])
     nodes = find_sdpa(gm.graph)
     prover = MaskProver(gm.graph, tokens, inputs or {})
     for layer, node in enumerate(nodes):
@@ -75,13 +75,12 @@ def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tupl
 
 def _tokens(nodes: list[fx.Node]) -> Any:
     """The size of the token dimension: that of the first queries whose number is not constant."""
-    sizes = [q.shape[-2] for n in nodes if (q := value(n.args[0] if n.args else n.kwargs["query"])).dim() > 1]
+    sizes = [q.shape[-2] for n in nodes if (q := value(sdpa_arguments(n)["query"])).dim() > 1]
     return next(filter(symbolic, sizes), sizes[0] if sizes else None)
 
 
 def _raise_one(node: fx.Node, layer: int, prover: MaskProver) -> None:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    arg: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    arg = sdpa_arguments(node)
     q, k, v = arg["query"], arg["key"], arg["value"]
     try:
         dropout, scale = constant(arg.get("dropout_p", 0.0)), constant(arg.get("scale"))

@@ -139,9 +139,6 @@ _reduction(("amax",), greater, formula.as_term)
 _reduction(("amin",), lesser, formula.as_term)
 
 
-# Counting along positions.
-
-
 @rule("cumsum")
 def _cumsum(p: MaskProver, node: fx.Node, x: Any, dim: Any, **options: Any) -> Any:
     """The sum of numbers that do not change any more beyond some position."""

@@ -1,10 +1,10 @@
 """What an attention mask means, derived from the graph that builds it.
 
-``MaskProver`` reads the sub-graph of a mask as a condition on a query and a key position (``passes/verify/mask_formula.py``),
-for one sequence at positions 0, 1, 2, ..., where ``arange`` over its tokens and ``position_ids`` are the same, and compares it
-with the causal, sliding-window and chunked masks for all positions (``passes/verify/mask_decision.py``). Only operators with a
-rule (``passes/verify/mask_rules.py``, ``mask_parts.py``) are understood; what depends on token ids, activations, other
-arguments of the call, or the number of tokens is refused.
+``MaskProver`` reads the sub-graph of a mask as a condition on a query and a key position (``mask_formula.py``), for one
+sequence at positions 0, 1, 2, ..., where ``arange`` over its tokens and ``position_ids`` are the same, and compares it with the
+causal, sliding-window and chunked masks for all positions (``mask_decision.py``). Only operators with a rule
+(``mask_rules.py``, ``mask_parts.py``) are understood; what depends on token ids, activations, other arguments of the call, or
+the number of tokens is refused.
 
 A float mask must be 0 where a key is visible and hide it everywhere else: -inf, or no more than half the least number of its
 dtype, which absorbs any score. Arithmetic must be exact in its dtype for ``MAX_POSITIONS`` positions.
@@ -28,6 +28,7 @@ from quire.passes.fx import (
     ancestors,
     erase_dead,
     evaluate,
+    is_one,
     is_stored,
     module_path,
     placeholders,
@@ -173,7 +174,7 @@ class MaskProver:
     def _of_each_head(self, mask: fx.Node, element: Any) -> list[Condition]:
         """The conditions under which a key is visible, for each head or other leading index that the mask depends on."""
         dtype, shape = value(mask).dtype, value(mask).shape
-        if len(shape) < 2 or not all(self.is_row(s) or self._is_one(s) for s in shape[-2:]):
+        if len(shape) < 2 or not all(self.is_row(s) or is_one(s) for s in shape[-2:]):
             raise Unprovable(f"it has shape {tuple(shape)}, not (..., {self.tokens}, {self.tokens})")
         heads: list[dict[int, Operand]] = [{}]
         for axis in sorted(formula.axes(element) - {-2, -1}):
@@ -224,7 +225,7 @@ class MaskProver:
         if found is None:
             found = self._input(by) if by.op == "placeholder" else self._call(by)
         dtype = value(node).dtype
-        single = [axis for axis in formula.axes(found) if self._is_one(value(node).shape[axis])]
+        single = [axis for axis in formula.axes(found) if is_one(value(node).shape[axis])]
         found = formula.substitute(found, dict.fromkeys(single, 0)) if single else found
         if dtype == torch.bool:
             return formula.as_condition(found)
@@ -281,8 +282,6 @@ class MaskProver:
                              ", which is not known to keep to positions"))
         return rule(self, node, *node.args, **node.kwargs)
 
-    # For the rules.
-
     def term(self, arg: Any, dtype: torch.dtype | None = None) -> Term:
         """An argument as a number: a tensor's element or a constant; as it is after conversion to ``dtype``."""
         if isinstance(arg, fx.Node) and isinstance(value(arg), torch.Tensor):
@@ -291,7 +290,6 @@ class MaskProver:
         return formula.number(self.constant(arg))
 
     def condition(self, arg: Any) -> Condition:
-        """An argument as a truth."""
         if isinstance(arg, fx.Node) and isinstance(value(arg), torch.Tensor):
             return formula.as_condition(self.element(arg))
         return bool(self.constant(arg))
@@ -312,10 +310,6 @@ class MaskProver:
         if not isinstance(number, (int, float)):
             raise Unprovable(f"it depends on {arg}, which is not constant")
         return number
-
-    @staticmethod
-    def _is_one(size: Any) -> bool:
-        return not symbolic(size) and size == 1
 
     def is_row(self, size: Any) -> bool:
         return str(size) == str(self.tokens)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from quire.passes.fx import symbolic, target_name, torch_name, value
+from quire.passes.fx import is_one, symbolic, target_name, torch_name, value
 from quire.passes.verify import mask_formula as formula
 from quire.passes.verify.mask_decision import never
 from quire.passes.verify.mask_formula import Condition, Form, Infinite, Operand, Term, Unprovable
@@ -34,9 +34,6 @@ def rule(*names: str) -> Callable[[Any], Any]:
         return function
 
     return register
-
-
-# Arithmetic.
 
 
 def _arithmetic(names: Sequence[str], combine: Callable[..., Term], truths: Callable[..., Condition] | None = None) -> None:
@@ -120,11 +117,8 @@ def _clamp(p: MaskProver, node: fx.Node, a: Any, min: Any = None, max: Any = Non
 def _max_min(p: MaskProver, node: fx.Node, a: Any, b: Any = None) -> Any:
     if not isinstance(value(b), torch.Tensor):
         raise Unprovable("it takes a maximum over positions")
-    smaller = "min" in target_name(node)
-    return (lesser if smaller else greater)(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
-
-
-# Comparisons and logic.
+    better = lesser if "min" in target_name(node) else greater
+    return better(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
 
 
 def _comparison(op: str) -> None:
@@ -181,9 +175,6 @@ def _where(p: MaskProver, node: fx.Node, condition: Any, input: Any, other: Any)
     return _choose(p, node, condition, input, other)
 
 
-# Making tensors.
-
-
 @rule("arange")
 def _arange(p: MaskProver, node: fx.Node, *numbers: Any, **options: Any) -> Any:
     start = options.get("start", numbers[0] if len(numbers) > 1 else 0)
@@ -197,9 +188,6 @@ def _triangle(p: MaskProver, node: fx.Node, x: Any, diagonal: Any = 0) -> Any:
     keep = formula.compare(ahead, "le" if "tril" in target_name(node) else "ge", p.constant(diagonal))
     element = p.element(x)
     return formula.both(keep, element) if formula.is_condition(element) else formula.choose(keep, element, 0)
-
-
-# Types and shapes.
 
 
 @rule("to", "type", "type_as", "bool", "float", "long", "int", "half", "bfloat16", "double")
@@ -216,7 +204,7 @@ def _reshape(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -
     """Dimensions of size 1 may come and go; the others keep their order, and none is split, joined or repeated."""
     if value(x).dtype != value(node).dtype:
         raise Unprovable(f"it reads the bytes of {value(x).dtype} as {value(node).dtype}")
-    old, new = ([(k - t.dim(), n) for k, n in enumerate(t.shape) if symbolic(n) or n != 1] for t in (value(x), value(node)))
+    old, new = ([(k - t.dim(), n) for k, n in enumerate(t.shape) if not is_one(n)] for t in (value(x), value(node)))
     element = p.element(x)
     if str(node.target) == "repeat":
         used = formula.axes(element)

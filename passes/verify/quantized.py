@@ -1,8 +1,7 @@
 """Weights that are tensor subclasses, as quantization libraries make them (torchao): what the passes must know of them.
 
-Such a parameter wraps other tensors (integers, scales). Dynamo puts it into the graph as one input of an ordinary ``linear``;
-what the layer computes stays hidden in the subclass until AOTAutograd or eager execution unwraps it. So two things that quire
-reads off a graph it must find out here by other means: where the weights lie, and whether tokens meet.
+Such a parameter wraps other tensors (integers, scales). Dynamo puts it into the graph as one input of an ordinary ``linear``,
+so what quire reads off a graph it must find out here by other means: where the weights lie, and whether tokens meet.
 """
 
 from __future__ import annotations

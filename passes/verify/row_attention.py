@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from quire.passes.fx import value
+from quire.passes.fx import sdpa_arguments, value
 from quire.passes.verify.row_rules import as_data, same
 from quire.passes.verify.rows import CONST, Known, Mixes, Rows
 
 
 def attends_within(node: fx.Node, known: Callable[[Any], Known]) -> Known:
     """What is known of the result of the call, by what is ``known`` of its arguments. Raises Mixes if tokens may meet."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    arg: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    arg = sdpa_arguments(node)
     if arg.get("dropout_p") or arg.get("enable_gqa"):
         raise Mixes("it drops scores at random, or repeats heads")
 

@@ -21,6 +21,8 @@ from quire.passes.fx import argument, target_name
 from quire.passes.verify.row_rules import Call, as_data, rule, same
 from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixes, Order, Rows
 
+_BY_NUMBER = "rows are picked by numbers, which may be those of other tokens"
+
 
 class _Index:
     """The index tensors of ``x[a, :, b]``: joined, and where the dimensions of x are in the result."""
@@ -72,9 +74,6 @@ def _own_rows(x: Rows, index: Known | None) -> Rows | None:
     if holds.what == "picks" and x.order is None and x.outer == x.inner == 1:
         return Rows(index.dim, index.axis)
     return None
-
-
-_BY_NUMBER = "rows are picked by numbers, which may be those of other tokens"
 
 
 def _take(call: Call, known: Known, indices: Sequence[Any]) -> Known:

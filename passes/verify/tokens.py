@@ -88,11 +88,9 @@ class TokenPass:
         """What is known of the result of one operation; None if it mixes tokens. ``known`` must have its operands."""
         with torch.inference_mode(False), torch.no_grad():
             try:
-                return self._run(node)[0]
+                return self._run([node], [node])[0][0]
             except Exception:
                 return None
-
-    # -- one node -----------------------------------------------------------------------------------------------------------
 
     def _of(self, node: fx.Node) -> Any:
         """What is known of the value of a node: as nested as the value."""
@@ -118,10 +116,8 @@ class TokenPass:
             if node.target in SDPA:
                 return attends_within(node, self.known.__getitem__)
             return self._run_once(node)
-        except Mixes as why:
-            found = _mixed(str(why), node)
         except Exception as error:
-            found = _mixed(_cannot_follow(error), node)
+            found = _mixed(_why(error), node)
         if writes:
             self._refuse(node, found, "is written into another tensor")
         return found
@@ -142,11 +138,9 @@ class TokenPass:
         found: list[Any] = []
         try:
             if mixed is None:
-                found, _ = self._run_all(nodes, results)
-        except Mixes as why:
-            mixed = _mixed(str(why), nodes[0])
+                found, _ = self._run(nodes, results)
         except Exception as error:
-            mixed = _mixed(_cannot_follow(error), nodes[0])
+            mixed = _mixed(_why(error), nodes[0])
         return dict.fromkeys(nodes, mixed or CONST) | dict(zip(results, found, strict=False))
 
     def _of_input(self, node: fx.Node) -> Any:
@@ -189,7 +183,7 @@ class TokenPass:
         if key is not None and key in self._seen:
             found, changes = self._seen[key]
         else:
-            found, changes = self._run(node)
+            (found,), changes = self._run([node], [node])
             if key is not None and not _has_order(found):
                 self._seen[key] = found, changes
         for at, known in changes:
@@ -218,14 +212,8 @@ class TokenPass:
         group = self._memory.get(memory, [buffer])
         return not node.users and all(u is node or u in group for n in group for u in n.users)
 
-    def _run(self, node: fx.Node) -> tuple[Any, list[tuple[int, Known | None]]]:
-        """What is known of the result, and of the inputs that were written to."""
-        (found,), changes = self._run_all([node], [node])
-        return found, changes
-
-    def _run_all(self, nodes: Sequence[fx.Node], results: Sequence[fx.Node]
-                 ) -> tuple[list[Any], list[tuple[int, Known | None]]]:
-        """``_run`` of several nodes at once: what is known of the ``results``, and of the inputs that were written to."""
+    def _run(self, nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[list[Any], list[tuple[int, Known | None]]]:
+        """Run the nodes at once: what is known of the ``results``, and of the inputs that were written to, by their place."""
         inputs = list(dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in nodes))
         proof = Proof(self.axes, any(isinstance(value(x), (torch.SymInt, torch.SymFloat)) for x in inputs))
         fakes: dict[fx.Node, Any] = {}
@@ -292,8 +280,6 @@ class TokenPass:
                 not isinstance(k, Const) for k in others):
             raise Mixes("quire knows of a quantized weight only that linear layers multiply rows by it")
         return x.data
-
-    # -- refusals -----------------------------------------------------------------------------------------------------------
 
     def _check_used(self, node: fx.Node, user: fx.Node, how: str) -> None:
         for x in node.all_input_nodes:
@@ -367,7 +353,9 @@ def _mixed(why: str, node: fx.Node) -> Mixed:
     return Mixed(why, module_path(node), node.name if node.name.startswith(name) else f"{node.name}, {name}")
 
 
-def _cannot_follow(error: Exception) -> str:
+def _why(error: Exception) -> str:
+    if isinstance(error, Mixes):
+        return str(error)
     first = (str(error).strip().splitlines() or [""])[0]
     return f"quire cannot follow it: {type(error).__name__}: {first[:200]}"
 

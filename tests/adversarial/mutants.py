@@ -186,7 +186,7 @@ MUTANTS_OF_PROOFS = [
         ("vmap: writes nothing outside", "vmap that writes",
          "if any(storage_of(value(w)) in outside for w in written_by(node)):"),
         ("vmap: what it computes is proved", "vmap over features",
-         "                found[-, _ = self._run_all(nodes, -]{+ = [Rows(0, self.axes[0])] * len(+}results)"),
+         "                found[-, _ = self._run(nodes, -]{+ = [Rows(0, self.axes[0])] * len(+}results)"),
         ("inputs whose length is not known to be the row's",
          "passes/verify/test_tokens::test_positions_of_a_length_of_their_own",
          'raise Mixes("an input of a length that is not known to be that of the row of tokens")'),
@@ -346,5 +346,5 @@ MUTANTS_OF_PROOFS = [
         ("fewer rows: operations that are proved row-wise", "test_not_proved[along tokens]",
          "return found is [-not None and-]{+None or+} all("),
         ("fewer rows: one sequence", "test_several_sequences",
-         "or [-not all(map(_is_one, val.shape[: found[0]]))-]{+False+}:")),
+         "or [-not all(map(is_one, val.shape[: found[0]]))-]{+False+}:")),
 ]
