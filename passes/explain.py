@@ -26,8 +26,7 @@ from quire.passes.verify.sites import format_sites
 @dataclass(frozen=True, repr=False)
 class Explanation:
     """What ``explain`` found: ``selection`` is None if no backend can serve the model, ``error`` if one can. ``str()`` is a
-    table of the attention sites, equal ones in one row, and how the backend was chosen; ``text(every=True)`` has a row for
-    each."""
+    table of the attention sites, equal ones in one row, and how the backend was chosen; ``text(every=True)`` has a row each."""
 
     model_name: str
     sites: list[AttentionSite]

@@ -25,16 +25,7 @@ from quire.passes.compile.inductor import compile_lowered
 from quire.passes.compile.size_guards import Assumptions, checked, watched
 from quire.passes.fusions.base import FusedInputs, FusedWeights
 from quire.passes.fusions.registry import apply_fusions, apply_lowered_fusions
-from quire.passes.fx import (
-    copy_graph,
-    erase_dead,
-    inline_checkpoints,
-    placeholders,
-    shape_conditions,
-    source_name,
-    symbolic,
-    value,
-)
+from quire.passes.fx import copy_graph, erase_dead, inline_checkpoints, placeholders, shape_conditions, source_name, value
 from quire.passes.rewrite.device_numbers import numbers_on_device
 from quire.passes.rewrite.last_rows import keep_last_rows
 from quire.passes.rewrite.length_rope import choose_per_sequence, use_short_frequencies
@@ -124,11 +115,11 @@ def compile_graph(lowered: Lowered, compiler: str, context: TracingContext | Non
                   ahead: CompileAhead | None = None, fits: Callable[[StepShape], bool] = lambda shape: True
                   ) -> tuple[Callable[..., Any], Assumptions]:
     """``lowered`` as a callable, and what the compiler assumed about sizes, which the callable checks. ``context``: Dynamo's
-    when it traced the graph. ``earlier``: see ``watched``. ``ahead`` compiles kernels meanwhile, for steps that ``fits``
-    accepts."""
+    when it traced the graph. ``earlier``: see ``watched``. ``ahead`` compiles kernels for steps that ``fits`` accepts."""
     # Of fakes: fused parameters have moved since tracing. A size that the trace has settled is behind a guard of Dynamo's.
     inputs = [value(n) for n in placeholders(lowered.gm.graph)]
-    dynamic = [size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape if symbolic(size) and not _settled(size)]
+    dynamic = [size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape
+               if isinstance(size, torch.SymInt) and not _settled(size)]
     within: Any = contextlib.nullcontext()
     if context is not None and TracingContext.try_get() is not context:  # inside a backend's call it is active
         within = tracing(context)
@@ -159,7 +150,7 @@ def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: A
             "show what it computes for others; " + (
                 "" if by_hand or longest < 2 else "set max_model_len to a length up to which that condition holds, or ")
             + "let its forward not branch on the length of its input.")
-    if raised and not symbolic(tokens):
+    if raised and isinstance(tokens, int):
         raise UnsupportedAttention(
             f"the graph was traced for exactly {tokens} tokens, too few to tell what its masks mean for longer "
             "sequences; compile with dynamic=True and give at least 2 tokens")

@@ -56,15 +56,6 @@ def _no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: A
                                    "row")
 
 
-def register() -> None:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if NAME not in ALL_ATTENTION_FUNCTIONS:
-        ALL_ATTENTION_FUNCTIONS.register(NAME, attention_function)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
-
-
 @contextlib.contextmanager
 def encoder_attention(tower: torch.nn.Module, implementation: str = "auto") -> Iterator[None]:
     """While inside, this encoder or vision tower of transformers attends with ``quire.varlen_attention``; afterwards as before.
@@ -77,11 +68,16 @@ def encoder_attention(tower: torch.nn.Module, implementation: str = "auto") -> I
         ValueError: an unknown implementation, or a tower without a config of transformers.
         UnsupportedAttention: an implementation of the user's own; in a call, masks, dropout and causal attention.
     """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     check_implementation(implementation)
     configs = configs_of(tower)
     if not configs:
         raise ValueError(f"{type(tower).__name__} has no config of transformers, whose attention could be chosen")
-    register()
+    if NAME not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, attention_function)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
     with implementation_set(configs, NAME):
         token = _IMPLEMENTATION.set(implementation)
         try:

@@ -154,8 +154,7 @@ def _compiled(source: str) -> types.CodeType:
 
 
 def fact(held: Any, inside: bool = False) -> Any:
-    """What is equal for ``held`` in every process; ``inside`` a closure or class, of objects the name alone. Raises
-    NotPortable."""
+    """What is equal for ``held`` in every process; of objects ``inside`` a closure or class the name. Raises NotPortable."""
     if type(held) in _PLAIN:
         return type(held).__name__, repr(held)
     if isinstance(held, TORCH_VALUES):
@@ -249,8 +248,7 @@ def _class_digest(cls: type) -> str:
 
 def environment(device: torch.device) -> str | None:
     """The state of this process and thread that Dynamo guards, the versions of what traces, and what a forward on ``device``
-    may ask about the machine. None, as Dynamo has no guard for them, while a mode of PyTorch or a hook of all modules is
-    active."""
+    may ask about the machine. None while a mode of PyTorch or a hook of all modules is active: Dynamo has no guard for them."""
     from torch.overrides import _len_torch_function_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 

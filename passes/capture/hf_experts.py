@@ -136,7 +136,7 @@ def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _configs(model: torch.nn.Module) -> list[Any]:
-    """The configs to switch over: those all of whose modules are known. Logs which are left alone, and why."""
+    """The configs to switch over: those all of whose modules may be. Logs which are left alone, and why."""
     found: dict[int, Any] = {}
     left: dict[int, tuple[torch.nn.Module, str]] = {}
     for module in experts_of(model):
@@ -158,11 +158,6 @@ def _options() -> frozenset[str]:
     return frozenset(inspect.signature(moe.use_experts_implementation).parameters)
 
 
-def register() -> None:
-    if NAME not in _interface():
-        _interface().register(NAME, experts_function)
-
-
 def wanted(model: torch.nn.Module) -> bool:
     """Whether the model is on a GPU, where the op has kernels."""
     first = next(model.parameters(), None)
@@ -173,8 +168,8 @@ def wanted(model: torch.nn.Module) -> bool:
 def experts_active(model: torch.nn.Module) -> Iterator[None]:
     """While inside, the experts of a model on a GPU run by the op, and those in a loop (``looped_experts.py``) anywhere."""
     configs = _configs(model) if wanted(model) else []
-    if configs:
-        register()
+    if configs and NAME not in _interface():
+        _interface().register(NAME, experts_function)
     before = [c._experts_implementation_internal for c in configs]
     for config, name in zip(configs, before, strict=True):
         _BEFORE[id(config)] = name

@@ -96,8 +96,7 @@ def _chunk(module: Any, layer: int) -> int | None:
 
 
 def register() -> None:
-    """Register the name without a mask function: no mask is built. Raises UnsupportedAttention if the user has taken the
-    name."""
+    """Register the name without a mask function: no mask is built. Raises UnsupportedAttention if the user has taken it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if NAME not in ALL_ATTENTION_FUNCTIONS:

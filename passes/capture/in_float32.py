@@ -1,8 +1,8 @@
 """A model in float32, whatever its dtype, without a copy of it: each operation casts what it reads.
 
-Under the mode ``InFloat32``, bfloat16 and float16 tensors become float32 where an operation computes with them, and so do these
-dtypes among its arguments (``x.to(torch.bfloat16)``). So the code of a model, or a graph of it, runs as it would with float32
-weights, autocast regions included. The cast copy of a weight lives as long as the operation that reads it.
+Under the mode ``InFloat32``, bfloat16 and float16 tensors, and these dtypes among arguments (``x.to(torch.bfloat16)``), become
+float32 where an operation computes with them. So a model, or a graph of it, runs as with float32 weights, autocast regions
+included. The cast copy of a weight lives as long as the operation that reads it.
 
 * Views of weights stay views, and rows taken from a table (``embedding``, an index) are cast, not the table.
 * A quantized weight (a tensor subclass) takes itself apart first; its own operations compute in float32 where they take it.

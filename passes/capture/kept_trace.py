@@ -101,7 +101,7 @@ class KeptTrace:
         mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=False)
         graph, made = fx.Graph(), list[fx.Node]()
         for kept in self.nodes:
-            args, kwargs = _mapped(lambda a: made[a.index] if isinstance(a, _At) else a, kept.args, kept.kwargs)
+            args, kwargs = _mapped(kept, lambda a: made[a.index] if isinstance(a, _At) else a)
             target = _resolve(kept.target) if kept.op == "call_function" else kept.target
             node = graph.create_node(kept.op, target, args, kwargs, name=kept.name)
             if node.name != kept.name:
@@ -181,15 +181,15 @@ def _node(node: fx.Node, at: Mapping[fx.Node, int]) -> _Node:
             return x
         raise NotPortable(f"an argument of type {type(x).__name__}")
 
-    args, kwargs = _mapped(kept, node.args, node.kwargs)
+    args, kwargs = _mapped(node, kept)
     stack = node.meta.get("nn_module_stack")
     source = source_of(node) if node.op == "placeholder" else None
     return _Node(node.name, node.op, target, args, kwargs, list(stack.values())[-1][0] if stack else "",
                  _summary(value(node)), source)
 
 
-def _mapped(change: Callable[[Any], Any], *arguments: Any) -> list[Any]:
-    return [fx.node.map_aggregate(each, change) for each in arguments]
+def _mapped(node: _Node | fx.Node, change: Callable[[Any], Any]) -> tuple[Any, Any]:
+    return fx.node.map_aggregate(node.args, change), fx.node.map_aggregate(node.kwargs, change)
 
 
 def _summary(x: Any) -> Any:

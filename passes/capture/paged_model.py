@@ -284,7 +284,7 @@ class PagedModel:
     def check_sizes(self, num_tokens: int, num_reqs: int) -> None:
         """Raises ValueError, which gives the condition, if a compiled graph assumes smaller steps."""
         known = {"tokens": num_tokens, "rows": num_reqs}
-        for assumed in self.graph.assumed:
+        for assumed in (run.assumed for compiled in self.graph.compilations.values() for run in compiled.runs):
             condition = assumed.broken({symbol: known[role] for symbol, role in assumed.roles.items() if role in known})
             if condition is not None:
                 raise ValueError(f"steps of up to {num_tokens} tokens and {num_reqs} rows are more than the compiled model "

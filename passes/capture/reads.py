@@ -29,8 +29,7 @@ class Reads:
         self._scope: dict[str, Any] = {}
 
     def add(self, guards: Iterable[Any], owner: Any, scope: Mapping[str, Any]) -> None:
-        """Note the guards, as ``guard_filter_fn`` gets them, of the trace of a method of ``owner``, whose globals are
-        ``scope``."""
+        """Note the guards, as ``guard_filter_fn`` gets them, of the trace of a method of ``owner``. ``scope``: its globals."""
         self._scope = {"self": owner, "G": scope}
         for guard in guards:
             self.names |= _arguments(guard) | set(re.findall(r"[A-Za-z_]\w*", guard.name))

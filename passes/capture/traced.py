@@ -67,10 +67,6 @@ class CompiledGraph:
     def runs(self) -> list[Run]:
         return [run for run in (self.run, self.small, self.last) if run is not None]
 
-    def holds(self, args: Sequence[Any]) -> bool:
-        """Whether the parameters among the inputs of a call are the fused ones."""
-        return all(run.fused.hold(args) for run in self.runs)
-
     def __call__(self, step: Step, tokens: int | None, args: Sequence[Any]) -> Any:
         """Run in ``step`` with the inputs of the traced graph, for ``tokens`` tokens (None: unknown)."""
         lowered, wanted = self.lowered, step.metadata.logits_indices_padded
@@ -137,7 +133,7 @@ class TracedGraph:
             graph, adapter = self._other
             check_step(step, adapter.num_tokens(args))
             if adapter.length is not None and not self._compared:
-                AnyLength(self.gm, graph.gm, graph.num_tokens_symbol, None).compare(self.gm, graph.gm, args)
+                AnyLength(self.gm, graph.gm, graph._query.shape[2], None).compare(self.gm, graph.gm, args)
                 self._compared = True
             return adapter.outputs(graph.run_paged(adapter.step(step), *adapter.inputs(args)))
         compiled = self.compiled(step)
@@ -148,7 +144,7 @@ class TracedGraph:
         self.raised.meta["quire_stored_masks"].check(args)
         if step.by_hand and self.length_limits:
             check_lengths(step, self.length_limits)
-        if not compiled.holds(args):
+        if not all(run.fused.hold(args) for run in compiled.runs):
             if not self._warned:
                 self._warned = True
                 logger.warning("parameters are not those that were fused (replaced, or another module's): running unfused")
@@ -188,7 +184,7 @@ class TracedGraph:
             graph = self._traced_again(call.model)
         if graph is self:
             return None
-        return graph, AnyLength(self.gm, graph.gm, graph.num_tokens_symbol, call.tokens if self._static else None)
+        return graph, AnyLength(self.gm, graph.gm, graph._query.shape[2], call.tokens if self._static else None)
 
     def _traced_again(self, model: torch.nn.Module | None = None) -> TracedGraph:
         """For rows of any length. ``model``: by the attention interface of this transformers model."""
@@ -235,13 +231,8 @@ class TracedGraph:
 
     @functools.cached_property
     def _query(self) -> torch.Tensor:
-        """The fake query of the first attention site."""
+        """The fake query (B, H, S, D) of the first attention site; S is the size of the token dimension in the trace."""
         return value(site_nodes(self.raised.graph)[0].args[0])
-
-    @property
-    def num_tokens_symbol(self) -> Any:
-        """The size of the token dimension in the trace."""
-        return self._query.shape[2]
 
     def num_tokens(self, args: Sequence[Any]) -> int | None:
         """Tokens of a call with ``args``, from the first input of the ragged row; None if no input shows it."""
@@ -256,10 +247,6 @@ class TracedGraph:
                     and str(x.shape) == str(torch.Size((q.shape[0], q.shape[2]))):
                 return i
         return None
-
-    @property
-    def assumed(self) -> list[Assumptions]:
-        return [run.assumed for compiled in self.compilations.values() for run in compiled.runs]
 
     def compiled(self, step: Step | None = None, fusions: bool = True) -> CompiledGraph:
         """The graph compiled for ``step``, or without one for the options. ``fusions`` False: for parameters that are not the

@@ -116,8 +116,8 @@ def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str]
 def as_inductor_will(device: torch.device) -> None:
     """Set the environment variables that Inductor sets when it first compiles a kernel, unless the user has: the folder of
     Triton's cache, and the assembler, whose version is part of each kernel's name there. Set half-way through a start, they
-    would hide what was compiled before. The digest of Triton's files (half a gigabyte), another part, is computed in a thread
-    meanwhile."""
+    would hide what was compiled before. The digest of Triton's files (half a gigabyte), another part, is computed in a
+    thread."""
     with _left_to_launches():  # private functions, which a later Inductor may not have
         from torch._inductor.runtime import cache_dir_utils, compile_tasks, triton_compat
 
@@ -180,8 +180,7 @@ class CompileAhead:
 
     def start(self, nodes: Iterable[fx.Node], values: dict[fx.Node, Any], roles: dict[str, str],
               fits: Callable[[StepShape], bool] = lambda shape: True) -> None:
-        """Start to compile the kernels that ``nodes`` launch (``launches_of``) in steps that ``fits``, unless they are
-        there."""
+        """Start to compile the kernels that ``nodes`` launch (``launches_of``) in steps that ``fits``, if they are not."""
         chosen = [node for node in nodes if node.target in implementations]
         if not chosen or self._waited:
             return

@@ -161,12 +161,8 @@ class _Values:
         self._lowered = lowered
         self._fake: Any = lowered.example_inputs[0].fake_mode  # type: ignore[attr-defined]
         self.of: dict[fx.Node, Any] = {n: value(n) for n in placeholders(lowered.gm.graph)}
-        self._caches = {storage_of(t) for t in lowered.example_inputs}
+        self.caches = {storage_of(t) for t in lowered.example_inputs}  # which a piece may change without having made them
         self._made_in: dict[int, int] = {}  # storage -> the piece that made it
-
-    def is_cache(self, tensor: torch.Tensor) -> bool:
-        """Whether a piece may change it without having made it."""
-        return storage_of(tensor) in self._caches
 
     def compute(self, nodes: Sequence[fx.Node], at: int) -> None:
         """Values of the nodes of piece ``at``, in order; those of their inputs are known."""
@@ -175,7 +171,8 @@ class _Values:
         with self._fake, enable_python_dispatcher(), torch.no_grad(), any_sizes(self._fake):
             for n in nodes:
                 for written in written_by(n):
-                    if not self.is_cache(self.of[written]) and self._made_in.get(storage_of(self.of[written])) != at:
+                    memory = storage_of(self.of[written])
+                    if memory not in self.caches and self._made_in.get(memory) != at:
                         raise _Whole(f"{n.name} changes in place what it did not make")
                 result = computed(n, self.of.__getitem__, self._fake, interpreter.run_node)
                 if n.target is self._lowered.target.backend.prepare:
@@ -200,8 +197,8 @@ class _Values:
 
 def copies(outputs: Sequence[Any], read: Sequence[tuple[Any, Any]]) -> list[torch.Tensor] | None:
     """Fakes for the outputs of a piece, like the ``outputs`` of an equal one. None where fresh tensors might be wrong: outputs
-    that share memory with anything, are not plain fakes, or have sizes for which the inputs of this piece have other symbols.
-    ``read``: (input of the piece, input of the equal piece)."""
+    that share memory, are not plain fakes, or have sizes for which the inputs of this piece have other symbols. ``read``:
+    (input of the piece, input of the equal piece)."""
     if any(type(t) is not FakeTensor or t.requires_grad or t.storage_offset() != 0 for t in outputs):
         return None
     made = {storage_of(t) for t in outputs}
@@ -265,7 +262,7 @@ def _signature(piece: _Piece, values: _Values) -> Any:
         if type(x) in _PLAIN:
             alias = storages.setdefault(storage_of(x), len(storages))
             where = sizes([*x.shape, *x.stride(), x.storage_offset()])
-            return type(x), x.dtype, x.device, x.requires_grad, alias, where, values.is_cache(x)
+            return type(x), x.dtype, x.device, x.requires_grad, alias, where, storage_of(x) in values.caches
         return type(x), sizes([x])
 
     def argument(a: Any) -> Any:

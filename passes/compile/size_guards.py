@@ -32,7 +32,6 @@ class Assumptions:
     origins: dict[str, Callable[..., Any]]
     roles: dict[str, str]
     conditions: list[str] = field(default_factory=list)
-    symbols: set[str] = field(default_factory=set)
 
     def broken(self, sizes: dict[str, Any]) -> str | None:
         """The first condition on symbols of ``sizes`` alone that does not hold for them, with roles for symbols."""
@@ -64,7 +63,6 @@ def watched(graph: fx.Graph, earlier: list[Any]) -> Iterator[Assumptions]:
         names = {str(s) for s in expr.free_symbols}
         if names <= found.origins.keys():  # else about a value made inside the graph, which the graph itself asserts
             found.conditions.append(PythonPrinter().doprint(expr))
-            found.symbols |= names
 
 
 #: (part of an input's name, dimension or None for any, what it counts)
@@ -95,7 +93,7 @@ def checked(run: Callable[..., Any], assumed: Assumptions) -> Callable[..., Any]
     """``run``, which first checks what was assumed of its arguments. It raises RuntimeError, with the condition and sizes."""
     if not assumed.conditions:
         return run
-    names = sorted(assumed.symbols)
+    names = sorted(set(SYMBOL.findall(" ".join(assumed.conditions))) & assumed.origins.keys())
     readers = [assumed.origins[n] for n in names]
     seen: set[tuple[Any, ...]] = set()
 

@@ -8,9 +8,9 @@ After, with w = [w_q; w_k; w_v] in one tensor, of which w_q, w_k and w_v are now
 
     q, k, v = split(linear(x, w, b), [Nq, Nk, Nv], dim=-1)
 
-One product of Nq + Nk + Nv columns reads x once, fills the GPU better than three small ones and saves two launches. LoRA's A is
-such a sibling of the layer that it adapts, where both have one dtype. Quantized layers
-(passes/fusions/quantized_linear.py) are fused alike, their codes in one tensor and their scales in another.
+One product reads x once, fills the GPU better than three small ones and saves two launches. LoRA's A is such a sibling of the
+layer that it adapts, where both have one dtype. Of quantized layers (passes/fusions/quantized_linear.py) the codes are fused
+into one tensor and the scales into another.
 
 Not fused: weights with a second user or that share memory (NOTE [Memory of fused parameters]), weights of different dtypes,
 siblings of which only some have a bias, other tensor subclasses, and siblings between which something is changed in place.

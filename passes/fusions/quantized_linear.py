@@ -13,9 +13,8 @@ Of int4 weights in PyTorch's packed layout, with groups of 128 columns or more (
 
     y = small_linear(x, w.qdata, b, None, 0.0, None, False, w.scale_and_zero)
 
-A step of few tokens then reads one byte per weight, or half of one. Later passes fuse siblings (passes/fusions/projections.py),
-and SwiGLU and residual sums (passes/fusions/small_linear.py). The codes are read from the parameter at every call, or are views
-of the fused ones, so nothing is stored twice and in-place updates are seen.
+Later passes fuse siblings (passes/fusions/projections.py), and SwiGLU and residual sums (passes/fusions/small_linear.py). The
+codes are read from the parameter at every call, or are views of fused ones, so in-place updates are seen.
 
 Left to Inductor or torchao: quantized activations, groups smaller than a row or, of int4, than 128 columns, zero points of
 int8, other layouts of int4, GPUs on which the kernel for int4 was not measured, and CPUs, where Inductor's kernels are faster.

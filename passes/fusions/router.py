@@ -83,8 +83,7 @@ def fuse_router(fusion: Fusion) -> int:
 
 
 def _changed(found: _Router) -> bool:
-    """Whether anything (it may be a view) is changed in place from the logits to the weights, but by the mask's scatter_ and
-    the division."""
+    """Whether anything is changed in place between logits and weights, but by the mask's scatter_ and the weights' division."""
     divided = _division(found.weights)
     return written_between(found.logits, found.weights if divided is None else divided[0], but=found.groups.scatter)
 

@@ -1,8 +1,7 @@
 """KV-sharing fast prefill: behind the last layer with keys of its own, only the tokens whose logits are wanted.
 
-Where the last layers of a model attend to the keys and values of earlier ones (gemma3n, gemma4), they write no cache, so a
-token whose logits are not read can skip them: all but one of a prefill chunk. A step of B sequences asks for B rows of logits,
-the last of each sequence, by the input idx (B,); the layers behind the last one with its own keys run on these.
+Where the last layers of a model attend to the keys and values of earlier ones (gemma3n, gemma4), they write no cache, so they
+run only on the tokens whose logits are read: B of a step of B sequences, by the input idx (B,).
 
 Before (layer 2 attends to the keys and values of layer 0)::
 

@@ -1,8 +1,8 @@
 """Numbers of tokens that a model makes itself, though it is given positions.
 
-Llama 4 scales queries by their position, and takes ``arange`` of the row's length for it, whatever ``position_ids`` say. In the
-forward of one sequence the two are the same. In a ragged row only ``position_ids`` are right, so they replace an ``arange``
-that the model computes with. One that only picks rows of a tensor stays: it means the row.
+Llama 4 scales queries by their position, and takes ``arange`` of the row's length for it, whatever ``position_ids`` say. In a
+ragged row only these are right, so they replace an ``arange`` that the model computes with. One that only picks rows of a
+tensor stays: it means the row.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
 
 
 def check_uncompiled(gm: fx.GraphModule) -> None:
-    """Raises UnsupportedAttention for a graph that needed ``use_given_positions``, which has run, or
-    ``choose_per_sequence``."""
+    """Raises UnsupportedAttention for a graph that ``use_given_positions`` or ``choose_per_sequence`` had to rewrite."""
     if gm.meta.get(LIMITS):
         raise UnsupportedAttention(
             "the model chooses its rotary frequencies by the longest sequence of the batch (longrope), so an uncompiled paged "

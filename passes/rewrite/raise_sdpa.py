@@ -17,7 +17,7 @@ and comparing with ``repeat_interleave``.
 Refused, with the reason in ``refusals``: dropout, a float bias (ALiBi, relative positions), a mask that is not proven to be of
 a known kind, keys longer than queries (a KV cache in the graph), heads that are neither equal nor a repeat. Left as it is: a
 call whose number of keys does not depend on the tokens (each token attends over its own heads, or to a stored memory), which
-the proof of all other operations covers (``passes/verify/row_attention.py``).
+the proof of all other operations covers (``passes/verify/tokens.py``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which operations of a traced graph may be run on some rows of their operands, to give these rows of their result.
 
 A value has tokens if its shape is (1, ..., 1, T, ...): T, the symbol of the number of tokens, in one dimension and in no other
-size. That an operation is row-wise is proved by the rules of the token pass (``tokens.py``); the tables here name those
-operations that keep their arguments when they run on fewer rows. Whatever is not in a table is not proved.
+size. That an operation is row-wise is proved by the rules of the token pass (``tokens.py``); the tables here name those that
+keep their arguments when they run on fewer rows. Others are not proved.
 """
 
 from __future__ import annotations

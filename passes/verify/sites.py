@@ -1,5 +1,4 @@
-"""The attention sites of a traced model, checked against its config, and the checks of configs: what quire cannot serve is
-refused."""
+"""The attention sites of a traced model, checked against its config, and the configs and heads that quire cannot serve."""
 
 from __future__ import annotations
 

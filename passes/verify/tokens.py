@@ -17,7 +17,7 @@ auxiliary loss that is thrown away costs nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from quire.passes.fx import (
     is_module_tensor,
     is_stored,
     module_path,
+    sdpa_arguments,
     sizes_of,
     storage_of,
     symbolic,
@@ -48,8 +49,8 @@ from quire.passes.fx import (
 from quire.passes.rewrite.raise_sdpa import SDPA
 from quire.passes.verify.breaks import check_whole
 from quire.passes.verify.proof import Proof, Sizes, balanced, execute
-from quire.passes.verify.row_attention import attends_within
 from quire.passes.verify.row_index import routed
+from quire.passes.verify.row_rules import as_data, same
 from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, of_shape
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class TokenPass:
             if not any(isinstance(t, torch.Tensor) for x in (node, *node.all_input_nodes) for t in tree_leaves(value(x))):
                 return CONST  # sizes, contexts
             if node.target in SDPA:
-                return attends_within(node, self.known.__getitem__)
+                return _attends_within(node, self.known.__getitem__)
             return self._run_once(node)
         except Exception as error:
             found = _mixed(_why(error), node)
@@ -319,6 +320,32 @@ def check_tokens(graph: fx.Graph, tokens: Any, row_data: Collection[fx.Node] = (
     proof = TokenPass(expr, [r for r in rows if r != expr], row_data)
     proof.check(graph)
     return proof
+
+
+def _attends_within(node: fx.Node, known: Callable[[Any], Known]) -> Known:
+    """What is known of the result of an F.scaled_dot_product_attention in which each token attends over its own heads, or to a
+    memory that all share, by what is ``known`` of its arguments. Raises Mixes if tokens may meet."""
+    arg = sdpa_arguments(node)
+    if arg.get("dropout_p") or arg.get("enable_gqa"):
+        raise Mixes("it drops scores at random, or repeats heads")
+
+    def rows(name: str, counted: int) -> Rows | None:
+        """Of an argument, its dimension counted from the right; those from ``counted`` on are not the batch's."""
+        if not isinstance(arg.get(name), fx.Node):
+            return None
+        found = as_data(known(arg[name]))
+        if found is None:
+            return None
+        dim = found.dim - value(arg[name]).dim()
+        if dim >= counted:
+            raise Mixes("it attends over tokens")
+        return found.at(dim)
+
+    queries = rows("query", -2 if arg.get("is_causal") else -1)  # a causal mask goes by the place of the query
+    joined = same([queries, rows("key", -2), rows("value", -2), rows("attn_mask", -1)])
+    result = value(node)
+    assert isinstance(result, torch.Tensor)
+    return joined.at(joined.dim + result.dim()) if joined is not None else CONST
 
 
 def _operations(graph: fx.Graph) -> Iterator[list[fx.Node]]:

@@ -206,7 +206,7 @@ MUTANTS_OF_PROOFS = [
          '[-raise Mixes("the row is cut: some tokens are taken for all")-]{+return CONST+}'),
         ("cat: not along tokens", "joined", 'raise Mixes("it joins rows of tokens")'),
         ("padding: does not shift tokens", "shift by padding", 'raise Mixes("it shifts the tokens")')),
-    *of("passes/verify/row_attention.py", TOKENS,
+    *of("passes/verify/tokens.py", TOKENS,
         ("attention within a token: its own keys", "attends over its features",
          '[-raise Mixes("it attends over tokens")-]{+return found+}'),
         ("attention within a token: not causal over tokens", "a causal memory", '-[-2 if arg.get("is_causal") else --]1'),
