@@ -17,6 +17,3 @@ def engine_of(model: Any) -> Engine | None:
     model = model if inner is None else inner
     generate = vars(model).get("generate")
     return generate.engine if isinstance(generate, PagedGenerate) else None
-
-
-__all__ = ["engine_of"]

@@ -104,6 +104,3 @@ class QuireLM(HFLM):
             texts.append(text)
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
-
-
-__all__ = ["QuireLM"]

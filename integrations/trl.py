@@ -56,6 +56,3 @@ def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
     outputs = engine.generate(ids, params, use_tqdm=False, raise_on_error=True)
     return {"prompt_ids": ids, "completion_ids": [o.token_ids for o in outputs],
             "logprobs": [[next(iter(of.values())).logprob for of in o.logprobs or ()] for o in outputs]}
-
-
-__all__ = ["rollout_func"]

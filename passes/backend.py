@@ -1,8 +1,7 @@
 """``torch.compile(model, backend="quire")``: one traced graph, two ways to run it.
 
-Outside paged steps the graph runs as it is, through Inductor: the model behaves as under plain ``torch.compile``, training
-included. Inside ``quire.step`` the same graph runs raised, verified, lowered and fused, on the step's KV cache
-(``passes/pipeline.py``). Each call decides, so no guard and no second trace is needed.
+Outside paged steps it runs as it is, through Inductor: as under plain ``torch.compile``, training included. Inside
+``quire.step`` it runs raised, verified, lowered and fused, on the step's KV cache (``passes/pipeline.py``). Each call decides.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class QuireBackend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> TracedGraph:
         graph = TracedGraph(gm, example_inputs, self.options, self.weights, call=TracedCall.current())
         self.graphs.append(graph)
-        for tensor in graph.module_tensors[:1]:  # See NOTE [Not kept alive]: fused weights go with the model
+        if (tensor := _first_tensor(gm, example_inputs)) is not None:  # See NOTE [Not kept alive]: weights go with the model
             weakref.finalize(tensor, graph.drop).atexit = False
         if (step := current_step()) is not None:
             graph.prepare(step)
@@ -55,14 +54,15 @@ def quire_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options:
         raise ValueError("window_tables is for quire.Engine; in a step by hand all layers have one block table")
     if chosen.kv_sharing_fast_prefill:
         raise ValueError("kv_sharing_fast_prefill is an option of quire.Engine, which knows the tokens whose logits are wanted")
-    return QuireBackend(chosen, _shared_weights(gm, example_inputs))(gm, example_inputs)
+    first = _first_tensor(gm, example_inputs)
+    weights = FusedWeights() if first is None else _weights.setdefault(first, FusedWeights())
+    return QuireBackend(chosen, weights)(gm, example_inputs)
 
 
 #: By the first parameter of a graph. Graphs of one model share what fusions make, else each would take the parameters over.
 _weights = WeakTensorKeyDictionary()
 
 
-def _shared_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> FusedWeights:
-    pairs = zip(placeholders(gm.graph), inputs, strict=False)
-    first = next((x for node, x in pairs if is_module_tensor(node) and isinstance(x, torch.Tensor)), None)
-    return FusedWeights() if first is None else _weights.setdefault(first, FusedWeights())
+def _first_tensor(gm: fx.GraphModule, inputs: Sequence[Any]) -> torch.Tensor | None:
+    pairs = zip(placeholders(gm.graph), inputs, strict=True)
+    return next((x for node, x in pairs if is_module_tensor(node) and isinstance(x, torch.Tensor)), None)

@@ -1,7 +1,6 @@
 """A paged step without a compiler: a call of the semantic op goes straight to a backend's paged op.
 
-So runs a model of the attention interface inside ``quire.step`` when it is not compiled: slow to launch, exact, and easy to
-step through in a debugger.
+So runs a model of the attention interface inside ``quire.step`` when it is not compiled: slow to launch, exact, for debuggers.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import itertools
@@ -24,11 +25,8 @@ from quire.passes.verify.sites import format_sites
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What ``explain`` found: ``selection`` is None if no backend can serve the model, ``error`` if one can.
-
-    ``str()`` is a table of the attention sites, equal ones in one row, then how the backend was chosen; ``text(every=True)``
-    has a row for each site.
-    """
+    """What ``explain`` found: ``selection`` is None if no backend can serve the model, ``error`` if one can. ``str()`` is a
+    table of the attention sites, equal ones in one row, and how the backend was chosen; ``text(every=True)`` has a row each."""
 
     model_name: str
     sites: list[AttentionSite]
@@ -75,7 +73,6 @@ class Explanation:
         return f"{self.selection.backend.serves(site)}{dense}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
         return {
             "model": self.model_name, "supported": self.supported, "error": self.error,
             "backend": self.selection.backend.name if self.selection else None,
@@ -123,12 +120,9 @@ def explain(model: torch.nn.Module, *, attention: str | Mapping[str, str] = "aut
     sites: list[AttentionSite] = []
     selection, error = None, None
     try:
-        paged = PagedModel(model, QuireOptions(compiler="eager", attention=attention))
-        try:
+        with contextlib.closing(PagedModel(model, QuireOptions(compiler="eager", attention=attention))) as paged:
             sites = paged.sites
             selection = paged.select(page_size)
-        finally:
-            paged.close()
     except UnsupportedAttention as refusal:
         error = str(refusal)
     return Explanation(type(model).__name__, sites, selection, error)
@@ -140,9 +134,8 @@ def attention_sites(model: torch.nn.Module) -> str:
 
 
 def assert_attention_sites(model: torch.nn.Module, expected: str) -> None:
-    """Fail unless the model's attention sites are the ``expected`` table, in the form that a failure prints (indentation and
-    blank lines at the ends do not count). Raises AssertionError with a diff, UnsupportedAttention if the model cannot be
-    served."""
+    """Fail unless the model's attention sites are the ``expected`` table, as a failure prints it, up to indentation. Raises
+    AssertionError with a diff, UnsupportedAttention if the model cannot be served."""
     found, pinned = _lines(attention_sites(model)), _lines(expected)
     if found != pinned:
         diff = "\n".join(difflib.unified_diff(pinned, found, "expected", "actual", lineterm=""))

@@ -1,23 +1,26 @@
 """The fake values of nodes, computed from those of their inputs.
 
-A model repeats its layers, its graph is rewritten and cut, and computing with symbolic sizes takes up to a millisecond per
-node. So of nodes that do the same with inputs alike only the first is computed, and the others get fakes like its result: in
-memory of their own, or in the memory of the same input. What an operation makes of fakes follows from their metadata, from what
-memory they share, and from the state of PyTorch: gradients, autocast and the like. A node that gives neither tensors nor
-numbers may be there to change that state, so after one nothing is taken from another node any more.
+Computing with symbolic sizes takes up to a millisecond per node, and a model repeats its layers. So of nodes that do the same
+with inputs alike only the first is computed, and the others get fakes like its result: in memory of their own, or in that of
+the same input. What an operation makes of fakes follows from their metadata, what memory they share, and the state of PyTorch
+(gradients, autocast). A node that gives neither tensors nor numbers may be there to change that state, so after one nothing is
+taken from another node any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from torch.utils._pytree import tree_leaves, tree_structure
 
 from quire.passes.fx import evaluate, sizes_of, storage_of, value, written_by
@@ -146,8 +149,7 @@ def _place(x: torch.Tensor, inputs: list[Any]) -> int | None:
 
 
 def _key(node: fx.Node, of: Callable[[fx.Node], Any], inputs: list[Any]) -> Any:
-    """Equal for nodes that give the same, up to memory. Raises _Odd for those that change something, and for inputs other than
-    plain fakes and numbers."""
+    """Equal for nodes that give the same, up to memory. Raises _Odd if the node changes something or reads odd values."""
     if node.op not in ("call_function", "call_method") or written_by(node) or not any(
             isinstance(x, torch.Tensor) for x in inputs) or torch._C._functorch.maybe_current_level() is not None:
         raise _Odd
@@ -175,9 +177,29 @@ def _described(x: Any, memory: dict[int, int]) -> Any:
     raise _Odd
 
 
+def any_sizes(fake: FakeTensorMode) -> contextlib.AbstractContextManager[Any]:
+    """A context in which sizes that depend on data may be made without being accounted for."""
+    return fake.shape_env.ignore_fresh_unbacked_symbols() if fake.shape_env is not None else contextlib.nullcontext()
+
+
+def fake_input(fake: FakeTensorMode, name: str, like: torch.Tensor, dynamic: Sequence[bool], device: torch.device
+               ) -> torch.Tensor:
+    """A fake of ``like`` on ``device`` whose sizes marked ``dynamic`` are symbols."""
+    sizes: Any = like.shape
+    strides: Any = like.stride()
+    if fake.shape_env is not None:
+        sizes, strides, _ = fake.shape_env.create_symbolic_sizes_strides_storage_offset(
+            like, ConstantSource(name), symbolic_context=symbolic_sizes(dynamic))
+    with fake:
+        return torch.empty_strided(sizes, strides, dtype=like.dtype, device=device)
+
+
+def symbolic_sizes(dynamic: Sequence[bool], base: Any = None) -> Any:
+    """Which sizes of a fake are symbols, as Dynamo says it. ``base``: the same of the tensor of which it is a view."""
+    return StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC if d else DimDynamic.STATIC for d in dynamic],
+                                    view_base_context=base)
+
+
 def _symbols(x: Any) -> set[Any]:
     numbers = (*x.shape, *x.stride(), x.storage_offset()) if isinstance(x, torch.Tensor) else (x,)
     return {s for n in numbers if isinstance(n, _NUMBERS) for s in n.node.expr.free_symbols}
-
-
-__all__ = ["Replay", "compute_value", "computed", "made_like"]

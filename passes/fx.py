@@ -39,7 +39,6 @@ def value(node: Any) -> Any:
 
 
 def is_tensor(node: Any) -> bool:
-    """Whether this is a node whose value is a tensor."""
     return isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor)
 
 
@@ -64,6 +63,11 @@ def sizes_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 def symbolic(size: Any) -> bool:
     """Whether a size is a symbol (a dynamic dimension) and not a number."""
     return isinstance(size, torch.SymInt)
+
+
+def is_one(size: Any) -> bool:
+    """Whether a size is the number 1; asking a symbol would make a guard."""
+    return not symbolic(size) and size == 1
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
@@ -113,7 +117,6 @@ def is_stored(node: fx.Node) -> bool:
 
 
 def target_name(node: fx.Node) -> str:
-    """Name of the method or function that the node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
@@ -152,10 +155,18 @@ def only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def schema_arguments(node: fx.Node) -> dict[str, Any]:
-    """Arguments by name of a node that calls an op of torch.library."""
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+def named_arguments(node: fx.Node, names: Iterable[str]) -> dict[str, Any]:
+    """The arguments that are given by name, of a function whose parameters have these ``names``."""
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def sdpa_arguments(node: fx.Node) -> dict[str, Any]:
+    return named_arguments(node, ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"))
+
+
+def schema_arguments(node: fx.Node) -> dict[str, Any]:
+    """``named_arguments`` of a node that calls an op of torch.library."""
+    return named_arguments(node, [a.name for a in node.target._schema.arguments])  # type: ignore[union-attr]
 
 
 #: The functions that begin and end the operations of a torch.vmap.
@@ -164,11 +175,10 @@ _IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "i
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The values that the node changes in place: ``x += y``, ``x.add_(y)``, ``x[i] = y``, ``out=``, ``inplace=True``, mutable
-    ops, by any of their overloads."""
+    """The values that the node changes in place: ``x += y``, ``x.add_(y)``, ``x[i] = y``, ``out=``, ``inplace=True``, ops."""
     if not node.op.startswith("call"):
         return []
-    target = node.target
+    target: Any = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):  # a body or a kernel of the user's: no schema says what it writes
         return [x for x in node.all_input_nodes if isinstance(value(x), torch.Tensor)]
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
@@ -177,43 +187,36 @@ def written_by(node: fx.Node) -> list[fx.Node]:
             overloads = [getattr(target, name) for name in target.overloads()]
         written: list[Any] = []
         for schema in (overload._schema for overload in overloads):
-            given = {**dict(zip([a.name for a in schema.arguments], node.args, strict=False)), **node.kwargs}
+            given = named_arguments(node, [a.name for a in schema.arguments])
             written += [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         written = [y for x in written for y in (x if isinstance(x, (list, tuple)) else [x])]
     else:
         name = target_name(node)
-        plain = name.endswith("__") or getattr(node.target, "__module__", "") == "_operator"  # operator.not_ writes nothing
+        plain = name.endswith("__") or getattr(target, "__module__", "") == "_operator"  # operator.not_ writes nothing
         bare = name[2:-2] if name.startswith("__") and name.endswith("__") else name  # x.__iadd__(y)
-        in_place = bare in _IN_PLACE or (name.endswith("_") and not plain) or bool(_inplace(node))
+        parameters = inspect.signature(target).parameters if getattr(target, "__module__", "") == F.__name__ else ()
+        inplace = named_arguments(node, parameters).get("inplace")
+        in_place = bare in _IN_PLACE or (name.endswith("_") and not plain) or bool(inplace)
         first = node.args[:1] if in_place else ()
         written = [*first[0]] if first and isinstance(first[0], (list, tuple)) else [*first]  # torch._foreach_add_([x], ...)
         written.append(node.kwargs.get("out"))
     return list(dict.fromkeys(x for x in written if isinstance(x, fx.Node)))
 
 
-def _inplace(node: fx.Node) -> Any:
-    """The argument ``inplace`` of a function of torch.nn.functional."""
-    if getattr(node.target, "__module__", "") != "torch.nn.functional":
-        return node.kwargs.get("inplace")
-    names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
-    return argument(node, names.index("inplace"), "inplace") if "inplace" in names else None
-
-
-def written_between(first: fx.Node, last: fx.Node) -> bool:
-    """Whether anything is changed in place between the two nodes. (It does not matter what: it may be a view.)"""
+def written_between(first: fx.Node, last: fx.Node, but: fx.Node | None = None) -> bool:
+    """Whether any node between the two ``but`` one changes anything in place. (It does not matter what: it may be a view.)"""
     node = first.next
     while node is not last and first is not last:
         if node.op == "root":
             raise ValueError(f"{last} does not come after {first}")
-        if written_by(node):
+        if node is not but and written_by(node):
             return True
         node = node.next
     return False
 
 
 def constant(arg: Any) -> Any:
-    """The number that an argument of a node is known to be: itself, or what the trace proved a symbolic scalar to equal. Raises
-    ValueError if it can change from call to call."""
+    """The number that an argument is known to be: itself, or what the trace proved a symbol to equal. Raises ValueError."""
     val = value(arg)
     if isinstance(val, (torch.SymInt, torch.SymFloat)):
         expr = val.node.shape_env.replace(val.node.expr)
@@ -225,16 +228,10 @@ def constant(arg: Any) -> Any:
     return val
 
 
-def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = (), longest: int | None = None
-                     ) -> dict[str, int]:
+def shape_conditions(size: Any, limits: Iterable[int] = (), longest: int | None = None) -> dict[str, int]:
     """Guards of the trace that hold for only some values of the dynamic ``size``, such as ``s27 <= 8``; of each, the least
-    value from 2 on for which it does not hold. A graph with one is the model's path for some batch shapes; another path may
-    compute something else.
-
-    Args:
-        limits: sizes beyond which the model cannot run at all; guards against them are left out.
-        longest: only sizes up to this one matter; None: all.
-    """
+    value from 2 on for which it does not hold. For other batch shapes the model may take another path. ``limits``: sizes beyond
+    which the model cannot run; guards against them are left out. ``longest``: only sizes up to it matter; None: all."""
     if not symbolic(size):
         return {}
     env, symbol = size.node.shape_env, size.node.expr
@@ -276,7 +273,7 @@ _CHOICES = (("/torch/_prims_common/__init__.py", "contiguous"), ("/torch/_subcla
 
 
 def _of_layout(guard: Any) -> bool:
-    """Whether an operator made the guard to choose a layout (a slice that takes all of a stored tensor does) or a kernel. What
+    """Whether an operator made the guard to choose a layout (a slice that takes all of a stored tensor does) or a kernel: what
     is computed is the same, and the operator chooses again when it runs."""
     made_by: Any = getattr(getattr(guard, "sloc", None), "framework_loc", None)
     path = Path(getattr(made_by, "filename", "")).as_posix()
@@ -296,15 +293,14 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return out
 
 
-def inline_checkpoints(gm: fx.GraphModule) -> int:
-    """Put the bodies of torch.utils.checkpoint in its place, which has no effect without gradients; returns how many."""
-    found = 0
+def inline_checkpoints(gm: fx.GraphModule) -> None:
+    """Put the bodies of torch.utils.checkpoint in its place, which has no effect without gradients."""
     for node in list(gm.graph.nodes):
         if node.target is not torch.ops.higher_order.tag_activation_checkpoint:
             continue
         of: Any = node.args[0]
         body = copy_graph(operator.attrgetter(str(of.target))(gm))
-        found += 1 + inline_checkpoints(body)
+        inline_checkpoints(body)
         mapping: dict[fx.Node, fx.Node] = dict(zip(placeholders(body.graph), node.args[1:], strict=True))
         with gm.graph.inserting_before(node):
             results = gm.graph.graph_copy(body.graph, mapping)
@@ -313,12 +309,10 @@ def inline_checkpoints(gm: fx.GraphModule) -> int:
             gm.graph.erase_node(user)
         gm.graph.erase_node(node)
         erase_dead(gm.graph, [of])
-    return found
 
 
 def with_own_code(function: Any) -> Any:
-    """The function with a code object of its own. Dynamo's cache is per code object and holds eight traces, so functions that
-    are compiled for one model after another must not share it."""
+    """The function with a code object of its own: Dynamo's cache is per code object and holds eight traces."""
     code = function.__code__.replace()
     own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__

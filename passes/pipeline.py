@@ -1,11 +1,9 @@
-"""The passes in their order, from the graph that Dynamo traced to a callable for paged steps.
+"""The passes in their order, from the graph that Dynamo traced to a callable for paged steps. ``TracedGraph`` runs them.
 
 1. ``raise_graph``: attention calls become the semantic op, and the model is verified.
 2. ``select_backend`` (``attn_ops/selection.py``), with the attention sites found.
 3. ``lower_graph``: fusions, lowering to the ops of the backend, fusions of the lowered graph.
 4. ``compile_graph``: Inductor, or the graph as it is.
-
-``TracedGraph`` (``passes/capture/traced.py``) runs them and keeps the results.
 """
 
 from __future__ import annotations
@@ -27,26 +25,16 @@ from quire.passes.compile.inductor import compile_lowered
 from quire.passes.compile.size_guards import Assumptions, checked, watched
 from quire.passes.fusions.base import FusedInputs, FusedWeights
 from quire.passes.fusions.registry import apply_fusions, apply_lowered_fusions
-from quire.passes.fx import (
-    copy_graph,
-    erase_dead,
-    inline_checkpoints,
-    placeholders,
-    shape_conditions,
-    source_name,
-    symbolic,
-    value,
-)
+from quire.passes.fx import copy_graph, erase_dead, inline_checkpoints, placeholders, shape_conditions, source_name, value
 from quire.passes.rewrite.device_numbers import numbers_on_device
 from quire.passes.rewrite.last_rows import keep_last_rows
-from quire.passes.rewrite.length_rope import choose_per_sequence
+from quire.passes.rewrite.length_rope import choose_per_sequence, use_short_frequencies
 from quire.passes.rewrite.lower import Lowered, LoweringTarget, lower
 from quire.passes.rewrite.own_positions import use_given_positions
 from quire.passes.rewrite.raise_mla import raise_mla, with_latents
 from quire.passes.rewrite.raise_sdpa import raise_sdpa
 from quire.passes.start_times import timed
 from quire.passes.verify.breaks import check_names
-from quire.passes.verify.positions import use_short_frequencies
 from quire.passes.verify.quantized import check_rows
 from quire.passes.verify.shared_kv import KV_SOURCES, shared_layers, with_sources
 from quire.passes.verify.sites import check_positions, site_nodes, site_of, verify
@@ -61,8 +49,7 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
     UnsupportedAttention if the model cannot be served.
 
     Args:
-        inputs: real values of the placeholders.
-        config: of a transformers model, to verify against; None for any other module.
+        inputs: real values of the placeholders.  config: of a transformers model, to verify against; None for any other module.
         any_shape: the graph will run for batches of any shape, whatever Dynamo's guards were.
         row_data: source of the inputs that hold a number for each row whose logits are asked for, and pick no rows.
         max_length: no sequence will be longer; None: unknown.  by_hand: every step is checked by ``check_longest``.
@@ -84,8 +71,11 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
             "F.scaled_dot_product_attention; quire does not mix the two in one model")
     verify(gm.graph, sites, config, refusals)
     tokens = value(site_nodes(gm.graph)[0].args[0]).shape[2]
-    if any_shape:
-        _check_one_row(gm, sites)
+    for node, site in zip(site_nodes(gm.graph), sites, strict=True):
+        shape = tuple(value(node.args[0]).shape)
+        if any_shape and str(shape[0]) != "1":
+            raise UnsupportedAttention(f"attention site {site.layer} ({site.name}) calls attention with queries of shape "
+                                       f"{shape} for one row of tokens; need (1, H, S, D)")
     if config is not None:
         use_given_positions(gm, tokens)
         if max_length is not None:
@@ -102,13 +92,9 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
 def lower_graph(raised: fx.GraphModule, inputs: Sequence[Any], target: LoweringTarget, fusions: str | Sequence[str],
                 weights: FusedWeights, small: bool = False, last_rows: bool = False, row_data: str | None = None
                 ) -> tuple[Lowered, FusedInputs]:
-    """A copy of ``raised``, fused and lowered. Raises UnsupportedAttention for ``last_rows`` of a graph that is not proved to
-    allow it.
-
-    Args:
-        small: for steps of at most MAX_TOKENS tokens.  row_data: as for ``raise_graph``.
-        last_rows: layers that share keys and values run on the wanted tokens alone (``passes/rewrite/last_rows.py``).
-    """
+    """A copy of ``raised``, fused and lowered. ``small``: for steps of at most MAX_TOKENS tokens. ``last_rows``: layers that
+    share keys and values run on the wanted tokens alone (``passes/rewrite/last_rows.py``); raises UnsupportedAttention if the
+    graph is not proved to allow it. ``row_data``: as for ``raise_graph``."""
     gm = copy_graph(raised)
     numbers_on_device(gm)
     if last_rows:
@@ -129,27 +115,23 @@ def compile_graph(lowered: Lowered, compiler: str, context: TracingContext | Non
                   ahead: CompileAhead | None = None, fits: Callable[[StepShape], bool] = lambda shape: True
                   ) -> tuple[Callable[..., Any], Assumptions]:
     """``lowered`` as a callable, and what the compiler assumed about sizes, which the callable checks. ``context``: Dynamo's
-    when it traced the graph. ``earlier``: see ``watched``. ``ahead``: compiles kernels in other processes meanwhile, those for
-    steps that ``fits`` accepts."""
+    when it traced the graph. ``earlier``: see ``watched``. ``ahead`` compiles kernels for steps that ``fits`` accepts."""
     # Of fakes: fused parameters have moved since tracing. A size that the trace has settled is behind a guard of Dynamo's.
     inputs = [value(n) for n in placeholders(lowered.gm.graph)]
-    dynamic = [size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape if symbolic(size) and not _settled(size)]
+    dynamic = [size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape
+               if isinstance(size, torch.SymInt) and not _settled(size)]
     within: Any = contextlib.nullcontext()
     if context is not None and TracingContext.try_get() is not context:  # inside a backend's call it is active
         within = tracing(context)
     with torch.no_grad(), within, watched(lowered.gm.graph, earlier) as assumed, timed("compile"):
         look = None if ahead is None else functools.partial(ahead.start, roles=assumed.roles, fits=fits)
         run = compile_lowered(lowered, compiler, look)
-    _check_still_dynamic(dynamic)
+    for size in dynamic:  # as code of tensor subclasses or custom ops may: no guard would notice another size
+        if _settled(size):
+            raise UnsupportedAttention(
+                f"compiling the model settled a size that changes from batch to batch (at {size}): an operation in "
+                "it, such as a quantized layer, depends on the number of tokens. compiler='eager' runs it as it is.")
     return checked(run, assumed), assumed
-
-
-def _check_one_row(gm: fx.GraphModule, sites: Sequence[AttentionSite]) -> None:
-    for node, site in zip(site_nodes(gm.graph), sites, strict=True):
-        shape = tuple(value(node.args[0]).shape)
-        if str(shape[0]) != "1":
-            raise UnsupportedAttention(f"attention site {site.layer} ({site.name}) calls attention with queries of shape "
-                                       f"{shape} for one row of tokens; need (1, H, S, D)")
 
 
 def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: Any, raised: bool, max_length: int | None,
@@ -158,7 +140,7 @@ def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: A
     hold up to a length are harmless for sequences up to it, which ``max_length`` or ``check_longest`` sees to."""
     stored_masks = {x.shape[-1] for x in inputs if isinstance(x, torch.Tensor) and x.dim() >= 2
                     and x.shape[-1] == x.shape[-2] and isinstance(x.shape[-1], int)}
-    conditions = shape_conditions(gm.graph, tokens, stored_masks, longest=max_length)
+    conditions = shape_conditions(tokens, stored_masks, longest=max_length)
     longest = min(conditions.values(), default=0) - 1
     if conditions and by_hand and longest > 1:
         gm.meta[_LONGEST] = longest, ", ".join(conditions)
@@ -168,15 +150,14 @@ def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: A
             "show what it computes for others; " + (
                 "" if by_hand or longest < 2 else "set max_model_len to a length up to which that condition holds, or ")
             + "let its forward not branch on the length of its input.")
-    if raised and not symbolic(tokens):
+    if raised and isinstance(tokens, int):
         raise UnsupportedAttention(
             f"the graph was traced for exactly {tokens} tokens, too few to tell what its masks mean for longer "
             "sequences; compile with dynamic=True and give at least 2 tokens")
 
 
 def check_longest(raised: fx.GraphModule, step: Step) -> None:
-    """Refuse a step with a sequence that is longer than those for which the graph is the model's path. Raises
-    UnsupportedAttention, which names the length, and the condition of the trace."""
+    """Raises UnsupportedAttention for a step with a sequence longer than those for which the graph is the model's path."""
     longest, conditions = raised.meta.get(_LONGEST, (None, ""))
     if longest is not None and step.metadata.max_seq_len > longest:
         raise UnsupportedAttention(
@@ -187,13 +168,3 @@ def check_longest(raised: fx.GraphModule, step: Step) -> None:
 
 def _settled(size: Any) -> bool:
     return size.node.shape_env.replace(size.node.expr).is_number
-
-
-def _check_still_dynamic(sizes: Sequence[Any]) -> None:
-    """Refuse a compilation that fixed a dynamic size, as Python code of tensor subclasses (quantized weights) or custom ops
-    may do while it is traced: no guard would notice another size."""
-    for size in sizes:
-        if _settled(size):
-            raise UnsupportedAttention(
-                f"compiling the model settled a size that changes from batch to batch (at {size}): an operation in "
-                "it, such as a quantized layer, depends on the number of tokens. compiler='eager' runs it as it is.")

@@ -1,7 +1,7 @@
 """Encoders and vision towers of transformers on quire's ragged attention (``attn_ops/ops/varlen.py``).
 
-A vision tower packs images of several sizes into one row and keeps them apart by ``cu_seqlens``. Transformers passes these on
-only to implementations with "flash" in their name; for others it cuts the row on the host and calls attention image by image.
+A vision tower packs images into one row and keeps them apart by ``cu_seqlens``. Transformers passes these on only to
+implementations with "flash" in their name; for others it cuts the row on the host and calls attention image by image.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ def attention_function(
     cu_seq_lens_q: torch.Tensor | None = None, cu_seq_lens_k: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls: (B, H, S, D) query, un-repeated key and value -> ((B, S, H, Dv), None). Every query sees all
-    keys of its row, or of its sequence where the one row is cut by ``cu_seq_lens``. Raises UnsupportedAttention for a mask,
-    dropout, causal attention, or an argument that would be ignored."""
+    keys of its row, or of its sequence by ``cu_seq_lens``. Raises UnsupportedAttention for what would be ignored."""
     where, implementation = type(module).__name__, _IMPLEMENTATION.get()
     if implementation is None:
         raise RuntimeError(f"{where} runs with attention implementation {NAME!r} outside quire.encoder_attention")
@@ -57,34 +56,28 @@ def _no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: A
                                    "row")
 
 
-def register() -> None:
-    """Register the name with transformers."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if NAME not in ALL_ATTENTION_FUNCTIONS:
-        ALL_ATTENTION_FUNCTIONS.register(NAME, attention_function)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
-
-
 @contextlib.contextmanager
 def encoder_attention(tower: torch.nn.Module, implementation: str = "auto") -> Iterator[None]:
     """While inside, this encoder or vision tower of transformers attends with ``quire.varlen_attention``; afterwards as before.
 
     Args:
-        tower: the part that encodes, such as ``model.model.visual`` or ``model.model.vision_tower``. Its config is changed
-            meanwhile, so no other thread may run it.
+        tower: such as ``model.model.visual``. Its config is changed meanwhile, so no other thread may run it.
         implementation: of ``varlen_attention``.
 
     Raises:
         ValueError: an unknown implementation, or a tower without a config of transformers.
         UnsupportedAttention: an implementation of the user's own; in a call, masks, dropout and causal attention.
     """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     check_implementation(implementation)
     configs = configs_of(tower)
     if not configs:
         raise ValueError(f"{type(tower).__name__} has no config of transformers, whose attention could be chosen")
-    register()
+    if NAME not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, attention_function)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
     with implementation_set(configs, NAME):
         token = _IMPLEMENTATION.set(implementation)
         try:

@@ -30,8 +30,7 @@ _MEANS = {
 
 
 def unwrapped(error: Exception, model: Any, by_itself: Callable[[], Any] | None = None) -> Exception:
-    """Our own error from inside Dynamo's, or one that names the model. ``by_itself``: runs the model's own forward; where that
-    fails, its error is the reason."""
+    """Our own error from inside Dynamo's, or one that names the model; ``by_itself`` runs its own forward, for its errors."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, UnsupportedAttention):

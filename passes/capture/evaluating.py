@@ -14,8 +14,7 @@ class ChangedWhileTraced(RuntimeError):
 
 
 class _Train:
-    """Stands for the ``train`` of a module for a while, and notes the modes that are asked for (``eval`` calls it too). A copy
-    of the module has a copy of it, which works as the method does."""
+    """Stands for the ``train`` of a module for a while, and notes the modes asked for (``eval`` calls it). Copies work too."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
@@ -28,9 +27,8 @@ class _Train:
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, no module of the model is in training mode: no dropout. The modes come back, except of modules whose
-    ``train`` or ``eval`` another thread has called meanwhile: its choice stays. Raises ChangedWhileTraced on leaving, if
-    another thread put a module into training mode."""
+    """While inside, no module of the model is in training mode. The modes come back, except where another thread has called
+    ``train`` or ``eval`` meanwhile. Raises ChangedWhileTraced on leaving, if another thread put a module into training mode."""
     modules = dict(model.named_modules())
     noted = {name: _Train(m) for name, m in modules.items() if "train" not in vars(m)}
     for name, stand_in in noted.items():
@@ -67,11 +65,8 @@ def _marks(module: Any, input: Any, output: Any) -> None:
 
 
 def only_marks(hook: Any) -> bool:
-    """Whether a forward hook only marks the output for autograd, by its code.
-
-    transformers' ``enable_input_require_grads`` and PEFT leave such hooks on the embedding. Without gradients they have no
-    effect, and Dynamo of torch 2.11 cannot trace them.
-    """
+    """Whether a forward hook only marks the output for autograd, by its code: transformers' ``enable_input_require_grads`` and
+    PEFT leave such hooks, which have no effect without gradients. Dynamo of torch 2.11 cannot trace them."""
     code, known = getattr(hook, "__code__", None), _marks.__code__
     return code is not None and all(getattr(code, part) == getattr(known, part) for part in (
         "co_code", "co_names", "co_consts", "co_argcount", "co_kwonlyargcount", "co_freevars", "co_nlocals"))
@@ -79,9 +74,8 @@ def only_marks(hook: Any) -> bool:
 
 @contextlib.contextmanager
 def without_backward(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, the modules of the model have no backward hooks, which torch.compile does not trace, and no forward hooks
-    that only mark outputs for autograd. Without gradients they have no effect. Hooks that another thread registers meanwhile
-    stay."""
+    """While inside, the model has no backward hooks, which torch.compile does not trace, and no forward hooks that only mark
+    outputs: without gradients they have no effect. Hooks that another thread registers meanwhile stay."""
     def kept(name: str, hooks: Mapping[int, Any]) -> dict[int, Any]:
         return {} if name != "_forward_hooks" else {key: hook for key, hook in hooks.items() if not only_marks(hook)}
 

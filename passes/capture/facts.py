@@ -1,9 +1,9 @@
 """What a trace depends on, as facts that another process can compare.
 
-Dynamo guards everything that it read and built into a graph: ``L['self'].config.x == 3``, a function by its identity. A process
-that finds the graph on disk has other objects, so each guard becomes a ``Check``: the Python expression of what was read, and
-a fact about it that means the same in every process (a plain value; the code of a function, of a class and its bases; the
-metadata of a tensor). A guard that has no such fact makes the trace one that is not kept (``NotPortable``).
+Dynamo guards everything that it built into a graph: ``L['self'].config.x == 3``, a function by its identity. A process that
+finds the graph on disk has other objects, so each guard becomes a ``Check``: the Python expression of what was read, and a fact
+about it that means the same in every process (a plain value; the code of a function or class; the metadata of a tensor). A
+guard without such a fact makes the trace one that is not kept (``NotPortable``).
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ class NotPortable(Exception):
 
 
 class Check(NamedTuple):
-    """``fact`` of what ``source`` (a Python expression) gives, compared as guards of this ``kind`` do, by ``name`` if they are
-    about one."""
+    """``fact`` of what the expression ``source`` gives, compared as guards of this ``kind`` do; ``name``: what they look up."""
 
     source: str
     kind: str
@@ -68,11 +67,8 @@ class Check(NamedTuple):
 
 
 def checks(guards: Iterable[Any], scope: Mapping[str, Any]) -> list[Check]:
-    """The guards of a trace, as ``guard_filter_fn`` gets them, with the facts of now. ``scope``: of their expressions.
-
-    Raises:
-        NotPortable: a guard has no fact that means the same in another process.
-    """
+    """The guards of a trace, as ``guard_filter_fn`` gets them, with the facts of now. ``scope``: of their expressions. Raises
+    NotPortable if one has no fact that means the same in another process."""
     found: dict[tuple[str, str, Any], Check] = {}
     _class_digest.cache_clear()
     for guard in guards:
@@ -121,8 +117,7 @@ def _argument(guard: Any, name: str) -> Any:
 
 
 def _attribute(guard: Any) -> tuple[str, str]:
-    """Whose attribute a guard HASATTR is about, and its name. In torch 2.11 the guard is on the attribute, which may not be
-    there."""
+    """Whose attribute a guard HASATTR is about, and its name. In torch 2.11 the guard is on the attribute itself."""
     source = guard.orig_guard.originating_source
     if getattr(guard.orig_guard.create_fn, "keywords", None):
         return guard.name, _argument(guard, "attr")
@@ -159,8 +154,7 @@ def _compiled(source: str) -> types.CodeType:
 
 
 def fact(held: Any, inside: bool = False) -> Any:
-    """What is the same of ``held`` in every process that has the same. ``inside``: of a closure or class, where classes and
-    objects count by name alone. Raises NotPortable."""
+    """What is equal for ``held`` in every process; of objects ``inside`` a closure or class the name. Raises NotPortable."""
     if type(held) in _PLAIN:
         return type(held).__name__, repr(held)
     if isinstance(held, TORCH_VALUES):
@@ -220,11 +214,8 @@ def _cell(cell: types.CellType) -> Any:
         held = cell.cell_contents
     except ValueError:
         return "empty"
-    # The code of a function that a decorator wraps. Not more: functions may hold each other.
-    return ("function", _code_digest(held.__code__)) if isinstance(held, types.FunctionType) else _shallow(held)
-
-
-def _shallow(held: Any) -> Any:
+    if isinstance(held, types.FunctionType):  # that a decorator wraps. Its code, not more: functions may hold each other
+        return "function", _code_digest(held.__code__)
     return fact(held) if type(held) in _PLAIN else _name(type(held))
 
 
@@ -257,8 +248,7 @@ def _class_digest(cls: type) -> str:
 
 def environment(device: torch.device) -> str | None:
     """The state of this process and thread that Dynamo guards, the versions of what traces, and what a forward on ``device``
-    may ask about the machine, which Dynamo makes constants. None while a mode of PyTorch or a hook of all modules is active,
-    for which Dynamo has no guard: nothing is kept or taken then."""
+    may ask about the machine. None while a mode of PyTorch or a hook of all modules is active: Dynamo has no guard for them."""
     from torch.overrides import _len_torch_function_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -276,6 +266,3 @@ def environment(device: torch.device) -> str | None:
              torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
     return repr((sys.version, torch.version.git_version, packages, machine, options, flags, casts, torch.get_default_dtype(),
                  str(torch.get_default_device()), str(torch._dynamo.eval_frame._stance.stance)))
-
-
-__all__ = ["TORCH_VALUES", "Check", "NotPortable", "checks", "difference", "environment", "fact"]

@@ -38,11 +38,8 @@ _BEFORE: dict[int, str | None] = {}  # the implementation of a config that is sw
 
 def experts_function(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
                      *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The experts function that transformers calls: (T, H) rows, (T, k) expert ids and (T, k) weights -> (T, H).
-
-    Ids past the last expert (of other devices, with expert parallelism) add nothing. A call with other arguments than those of
-    transformers' own functions goes to the implementation that the model had.
-    """
+    """What transformers calls: (T, H) rows, (T, k) expert ids and (T, k) weights -> (T, H). Ids past the last expert (of other
+    devices, with expert parallelism) add nothing. A call with other arguments goes to the implementation that the model had."""
     unknown = [name for name, given in kwargs.items() if given is not None]
     if args or unknown or hidden_states.dim() != 2 or top_k_index.dim() != 2:
         before = _BEFORE.get(id(module.config))
@@ -108,7 +105,14 @@ _find_class_once: Any = functools.cache(_find_class)  # not traced: Dynamo ignor
 
 
 def _unknown(module: torch.nn.Module) -> str | None:
-    """Why ``experts_function`` cannot compute this module; None if it can."""
+    """Why ``experts_function`` must not compute this module; None if it may."""
+    config: Any = getattr(module, "config", None)
+    if new := _options() - _KNOWN_OPTIONS:
+        return f"transformers' use_experts_implementation has {sorted(new)}, which quire does not know"
+    if not hasattr(config, "_experts_implementation_internal"):
+        return "its config names no implementation"
+    if config._experts_implementation_internal not in _REPLACED:
+        return f"its implementation was chosen: {config._experts_implementation_internal}"
     kind = _find_class_once(type(module))
     if inspect.getclosurevars(kind.forward).nonlocals["experts_interface"] is not _interface():
         return "it has an interface of its own"
@@ -132,24 +136,14 @@ def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _configs(model: torch.nn.Module) -> list[Any]:
-    """The configs to switch over: those all of whose modules are known. Logs which are left alone, and why."""
-    modules = experts_of(model)
-    if not modules:
-        return []
-    new = _options() - _KNOWN_OPTIONS
+    """The configs to switch over: those all of whose modules may be. Logs which are left alone, and why."""
     found: dict[int, Any] = {}
     left: dict[int, tuple[torch.nn.Module, str]] = {}
-    for module in modules:
+    for module in experts_of(model):
         config: Any = getattr(module, "config", None)
         if getattr(config, "_experts_implementation_internal", None) == NAME:
             continue  # switched over already, further out
-        why = f"transformers' use_experts_implementation has {sorted(new)}, which quire does not know" if new else None
-        if not hasattr(config, "_experts_implementation_internal"):
-            why = why or "its config names no implementation"
-        elif config._experts_implementation_internal not in _REPLACED:
-            why = why or f"its implementation was chosen: {config._experts_implementation_internal}"
-        why = why or _unknown(module)
-        if why is not None:
+        if (why := _unknown(module)) is not None:
             left.setdefault(id(config), (module, why))
         found[id(config)] = config
     for module, why in left.values():
@@ -164,12 +158,6 @@ def _options() -> frozenset[str]:
     return frozenset(inspect.signature(moe.use_experts_implementation).parameters)
 
 
-def register() -> None:
-    """Make transformers know the name."""
-    if NAME not in _interface():
-        _interface().register(NAME, experts_function)
-
-
 def wanted(model: torch.nn.Module) -> bool:
     """Whether the model is on a GPU, where the op has kernels."""
     first = next(model.parameters(), None)
@@ -178,11 +166,10 @@ def wanted(model: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def experts_active(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, the experts of a model on a GPU run by the op, and those that are a loop on any device
-    (``looped_experts.py``). The old implementation names come back afterwards."""
+    """While inside, the experts of a model on a GPU run by the op, and those in a loop (``looped_experts.py``) anywhere."""
     configs = _configs(model) if wanted(model) else []
-    if configs:
-        register()
+    if configs and NAME not in _interface():
+        _interface().register(NAME, experts_function)
     before = [c._experts_implementation_internal for c in configs]
     for config, name in zip(configs, before, strict=True):
         _BEFORE[id(config)] = name

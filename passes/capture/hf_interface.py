@@ -2,8 +2,7 @@
 
 transformers' models call ``ALL_ATTENTION_FUNCTIONS[config._attn_implementation]`` with query, key and value after rope, keys
 not repeated, and scale, window, softcap and sinks as values. Our function, registered as ``"quire"``, turns the call into the
-semantic op. No mask function goes with the name, so transformers builds no mask. What the op cannot express (a mask, a position
-bias, sparse indices) is refused here.
+semantic op, and refuses what that cannot express. No mask function goes with the name, so transformers builds no mask.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ def _chunk(module: Any, layer: int) -> int | None:
 
 
 def register() -> None:
-    """Register the name with transformers; without a mask function, so that no mask is built. Raises UnsupportedAttention if
-    the user gave the name another meaning."""
+    """Register the name without a mask function: no mask is built. Raises UnsupportedAttention if the user has taken it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if NAME not in ALL_ATTENTION_FUNCTIONS:
@@ -125,8 +123,7 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
 
 
 def functions_of(name: str | None, model: torch.nn.Module | None = None) -> dict[str, Any]:
-    """The functions of attention and masks that transformers calls for an implementation. ``model``: with the eager attention
-    of its own files, which is in no table."""
+    """The functions of attention and masks behind an implementation; with ``model``, also the eager attention of its files."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -144,9 +141,8 @@ def functions_of(name: str | None, model: torch.nn.Module | None = None) -> dict
 
 
 def check_implementation(name: str | None, model: torch.nn.Module | None = None) -> None:
-    """Refuse an attention or mask function that the user registered: switching it over would replace it. ``model``: also an
-    eager attention that is not transformers' own. Raises UnsupportedAttention if ``name`` is not known to mean the semantic op,
-    or its functions are not transformers' own."""
+    """Refuse an attention or mask function that the user registered, or put (for ``model``) in the place of eager attention.
+    Raises UnsupportedAttention if ``name`` is not known to mean the semantic op, or its functions are not transformers' own."""
     plain = name.removeprefix("paged|") if name is not None else None
     known = plain in _EQUIVALENT or _FLASH_KERNELS.fullmatch(plain or "") is not None
     functions = {} if name == NAME else functions_of(name, model)
@@ -179,8 +175,7 @@ def implementation_set(configs: list[Any], name: str, model: torch.nn.Module | N
 
 @contextlib.contextmanager
 def interface_active(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, the model's attention emits the semantic op. The old implementation names come back afterwards. Raises
-    UnsupportedAttention if the user chose an implementation of their own."""
+    """While inside, the model's attention emits the semantic op. Raises as ``implementation_set``."""
     register()
     with implementation_set(configs_of(model), NAME, model):
         token = ACTIVE.set(True)

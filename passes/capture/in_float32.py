@@ -1,8 +1,8 @@
 """A model in float32, whatever its dtype, without a copy of it: each operation casts what it reads.
 
-Under the mode ``InFloat32``, bfloat16 and float16 tensors become float32 where an operation computes with them, and so do these
-dtypes among its arguments (``x.to(torch.bfloat16)``). So the code of a model, or a graph of it, runs as it would with float32
-weights, autocast regions included. The cast copy of a weight lives as long as the operation that reads it.
+Under the mode ``InFloat32``, bfloat16 and float16 tensors, and these dtypes among arguments (``x.to(torch.bfloat16)``), become
+float32 where an operation computes with them. So a model, or a graph of it, runs as with float32 weights, autocast regions
+included. The cast copy of a weight lives as long as the operation that reads it.
 
 * Views of weights stay views, and rows taken from a table (``embedding``, an index) are cast, not the table.
 * A quantized weight (a tensor subclass) takes itself apart first; its own operations compute in float32 where they take it.
@@ -35,14 +35,9 @@ _PRODUCTS = {  # the place of the left factor; the right one is behind it
 
 
 class InFloat32(TorchDispatchMode):
-    """See the module's docstring. ``kept``: names of the operations that ran in half precision.
-
-    Args:
-        half: the model's dtype, in which operations run that take no float32.
-        lengths: of the sequences in the row of tokens, each of which ``quire::attention`` attends in by itself. None: one
-            sequence.
-        reordered: each matrix product in two sums, to see what the order of summation does to a result.
-    """
+    """See the module's docstring. ``half``: the model's dtype, for operations that take no float32; ``kept`` has their names.
+    ``lengths``: of the sequences in the row of tokens, which ``quire::attention`` keeps apart; None: it is one. ``reordered``:
+    each matrix product in two sums, to see what the order of summation does to a result."""
 
     def __init__(self, half: torch.dtype, lengths: Sequence[int] | None = None, reordered: bool = False) -> None:
         super().__init__()

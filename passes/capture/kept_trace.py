@@ -1,13 +1,12 @@
 """Traces kept on disk, so that a later process takes the graph from there instead of walking the model with Dynamo.
 
 A file holds the graph as Dynamo gave it, and the facts that it follows from (``passes/capture/facts.py``): every guard of the
-trace, the source files of the code that was traced, versions and state of PyTorch. All are compared before the graph is taken;
-whatever differs, cannot be compared, or fails means that the model is traced. The graph's fake values are computed again, and
-must be those of the trace, as must be the guards on sizes. Everything after the trace (verification, fusions, compilation, the
-comparison with the model's own forward at the start of an engine) runs as if Dynamo had just traced it.
+trace, the source files of the code that was traced, versions and state of PyTorch. What differs, cannot be compared, or fails
+means that the model is traced. The graph's fake values are computed again, and must be those of the trace, as must be the
+guards on sizes. Everything after the trace runs as if Dynamo had just traced it.
 
 On GPUs; QUIRE_TRACE_CACHE=0 turns it off, =1 on everywhere. Files are pickles in ``cache_folder()``, which must be the user's
-own, as Inductor's cache must.
+own.
 """
 
 from __future__ import annotations
@@ -32,17 +31,18 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from quire.attn_ops.tuning.store import cache_folder
 from quire.passes.capture.facts import TORCH_VALUES, Check, NotPortable, checks, difference, environment
-from quire.passes.fake_values import Replay
+from quire.passes.fake_values import Replay, symbolic_sizes
 from quire.passes.fx import fake_mode, source_name, source_of, text_of, value
 
 logger = logging.getLogger(__name__)
 _MOST_FILES = 64  # the oldest go
 _GLOBAL = re.compile(r"G\['(\w+)'\]")
 _QUIRE = Path(__file__).parents[1]  # the folder of passes
+_text = functools.lru_cache(maxsize=4096)(str)
 
 
 class _Node(NamedTuple):
@@ -58,14 +58,12 @@ class _Node(NamedTuple):
 
 @dataclass(frozen=True)
 class _At:
-    """Stands for the node of that number."""
-
-    index: int
+    index: int  # of the node that it stands for
 
 
 class Taken(NamedTuple):
-    """A graph from the disk: real values of its placeholders, the context of its fake ones, how to read the placeholders from
-    the arguments of a call (by name), the globals of the trace, and what ``Reads.restore`` needs."""
+    """A graph from the disk: its inputs, the context of its fake values, how to read the inputs from a call's arguments by
+    name, the globals of the trace, and what ``Reads.restore`` needs."""
 
     gm: fx.GraphModule
     inputs: list[Any]
@@ -77,22 +75,15 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptTrace:
-    """A graph and what it follows from. See the module's docstring.
-
-    Attributes:
-        modules: digests of the source files of the Python modules whose code was traced, by their names.
-        imports: Dynamo's names of modules among the globals, and the modules' own.
-        reads: of ``Reads.stored``.
-        guards: conditions on sizes that the trace met.
-    """
+    """A graph and what it follows from. See the module's docstring."""
 
     environment: str
-    modules: dict[str, str]
-    imports: dict[str, str]
+    modules: dict[str, str]  # digests of the source files of the Python modules whose code was traced, by their names
+    imports: dict[str, str]  # Dynamo's names of modules among the globals, and the modules' own
     checks: list[Check]
-    reads: Any
+    reads: Any  # of ``Reads.stored``
     nodes: list[_Node]
-    guards: frozenset[str]
+    guards: frozenset[str]  # conditions on sizes that the trace met
 
     def stale(self, scope: Mapping[str, Any], model: torch.nn.Module) -> str | None:
         """What differs now, or None. ``scope``: for the expressions of the trace, with what they mean now."""
@@ -110,7 +101,7 @@ class KeptTrace:
         mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=False)
         graph, made = fx.Graph(), list[fx.Node]()
         for kept in self.nodes:
-            args, kwargs = _mapped(lambda a: made[a.index] if isinstance(a, _At) else a, kept.args, kept.kwargs)
+            args, kwargs = _mapped(kept, lambda a: made[a.index] if isinstance(a, _At) else a)
             target = _resolve(kept.target) if kept.op == "call_function" else kept.target
             node = graph.create_node(kept.op, target, args, kwargs, name=kept.name)
             if node.name != kept.name:
@@ -157,12 +148,10 @@ class KeptTrace:
 
 
 def _context(real: torch.Tensor, dynamic: Sequence[bool]) -> Any:
-    """Which sizes of an input are symbols, as Dynamo says it. Of a view's base none are: a symbol more would give those that
-    come later other names, under which no compilation of an earlier start is found."""
+    """Which sizes of an input are symbols, as Dynamo says it. Of a view's base none: a symbol more would give the later ones
+    other names, under which no compilation of an earlier start is found."""
     base = real._base
-    return StatelessSymbolicContext(
-        dynamic_sizes=[DimDynamic.DYNAMIC if each else DimDynamic.STATIC for each in dynamic],
-        view_base_context=None if base is None else _context(base, [False] * base.dim()))
+    return symbolic_sizes(dynamic, None if base is None else _context(base, [False] * base.dim()))
 
 
 class _Tensor(NamedTuple):
@@ -184,29 +173,32 @@ def _node(node: fx.Node, at: Mapping[fx.Node, int]) -> _Node:
     if node.op in ("get_attr", "call_module"):
         raise NotPortable(f"{node.name}: a part of the graph is in an attribute")
     target = node.target if isinstance(node.target, str) else _reference(node.target)
-    args, kwargs = _mapped(lambda a: _At(at[a]) if isinstance(a, fx.Node) else _constant(a), node.args, node.kwargs)
+
+    def kept(x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            return _At(at[x])
+        if x is None or x is ... or isinstance(x, (bool, int, float, complex, str, *TORCH_VALUES)):
+            return x
+        raise NotPortable(f"an argument of type {type(x).__name__}")
+
+    args, kwargs = _mapped(node, kept)
     stack = node.meta.get("nn_module_stack")
     source = source_of(node) if node.op == "placeholder" else None
     return _Node(node.name, node.op, target, args, kwargs, list(stack.values())[-1][0] if stack else "",
                  _summary(value(node)), source)
 
 
-def _mapped(change: Callable[[Any], Any], *arguments: Any) -> list[Any]:
-    return [fx.node.map_aggregate(each, change) for each in arguments]
-
-
-def _constant(x: Any) -> Any:
-    if x is None or x is ... or isinstance(x, (bool, int, float, complex, str, *TORCH_VALUES)):
-        return x
-    raise NotPortable(f"an argument of type {type(x).__name__}")
+def _mapped(node: _Node | fx.Node, change: Callable[[Any], Any]) -> tuple[Any, Any]:
+    return fx.node.map_aggregate(node.args, change), fx.node.map_aggregate(node.kwargs, change)
 
 
 def _summary(x: Any) -> Any:
     """What the trace says of a value, to compare: metadata of tensors, expressions of sizes. Raises NotPortable."""
     if isinstance(x, torch.Tensor):
         kind = isinstance(x, torch.nn.Parameter), type(x).__name__.replace("Parameter", "FakeTensor")  # and of which subclass
-        return _Tensor(kind, tuple(map(_size, x.shape)), tuple(map(_size, x.stride())), x.dtype, str(x.device),
-                       x.requires_grad)
+        sizes, strides = (tuple(_text(n.node.expr) if isinstance(n, torch.SymInt) else n for n in of)
+                          for of in (x.shape, x.stride()))
+        return _Tensor(kind, sizes, strides, x.dtype, str(x.device), x.requires_grad)
     if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return _Size(str(x))
     if isinstance(x, (list, tuple)):
@@ -214,13 +206,6 @@ def _summary(x: Any) -> Any:
     if x is None or isinstance(x, (bool, int, float, str, torch.dtype, torch.device, torch.Size)):
         return x
     raise NotPortable(f"a value of type {type(x).__name__}")
-
-
-def _size(size: Any) -> Any:
-    return _text(size.node.expr) if isinstance(size, torch.SymInt) else size
-
-
-_text = functools.lru_cache(maxsize=4096)(str)
 
 
 def _reference(target: Any) -> str:
@@ -251,7 +236,6 @@ def _resolve(text: str) -> Any:
 
 
 def _conditions(env: ShapeEnv | None) -> frozenset[str]:
-    """What a trace assumed about sizes."""
     return frozenset() if env is None else frozenset(str(guard.expr) for guard in env.guards)
 
 
@@ -279,13 +263,9 @@ def _quire_digest() -> str:
     return digest.hexdigest()
 
 
-# -- files --------------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _unless_it_fails() -> Iterator[None]:
-    """What fails inside, for whatever reason (an odd object among what was read, a full disk), is logged: the trace is good,
-    and is not kept."""
+    """What fails inside (an odd object among what was read, a full disk) is logged: the trace is good, and is not kept."""
     try:
         yield
     except Exception as error:
@@ -293,13 +273,8 @@ def _unless_it_fails() -> Iterator[None]:
 
 
 class TraceFile:
-    """Where the trace of a model is kept, if it is.
-
-    Args:
-        model: as it is about to be traced, in the state of the process that the trace will meet.
-        local: the arguments of the traced method.
-        more: what else the trace depends on.
-    """
+    """Where the trace of a model is kept, if it is. ``model``: as it is about to be traced, in the state of the process that
+    the trace will meet. ``local``: the arguments of the traced method. ``more``: what else the trace depends on."""
 
     def __init__(self, model: torch.nn.Module, local: Mapping[str, Any], *more: Any) -> None:
         self._model, self._local = model, local
@@ -331,8 +306,7 @@ class TraceFile:
             self._nodes = [_node(node, at) for node in gm.graph.nodes]
 
     def note_guards(self, guards: Sequence[Any], owner: Any, scope: Mapping[str, Any]) -> None:
-        """Note what the trace of a method of ``owner`` read: ``guards`` as ``guard_filter_fn`` gets them, ``scope`` its
-        globals."""
+        """Note what the trace of a method of ``owner`` read. Arguments: of ``Reads.add``."""
         with _unless_it_fails():
             self._checks = checks(guards, self._scope(owner, scope, {}))
 
@@ -356,7 +330,7 @@ class TraceFile:
                 old.unlink(missing_ok=True)
 
     def take(self, owner: Any, scope: Mapping[str, Any]) -> Taken | None:
-        """The graph that is kept for the model as it is, or None. Arguments: of ``note``."""
+        """The graph that is kept for the model as it is, or None. Arguments: of ``note_guards``."""
         try:
             kept = pickle.loads(self.path.read_bytes())
             if not isinstance(kept, KeptTrace):
@@ -373,11 +347,7 @@ class TraceFile:
         return None
 
     def _scope(self, owner: Any, scope: Mapping[str, Any], imports: Mapping[str, str]) -> dict[str, Any]:
-        """Names in the expressions of a trace: arguments, and globals, to which Dynamo adds modules and the built-in
-        functions."""
+        """Names in the expressions of a trace: arguments, and globals, to which Dynamo adds modules and built-in functions."""
         local = {"self": owner, **self._local}
         modules = {name: sys.modules[module] for name, module in imports.items()}
         return {**local, "L": local, "G": {**scope, **modules, "__builtins_dict___0": vars(builtins)}}
-
-
-__all__ = ["Taken", "TraceFile"]

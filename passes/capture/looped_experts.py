@@ -1,11 +1,9 @@
 """Experts that transformers writes as a Python loop over those in use, computed by ``quire::expert_swiglu``.
 
-The loop reads on the host which experts are in use, so it cannot be one graph. LongCat-Flash has one that does not go through
-transformers' experts interface: SwiGLU experts, and past them *zero experts*, which return the token as it is. While a model is
-traced or runs a paged step, the class has our forward.
-
-A class is left as it is, and the model refused for the loop, unless its forward has the source that was read here, to the
-letter, and the modules are what that source takes them for: plain parameters, SiLU, an identity, and no hooks on the two.
+The loop reads on the host which experts are in use, so it cannot be one graph. LongCat-Flash has one outside transformers'
+experts interface: SwiGLU experts, and past them *zero experts*, which return the token as it is. While a model is traced or
+runs a paged step, the class has our forward; it is left as it is, and the model refused, unless its forward has the source that
+was read here, to the letter, and plain parameters, SiLU, an identity, and no hooks on the two.
 """
 
 from __future__ import annotations

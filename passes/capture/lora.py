@@ -46,7 +46,6 @@ def active_adapters(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def can_choose(model: torch.nn.Module) -> bool:
-    """Whether ``check_adapters`` passes."""
     try:
         check_adapters(model)
     except ValueError:
@@ -108,12 +107,8 @@ def _more_than_matrices(layer: Any, name: str) -> str | None:
 @contextlib.contextmanager
 def adapters_per_token(model: torch.nn.Module, names: Sequence[str] | None) -> Iterator[list[Any]]:
     """While inside, the LoRA layers of ``model`` apply each token's adapters, ``names[i]`` where bit i is set; None: the active
-    ones. DoRA layers can be traced. Gives what must be kept as long as the trace: Dynamo drops one when an object dies that it
-    read.
-
-    Raises:
-        ValueError: as ``check_adapters``.
-    """
+    ones. DoRA layers can be traced. Gives what must be kept as long as the trace, which Dynamo drops when an object dies that
+    it read. Raises ValueError as ``check_adapters``."""
     layers = list(adapter_layers(model).values())
     forwards = [(dora, functools.partial(_dora, dora)) for layer in layers for dora in _dora_layers(layer).values()]
     if names is not None:

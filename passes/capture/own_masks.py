@@ -25,9 +25,8 @@ _KNOWN = ("quire", "torch", "transformers")
 
 
 def check_masks(model: torch.nn.Module, read: Mapping[str, Any]) -> None:
-    """Refuse a model whose masks are not transformers' own. ``read``: values that the trace read outside modules
-    (``Reads.values``): the functions that the code of the model calls. Raises UnsupportedAttention, which names the function,
-    or the code that passes one to it."""
+    """Refuse a model whose masks are not transformers' own. ``read``: of ``Reads.values``: the functions that its code calls.
+    Raises UnsupportedAttention, which names the function, or the code that passes one to it."""
     functions = {name: f for name, f in read.items() if isinstance(f, types.FunctionType) and not is_code_of(f, *_KNOWN)}
     for name, function in functions.items():
         if _MAKES_MASKS.fullmatch(name):

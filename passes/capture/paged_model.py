@@ -1,8 +1,7 @@
 """A whole model traced once, so that an engine can run it on ragged batches of any shape.
 
-The engine, ``quire.explain`` and ``PagedKVCache.for_model`` share ``PagedModel``: it picks the route (attention interface or
-raised F.sdpa), traces with Dynamo, verifies and, with a page size, compiles. The interfaces of attention and experts are
-switched over only while tracing.
+``PagedModel`` picks the route (attention interface or raised F.sdpa), traces with Dynamo, verifies and, with a page size,
+compiles. The interfaces of attention and experts are switched over only while tracing.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from quire.attn_ops.selection import Selection, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, running
 from quire.passes.capture.errors import is_first_read, unwrapped
 from quire.passes.capture.evaluating import evaluating, without_backward
-from quire.passes.capture.head import check_checkpoint, check_logits
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
 from quire.passes.capture.in_float32 import InFloat32
@@ -48,9 +46,8 @@ from quire.passes.fx import value, with_own_code
 from quire.passes.options import QuireOptions
 from quire.passes.rewrite.own_positions import check_uncompiled
 from quire.passes.start_times import timed
-from quire.passes.verify.positions import check_model
 from quire.passes.verify.quantized import check_layers
-from quire.passes.verify.sites import check_config
+from quire.passes.verify.sites import check_checkpoint, check_config, check_logits, check_model
 
 logger = logging.getLogger(__name__)
 _REQS = 7  # rows of the traced batch: not 0, 1 or TRACED_TOKENS, which Dynamo would make constants or the same symbol
@@ -63,11 +60,9 @@ class PagedModel:
         model: a transformers causal LM, or any module whose forward takes ``input_ids`` (1, T) and ``position_ids`` (1, T) and
             returns logits (1, T, V), as a tensor, first in a tuple, or as ``.logits``.
         options: with ``page_size`` set the graph is compiled here, else at the first step.
-        draws: the graph also draws the tokens of rows with a temperature (``attn_ops/ops/sampling.py``): worthwhile on CUDA or
-            compiled, where that is one pass over the logits.
+        draws: the graph also draws the tokens of rows with a temperature (``attn_ops/ops/sampling.py``).
         ahead: starts on the kernels of the graph while it is compiled; the caller waits for it.
-        adapters: names of PEFT's LoRA adapters, of which each token has its own (``passes/capture/lora.py``); None: those that
-            are active, for all.
+        adapters: of PEFT's LoRA, of which each token has its own (``passes/capture/lora.py``); None: the active ones, for all.
         as_it_is: modules in training mode are traced in it, as they will run.
 
     Raises:
@@ -118,8 +113,6 @@ class PagedModel:
                 raise UnsupportedAttention(str(error).rstrip(".") + hint) from error
             raise
 
-    # -- tracing ------------------------------------------------------------------------------------------------------
-
     def _trace(self) -> Any:
         device = next(self.model.parameters()).device
         # Guards are dropped: one graph serves every batch shape. ``raise_graph`` refuses a trace whose guards mattered.
@@ -146,7 +139,7 @@ class PagedModel:
         # Else Dynamo makes a symbol of every number that differs from the model traced before (its scale, its window).
         static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
         adapters = adapters_per_token(self.model, self.adapters)
-        call = _call(ids, positions, keep, sampling)
+        call = {"input_ids": ids, "position_ids": positions, "logits_indices": keep, "sampling": sampling}
         with route, experts_active(self.model), adapters as self._kept, static, torch.no_grad(), without_backward(self.model):
             self._disk = None if self.adapters else TraceFile.of(self.model, call, by_interface, len(sampling))
             taken = self._take(scope)
@@ -173,8 +166,7 @@ class PagedModel:
         return self._run_kept if taken else compiled
 
     def _take(self, scope: Mapping[str, Any]) -> bool:
-        """Take the graph of the model from the disk, if it is there. What is wrong with it is not what is wrong with the model:
-        then that is traced."""
+        """Take the graph of the model from the disk, if it is there and good."""
         found = None if self._disk is None else self._disk.take(self, scope)
         if found is None:
             return False
@@ -196,7 +188,8 @@ class PagedModel:
                   *sampling: torch.Tensor) -> Any:
         """Stands for the traced ``_forward``, with a graph from the disk."""
         assert self._read_call is not None
-        return self._run(*self._read_call({"self": self, **_call(input_ids, position_ids, logits_indices, sampling)}))
+        return self._run(*self._read_call({"self": self, "input_ids": input_ids, "position_ids": position_ids,
+                                           "logits_indices": logits_indices, "sampling": sampling}))
 
     def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor,
                  *sampling: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,8 +244,6 @@ class PagedModel:
                 return fx.Interpreter(self._graph.raised).run(*args)
         return self._graph.run_paged(step, *args)
 
-    # -- what was found -----------------------------------------------------------------------------------------------
-
     @property
     def graph(self) -> TracedGraph:
         """The traced graph, and how it runs in steps."""
@@ -291,16 +282,13 @@ class PagedModel:
         return select_latent_or_dense(self.options.attention, self.sites, device=device, page_size=page_size)
 
     def check_sizes(self, num_tokens: int, num_reqs: int) -> None:
-        """Check that the compiled graphs can run a step of that size. Raises ValueError if the compiler assumed smaller steps:
-        it gives the condition."""
+        """Raises ValueError, which gives the condition, if a compiled graph assumes smaller steps."""
         known = {"tokens": num_tokens, "rows": num_reqs}
-        for assumed in self.graph.assumed:
+        for assumed in (run.assumed for compiled in self.graph.compilations.values() for run in compiled.runs):
             condition = assumed.broken({symbol: known[role] for symbol, role in assumed.roles.items() if role in known})
             if condition is not None:
                 raise ValueError(f"steps of up to {num_tokens} tokens and {num_reqs} rows are more than the compiled model "
                                  f"allows: it assumes {condition}. Lower max_num_batched_tokens, or use compiler='eager'")
-
-    # -- running ------------------------------------------------------------------------------------------------------
 
     def __call__(self, step: Step, input_ids: torch.Tensor, positions: torch.Tensor,
                  logits_indices: torch.Tensor) -> torch.Tensor:
@@ -311,8 +299,7 @@ class PagedModel:
             sampling: Sequence[torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """As a call, and also the tokens (B,) int64: argmax for greedy rows (the first if several), -1 where logits are NaN.
         ``sampling``: temperature (B,) float32, seed (B,) int64 and position (B,) int64 of the token to draw; None: all rows are
-        greedy. Needs ``draws``. Raises ValueError for ``sampling`` without ``draws``, RuntimeError after
-        ``close``."""
+        greedy. Raises ValueError for ``sampling`` without ``draws``, RuntimeError after ``close``."""
         if sampling is not None and not self.draws:
             raise ValueError("this PagedModel was traced with draws=False: its graph takes greedy tokens only")
         if self._closed:
@@ -329,8 +316,7 @@ class PagedModel:
         return like.float(), like, torch.zeros_like(like)
 
     def by_itself(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
-        """Logits (T, V) of the model's own forward of one sequence (T,), without quire. Without positions the model counts its
-        own; raises what its forward raises."""
+        """Logits (T, V) of the model's own forward of one sequence (T,), without quire. Raises what its forward raises."""
         options: dict[str, Any] = {"use_cache": False} if self._use_cache else {}
         if position_ids is not None:
             options["position_ids"] = position_ids[None]
@@ -351,12 +337,6 @@ class PagedModel:
         self._closed = True
         if self._graph is not None:
             self._graph.restore()
-
-
-def _call(input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor, sampling: tuple[Any, ...]
-          ) -> dict[str, Any]:
-    """The arguments of ``_forward`` by name."""
-    return {"input_ids": input_ids, "position_ids": position_ids, "logits_indices": logits_indices, "sampling": sampling}
 
 
 def _logits_of(out: Any) -> torch.Tensor:
@@ -394,22 +374,15 @@ def _restore(graph: TracedGraph) -> None:
 @register_site_finder
 def find_sites(model: torch.nn.Module) -> list[AttentionSite]:
     """The attention sites of ``model``, found by tracing it; nothing is compiled or computed."""
-    paged = PagedModel(model, QuireOptions(compiler="eager"))
-    try:
+    with contextlib.closing(PagedModel(model, QuireOptions(compiler="eager"))) as paged:
         return paged.sites
-    finally:
-        paged.close()
 
 
 def prove_uncompiled(model: torch.nn.Module) -> Reads:
-    """Refuse a model that would be wrong in paged steps uncompiled, in the modes its modules are in. Returns what its forward
-    read: while that is unchanged, so is the proof."""
-    paged = PagedModel(model, QuireOptions(compiler="eager"), as_it_is=True)
-    try:
+    """Refuse a model that would be wrong in paged steps uncompiled, in the modes of its modules. Returns what that rests on."""
+    with contextlib.closing(PagedModel(model, QuireOptions(compiler="eager"), as_it_is=True)) as paged:
         check_uncompiled(paged.graph.raised)
         return paged.reads
-    finally:
-        paged.close()
 
 
 __all__ = ["PagedKVCache", "PagedModel", "find_sites", "prove_uncompiled"]  # with PagedKVCache ``for_model`` has its finder

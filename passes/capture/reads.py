@@ -20,7 +20,7 @@ _ABSENT, _KEYS = "NOT_PRESENT_IN_GENERIC_DICT", ("DICT_KEYS", "MAPPING_KEYS", "S
 
 
 class Reads:
-    """What a trace read. ``names``: every attribute name and key."""
+    """What a trace read. ``names``: every attribute name and key in the sources and arguments of its guards."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -29,12 +29,10 @@ class Reads:
         self._scope: dict[str, Any] = {}
 
     def add(self, guards: Iterable[Any], owner: Any, scope: Mapping[str, Any]) -> None:
-        """Note the guards of a trace, as ``guard_filter_fn`` gets them. ``owner``: ``self`` of the traced method. ``scope``:
-        its globals, to which Dynamo adds the modules that the trace read."""
-        guards = list(guards)
-        self.names |= names_read(guards)
+        """Note the guards, as ``guard_filter_fn`` gets them, of the trace of a method of ``owner``. ``scope``: its globals."""
         self._scope = {"self": owner, "G": scope}
         for guard in guards:
+            self.names |= _arguments(guard) | set(re.findall(r"[A-Za-z_]\w*", guard.name))
             source = re.sub(r"L\['self'\]", "self", guard.name)
             source = source.replace(".__dict__['_modules']", "._modules")  # through a ``__getattr__`` of PEFT's
             if not source or _OF_MODULE.fullmatch(source) or _OURS.match(source):
@@ -99,8 +97,7 @@ def readable(source: str) -> str:
 
 
 def is_code_of(function: Any, *packages: str) -> bool:
-    """Whether the code of a function, and of those that it wraps, is in these packages. ``__module__`` does not tell:
-    ``functools.wraps`` copies it."""
+    """Whether a function, and what it wraps, is code of these packages; ``__module__``, which wraps copies, does not tell."""
     while function is not None:
         function = getattr(function, "__func__", function)
         scope = getattr(function, "__globals__", None)
@@ -109,15 +106,6 @@ def is_code_of(function: Any, *packages: str) -> bool:
             return False
         function = getattr(function, "__wrapped__", None)
     return True
-
-
-def names_read(guards: Iterable[Any]) -> set[str]:
-    """Every attribute name and key in the guards' sources and arguments. ``guards``: as ``guard_filter_fn`` gets them."""
-    found: set[str] = set()
-    for guard in guards:
-        found.update(re.findall(r"[A-Za-z_]\w*", guard.name))
-        found |= _arguments(guard)
-    return found
 
 
 def _arguments(guard: Any) -> set[str]:

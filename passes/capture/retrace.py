@@ -2,11 +2,9 @@
 attention interface, where its attention cannot be raised (eager attention with softcap or sinks, chunks).
 
 Dynamo makes sizes of 0 and 1 constants, so a decode step of one token has a trace of its own, from which no mask can be read
-and in which the model may take another path. In a step such a graph is not run. ``TracedCall`` traces the same code on a longer
-row, and ``AnyLength`` runs that graph with the inputs of the call: the placeholders of both have the same sources. A row of
-one token is padded to two, the shortest that the graph serves.
-
-Guards: Dynamo checks those of the first graph at each call. They come from the same code and the same objects.
+and in which the model may take another path. ``TracedCall`` traces the same code on a longer row, and ``AnyLength`` runs that
+graph with the inputs of the call: the placeholders of both have the same sources, and Dynamo's guards of the first come from
+the same code and objects. A row of one token is padded to two, the shortest that the graph serves.
 """
 
 from __future__ import annotations
@@ -56,9 +54,8 @@ class TracedCall:
     length of its rows; None if no argument is one."""
 
     def __init__(self, code: types.CodeType, scope: dict[str, Any], names: dict[str, Any]) -> None:
-        self.code = code
+        self.code, self._scope = code, scope
         self.tokens: int | None = None
-        self._scope = scope
         self._rows: dict[int, _Row] = {}
         self._names = {name: self._weak(x) for name, x in names.items()}
 
@@ -106,8 +103,7 @@ class TracedCall:
 
     def trace(self, backend: Callable[[fx.GraphModule, Sequence[Any]], None], model: torch.nn.Module | None = None) -> None:
         """Trace the call on a longer row, and hand the graph and its inputs to ``backend``. ``model``: with the attention and
-        experts of this transformers model by quire's functions. Raises UnsupportedAttention if the user chose the attention of
-        ``model``."""
+        experts of this transformers model by quire's functions. Raises UnsupportedAttention if the user chose its attention."""
         made: dict[_Row, Any] = {}
 
         def real(x: Any) -> Any:
@@ -153,14 +149,9 @@ class TracedCall:
 
 
 class AnyLength:
-    """Runs a graph traced for any length in the place of another one of the same call. Raises UnsupportedAttention if the two
-    do not compute the same things.
-
-    Args:
-        static: the graph whose inputs come and whose outputs are expected.
-        gm: the graph for any length; ``tokens`` is its symbol.
-        length: of the rows of ``static``; None: it is for any length too.
-    """
+    """Runs ``gm``, a graph traced for any length (whose symbol is ``tokens``), with the inputs and outputs of ``static``,
+    another graph of the same call for rows of ``length``; None: it is for any length too. Raises UnsupportedAttention if the
+    two do not compute the same things."""
 
     def __init__(self, static: fx.GraphModule, gm: fx.GraphModule, tokens: Any, length: int | None) -> None:
         self.tokens, self.length = tokens, length
@@ -251,8 +242,7 @@ class AnyLength:
 
     def compare(self, static: fx.GraphModule, gm: fx.GraphModule, args: Sequence[Any]) -> None:
         """Run both graphs, unpaged, on the inputs of a call of ``static``: a model may branch on the length of its row, and
-        Dynamo takes lengths other than 1 for granted where it makes a graph for any. Raises UnsupportedAttention if they give
-        different numbers."""
+        Dynamo takes lengths other than 1 for granted in a graph for any. Raises UnsupportedAttention if the numbers differ."""
         with torch.no_grad():
             own, other = (contextvars.Context().run(g.forward, *_copies(g, given))  # with no step in progress
                           for g, given in ((static, args), (gm, self.inputs(args))))

@@ -38,8 +38,7 @@ def check_side_effects() -> None:
 
 
 def note_changes(gm: torch.fx.GraphModule) -> None:
-    """Called by a Dynamo backend with its graph: note what the forward changes, and where it stores tensors that it computes.
-    Dynamo does change and store them, call by call."""
+    """Called by a Dynamo backend with its graph: note what the forward changes, and where it stores tensors, call by call."""
     tx = translator()
     if tx is None:
         return
@@ -59,8 +58,7 @@ def note_changes(gm: torch.fx.GraphModule) -> None:
 
 
 def check_changes(gm: torch.fx.GraphModule) -> None:
-    """Refuse to serve a graph of which ``note_changes`` noted something. Raises UnsupportedAttention, which names the
-    objects."""
+    """Raises UnsupportedAttention, which names the objects, for a graph of which ``note_changes`` noted something."""
     if _KEPT in gm.meta:
         raise UnsupportedAttention(
             f"the model's forward stores tensors that it computes ({gm.meta[_KEPT]}), so what one step computes would reach "

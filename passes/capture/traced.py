@@ -1,7 +1,6 @@
 """A graph that Dynamo traced, and how it runs: as it is outside paged steps, raised, lowered and compiled inside.
 
-``torch.compile(backend="quire")`` makes one of each graph that Dynamo gives it (``passes/backend.py``), ``PagedModel`` one of
-a whole model (``passes/capture/paged_model.py``).
+``passes/backend.py`` makes one of each graph that Dynamo gives it, ``PagedModel`` one of a whole model.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ from quire.passes.rewrite.last_rows import LAST_ROWS
 from quire.passes.rewrite.length_rope import LIMITS, check_lengths
 from quire.passes.rewrite.lower import Lowered, LoweringTarget
 from quire.passes.verify.breaks import check_whole, note_breaks
-from quire.passes.verify.positions import check_model
-from quire.passes.verify.sites import check_config, site_nodes
+from quire.passes.verify.sites import check_config, check_model, site_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +52,9 @@ class Run(NamedTuple):
 
 @dataclass
 class CompiledGraph:
-    """A graph compiled for one backend, cache format and set of fusions.
-
-    Attributes:
-        run: for all steps that the others do not serve.
-        small: for at most MAX_TOKENS tokens.
-        last: for steps whose metadata say which tokens' logits are wanted, those of the input number ``wanted``
-            (``passes/rewrite/last_rows.py``).
-    """
+    """A graph compiled for one backend, cache format and set of fusions. ``small``: for at most MAX_TOKENS tokens. ``last``:
+    for steps whose metadata say which tokens' logits are wanted (``passes/rewrite/last_rows.py``), those of the input number
+    ``wanted``. ``run``: for all others."""
 
     lowered: Lowered
     selection: Selection
@@ -74,12 +67,8 @@ class CompiledGraph:
     def runs(self) -> list[Run]:
         return [run for run in (self.run, self.small, self.last) if run is not None]
 
-    def holds(self, args: Sequence[Any]) -> bool:
-        """Whether the parameters among the inputs of a call are the fused ones."""
-        return all(run.fused.hold(args) for run in self.runs)
-
     def __call__(self, step: Step, tokens: int | None, args: Sequence[Any]) -> Any:
-        """Run in ``step`` with the inputs of the traced graph; ``tokens``: their number, None if unknown."""
+        """Run in ``step`` with the inputs of the traced graph, for ``tokens`` tokens (None: unknown)."""
         lowered, wanted = self.lowered, step.metadata.logits_indices_padded
         ensure_planned(step, lowered.target.backend, list(lowered.sites))
         step.served.update(site.layer for site in lowered.sites)
@@ -103,14 +92,9 @@ class TracedGraph:
     Args:
         gm: as Dynamo gave it; never changed.  inputs: real values of its placeholders. See NOTE [Not kept alive].
         weights: made by fusions; graphs of one model share them.
-        config: of a transformers model, to verify against; None for any other module.
-        any_shape: the graph will run for batches of any shape, without guards.
-        ahead: compiles kernels of the lowered graph in other processes.  row_data: see ``raise_graph``.
+        config, any_shape, row_data: see ``raise_graph``.  ahead: compiles kernels of the lowered graph in other processes.
         by_hand: it serves steps by hand, as it does unless ``any_shape``.
         call: what Dynamo is tracing. It is traced again for steps that this graph cannot serve: ``passes/capture/retrace.py``.
-
-    Attributes:
-        compilations: by (backend, page size, KV dtype, layout, with fusions, latent, shared).
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: QuireOptions, weights: FusedWeights, *,
@@ -119,7 +103,7 @@ class TracedGraph:
         self.gm, self.options, self.weights = gm, options, weights
         self._by_hand = not any_shape if by_hand is None else by_hand
         self.config, self.any_shape, self.ahead, self.row_data = config, any_shape, ahead, row_data
-        self.compilations: dict[Any, CompiledGraph] = {}
+        self.compilations: dict[Any, CompiledGraph] = {}  # by what ``compiled`` makes them for
         note_breaks(gm)
         note_changes(gm)
         self._inputs = [weakref.ref(x) if isinstance(x, torch.Tensor) and is_module_tensor(n) else x
@@ -136,17 +120,20 @@ class TracedGraph:
         step = current_step()
         if step is not None:
             return self.run_paged(step, *args)
-        if self._plain is None:
-            self._plain = self._compile_plain()
+        if self._plain is None and self.options.compiler == "eager":
+            self._plain = self.gm.forward
+        elif self._plain is None:
+            # Its own guards: this may be long after tracing. Sizes that were found to vary are not made constants again.
+            varies = any(isinstance(x, torch.SymInt) for x in self.inputs)
+            self._plain = torch.compile(copy_graph(self.gm), backend="inductor", dynamic=True if varies else None)
         return self._plain(*args)
 
     def run_paged(self, step: Step, *args: Any) -> Any:
-        """Run in ``step``."""
         if self._other is not None:
             graph, adapter = self._other
             check_step(step, adapter.num_tokens(args))
             if adapter.length is not None and not self._compared:
-                AnyLength(self.gm, graph.gm, graph.num_tokens_symbol, None).compare(self.gm, graph.gm, args)
+                AnyLength(self.gm, graph.gm, graph._query.shape[2], None).compare(self.gm, graph.gm, args)
                 self._compared = True
             return adapter.outputs(graph.run_paged(adapter.step(step), *adapter.inputs(args)))
         compiled = self.compiled(step)
@@ -157,7 +144,7 @@ class TracedGraph:
         self.raised.meta["quire_stored_masks"].check(args)
         if step.by_hand and self.length_limits:
             check_lengths(step, self.length_limits)
-        if not compiled.holds(args):
+        if not all(run.fused.hold(args) for run in compiled.runs):
             if not self._warned:
                 self._warned = True
                 logger.warning("parameters are not those that were fused (replaced, or another module's): running unfused")
@@ -166,12 +153,12 @@ class TracedGraph:
 
     @property
     def static(self) -> bool:
-        """Whether steps run another graph, since this one is for rows of one length."""
+        """Whether this graph is for rows of one length, so that steps run another."""
         return self._static and self._call is not None and self._call.tokens is not None
 
     def prepare(self, step: Step) -> None:
-        """Compile for ``step`` while Dynamo traces, so that errors are errors of the compilation; unless another graph will
-        run, which is traced at the first call. Raises UnsupportedAttention as ``compiled``."""
+        """Compile for ``step`` while Dynamo traces, so that errors are errors of the compilation; not where another graph will
+        run, which is traced at the first call. Raises UnsupportedAttention."""
         if self.static:
             return
         try:
@@ -182,7 +169,7 @@ class TracedGraph:
 
     @functools.cached_property
     def _other(self) -> tuple[TracedGraph, AnyLength] | None:
-        """The graph that steps run in the place of this one, if it is for one length of rows, or if its attention cannot be
+        """The graph that steps run in the place of this one: if this is for one length of rows, or its attention cannot be
         raised but is behind transformers' interface. Raises UnsupportedAttention."""
         call = self._call
         if call is None or call.tokens is None:
@@ -197,7 +184,7 @@ class TracedGraph:
             graph = self._traced_again(call.model)
         if graph is self:
             return None
-        return graph, AnyLength(self.gm, graph.gm, graph.num_tokens_symbol, call.tokens if self._static else None)
+        return graph, AnyLength(self.gm, graph.gm, graph._query.shape[2], call.tokens if self._static else None)
 
     def _traced_again(self, model: torch.nn.Module | None = None) -> TracedGraph:
         """For rows of any length. ``model``: by the attention interface of this transformers model."""
@@ -215,22 +202,10 @@ class TracedGraph:
                                        "least 2 tokens (metadata.padded), or use quire.Engine")
         return found[0]
 
-    def _compile_plain(self) -> Callable[..., Any]:
-        if self.options.compiler == "eager":
-            return self.gm.forward
-        # Its own guards: this may be long after tracing. Sizes that were found to vary are not made constants again.
-        varies = any(isinstance(x, torch.SymInt) for x in self.inputs)
-        return torch.compile(copy_graph(self.gm), backend="inductor", dynamic=True if varies else None)
-
     @property
     def inputs(self) -> list[Any]:
         """Real values of the placeholders; None for freed parameters and buffers."""
         return [x() if isinstance(x, weakref.ref) else x for x in self._inputs]
-
-    @property
-    def module_tensors(self) -> list[torch.Tensor]:
-        """The parameters and buffers among the inputs that are still there."""
-        return [t for x in self._inputs if isinstance(x, weakref.ref) and (t := x()) is not None]
 
     @functools.cached_property
     def _raised(self) -> tuple[fx.GraphModule, list[AttentionSite]]:
@@ -256,13 +231,8 @@ class TracedGraph:
 
     @functools.cached_property
     def _query(self) -> torch.Tensor:
-        """The fake query of the first attention site."""
+        """The fake query (B, H, S, D) of the first attention site; S is the size of the token dimension in the trace."""
         return value(site_nodes(self.raised.graph)[0].args[0])
-
-    @property
-    def num_tokens_symbol(self) -> Any:
-        """The size of the token dimension in the trace."""
-        return self._query.shape[2]
 
     def num_tokens(self, args: Sequence[Any]) -> int | None:
         """Tokens of a call with ``args``, from the first input of the ragged row; None if no input shows it."""
@@ -278,15 +248,10 @@ class TracedGraph:
                 return i
         return None
 
-    @property
-    def assumed(self) -> list[Assumptions]:
-        """The assumptions about sizes that compilers made."""
-        return [run.assumed for compiled in self.compilations.values() for run in compiled.runs]
-
     def compiled(self, step: Step | None = None, fusions: bool = True) -> CompiledGraph:
         """The graph compiled for ``step``, or without one for the options. ``fusions`` False: for parameters that are not the
-        fused ones. Raises UnsupportedAttention if no backend, or not the chosen one, can serve the graph, ValueError if the
-        options and the step's cache differ."""
+        fused ones. Raises UnsupportedAttention if no backend, or not the chosen one, can serve it, ValueError if the options
+        and the step's cache differ."""
         target, selection = self._target(step)
         key = (target.backend.name, target.page_size, target.kv_dtype or self.sites[0].dtype, target.layout, fusions,
                target.latent, target.shared)
@@ -328,8 +293,7 @@ class TracedGraph:
         return LoweringTarget(backend, page_size, kv_dtype, layout, latent, tables, shared), selection
 
     def _sites_in(self, step: Step) -> list[AttentionSite]:
-        """The sites as the step's cache holds them: MLA layers latent, or with the keys and values of all heads; layers that
-        share keys and values with a cache in common, or each with its own."""
+        """The sites as the step's cache holds them: latent or not, keys and values in common or not. Raises ValueError."""
         latent = any(step.cache.is_latent(s.layer) for s in self.sites)
         sites = self.sites if latent else [s.dense for s in self.sites]
         for site in sites:
@@ -349,8 +313,7 @@ class TracedGraph:
 
     def lowered(self, target: LoweringTarget, fusions: str | Sequence[str], small: bool = False, last_rows: bool = False
                 ) -> tuple[Lowered, FusedInputs]:
-        """Lowered and fused, not compiled. ``small``: the graph for at most MAX_TOKENS tokens. ``last_rows``: see
-        ``lower_graph``."""
+        """Lowered and fused, not compiled. ``small``, ``last_rows``: see ``lower_graph``."""
         return lower_graph(self.raised, self.inputs, target, fusions, self.weights, small, last_rows, self.row_data)
 
     def _compile(self, target: LoweringTarget, selection: Selection, fusions: str | Sequence[str]) -> CompiledGraph:

@@ -1,9 +1,9 @@
 """Compile the Triton kernels of a lowered graph ahead, in other processes, while this one compiles the graph itself.
 
-The engine knows the shapes of all steps that it will capture. Every op of the graph that launches kernels
-(``implementations`` in ``attn_ops/kernels/launch.py``) is called with fake tensors of each of those shapes, and its launches
-are recorded. Worker processes (``attn_ops/kernels/compile_worker.py``) compile them into Triton's cache on disk, where the
-first launch finds them. A kernel that was not foreseen is compiled at its first launch, as usual.
+Every op of the graph that launches kernels (``implementations`` in ``attn_ops/kernels/launch.py``) is called with fake tensors
+of the shape of each step that the engine will capture, and its launches are recorded. Worker processes
+(``attn_ops/kernels/compile_worker.py``) compile them into Triton's cache on disk. What was not foreseen is compiled at its
+first launch, as usual.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from quire.attn_ops.kernels.compile_worker import triton_version
 from quire.attn_ops.kernels.launch import Launch, implementations, recording
 from quire.attn_ops.tuning import small_linear as tuning
 from quire.attn_ops.tuning.small_linear import LinearShape
+from quire.passes.compile.size_guards import SYMBOL
 from quire.passes.start_times import timed
 
 logger = logging.getLogger(__name__)
@@ -47,9 +48,6 @@ TIMEOUT = 120.0  # seconds; what takes longer is left to the first launch
 _CACHE_PAGES = 4096  # any number: no kernel depends on it
 Beside = Mapping[Any, Callable[..., Any]]
 _NOTHING: Beside = MappingProxyType({})
-
-
-_SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 _UNIT = re.compile(r",? ?\b(uuid|pci_\w+)=[^,)]*")  # which GPU of its kind
 _NO_MATTER = frozenset({"QUIRE_TRACE_CACHE", "QUIRE_CACHE_DIR", "QUIRE_COMPILE_WORKERS"})  # what they change is here by itself
 
@@ -76,9 +74,8 @@ class _CallImplementations(TorchDispatchMode):
 
 def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str], shapes: Iterable[StepShape],
                 beside: Beside = _NOTHING) -> set[Launch]:
-    """What ``node``, an op of ``implementations``, launches in steps of ``shapes``. ``values``: fakes of all nodes, with
-    symbols for sizes. ``roles``: the field of StepShape that a symbol stands for; all other symbols count the pages of a
-    cache. ``beside``: see CompileAhead."""
+    """What ``node``, an op of ``implementations``, launches in steps of ``shapes``. ``values``: fakes of all nodes. ``roles``:
+    the field of StepShape that a symbol stands for; all others count the pages of a cache. ``beside``: see CompileAhead."""
     found: set[Launch] = set()
     mode = FakeTensorMode()
     fakes: dict[Any, torch.Tensor] = {}  # most are the same in all steps: weights, caches
@@ -117,10 +114,10 @@ def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str]
 
 
 def as_inductor_will(device: torch.device) -> None:
-    """Set the environment variables that Inductor sets when it first compiles a kernel of its own, unless the user has: the
-    folder of Triton's cache, and the assembler, whose version is part of each kernel's name there. If they were set half-way
-    through a start, kernels compiled before would not be found after, nor those of other processes. The digest of Triton's own
-    files, half a gigabyte, which is part of each name too, is computed in a thread: that needs no lock of Python's."""
+    """Set the environment variables that Inductor sets when it first compiles a kernel, unless the user has: the folder of
+    Triton's cache, and the assembler, whose version is part of each kernel's name there. Set half-way through a start, they
+    would hide what was compiled before. The digest of Triton's files (half a gigabyte), another part, is computed in a
+    thread."""
     with _left_to_launches():  # private functions, which a later Inductor may not have
         from torch._inductor.runtime import cache_dir_utils, compile_tasks, triton_compat
 
@@ -150,13 +147,9 @@ class _Batch:
 
 
 class CompileAhead:
-    """Compiles kernels for steps of ``shapes`` in the background.
-
-    Args:
-        target: Triton's description of the GPU: backend, arch, warp size.  gpu: its properties, on which some launches depend.
-        workers: most processes for one graph.
-        beside: by op, a function of its arguments that launches what a step does with them outside the graph.
-    """
+    """Compiles kernels for steps of ``shapes`` in the background, in at most ``workers`` processes for one graph. ``target``:
+    Triton's description of the GPU (backend, arch, warp size). ``gpu``: its properties, on which some launches depend.
+    ``beside``: by op, a function of its arguments that launches what a step does with them outside the graph."""
 
     def __init__(self, shapes: Sequence[StepShape], target: tuple[Any, ...], workers: int, gpu: str = "",
                  beside: Beside = _NOTHING) -> None:
@@ -187,8 +180,7 @@ class CompileAhead:
 
     def start(self, nodes: Iterable[fx.Node], values: dict[fx.Node, Any], roles: dict[str, str],
               fits: Callable[[StepShape], bool] = lambda shape: True) -> None:
-        """Start to compile the kernels that ``nodes`` launch (see ``launches_of``), unless they are compiled already. ``fits``:
-        whether steps of a shape run these nodes."""
+        """Start to compile the kernels that ``nodes`` launch (``launches_of``) in steps that ``fits``, if they are not."""
         chosen = [node for node in nodes if node.target in implementations]
         if not chosen or self._waited:
             return
@@ -213,14 +205,13 @@ class CompileAhead:
 
     def _made_of(self, nodes: list[fx.Node], values: dict[fx.Node, Any], roles: dict[str, str], shapes: list[StepShape]
                  ) -> dict[str, str]:
-        """Digests of what the launches of these nodes follow from, by name. If something is missing here, kernels are compiled
-        when they are launched."""
+        """Digests of what these launches follow from, by name. What is missing here is compiled when it is launched."""
 
         def described(x: Any) -> Any:
             if isinstance(x, torch.Tensor):
                 return x.dtype, x.device.type, *(tuple(map(described, n)) for n in (x.shape, x.stride(), [x.storage_offset()]))
             if isinstance(x, torch.SymInt):  # by what it counts, which is all that a launch depends on (``launches_of``)
-                return _SYMBOL.sub(lambda match: roles.get(match[0], "pages"), str(x.node.expr))
+                return SYMBOL.sub(lambda match: roles.get(match[0], "pages"), str(x.node.expr))
             return x
 
         calls = [(node.target, tree_map(described, fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])))
@@ -277,8 +268,7 @@ class CompileAhead:
 
 
 def _note(made_of: Mapping[str, str]) -> Any:
-    """The place in Triton's cache for a note that the kernels of such launches are compiled; it goes when the kernels go. A
-    start that finds it need not work the launches out."""
+    """The place in Triton's cache for a note that the kernels of such launches are compiled; it goes when the kernels go."""
     from triton.runtime.cache import get_cache_manager
 
     return get_cache_manager(hashlib.sha256(repr(made_of).encode()).hexdigest())

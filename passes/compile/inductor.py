@@ -16,8 +16,7 @@ COMPILERS = ("inductor", "inductor-whole", "eager")
 
 
 def compile_lowered(lowered: Lowered, compiler: str, look: Look | None = None) -> Callable[..., Any]:
-    """``lowered.gm`` as a callable that takes its placeholders' values. ``compiler``: one of COMPILERS. ``look``: see
-    ``compile_by_regions``; not called for a graph that is not cut."""
+    """``lowered.gm`` as a callable on its placeholders' values, by one of COMPILERS. ``look``: of ``compile_by_regions``."""
     if compiler == "eager":
         return lowered.gm.forward
     if compiler == "inductor-whole":

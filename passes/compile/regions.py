@@ -20,7 +20,6 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,13 +32,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from quire.passes.fake_values import computed
+from quire.passes.compile.size_guards import SYMBOL
+from quire.passes.fake_values import any_sizes, computed, fake_input
 from quire.passes.fx import ancestors, evaluate, placeholders, storage_of, value, written_by
-from quire.passes.rewrite.lower import Lowered, any_sizes, fake_input
+from quire.passes.rewrite.lower import Lowered
 
 logger = logging.getLogger(__name__)
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 Look = Callable[[list[fx.Node], dict[fx.Node, Any]], None]
+_BEFORE = -1  # the place of what runs uncompiled, before all pieces
+_SIZES = itertools.count(1009, 2)  # all different, so that no two symbols are taken for one
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+_CONSTANTS = (bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class _Whole(Exception):
@@ -58,13 +62,8 @@ class _Piece:
 def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False, look: Look | None = None
                        ) -> Callable[..., Any]:
     """Compile ``lowered.gm`` piece by piece with ``compile``: (graph, fake inputs) -> callable. Returns a callable like the
-    graph: its placeholders' values in order, then what its output node gives.
-
-    Args:
-        always: cut the graph even if no two of its pieces are equal.
-        look: called before anything is compiled, with the nodes before all pieces, those of one piece of each kind, and the
-            fake values of all nodes.
-    """
+    graph. ``always``: cut it even if no two of its pieces are equal. ``look``: called first, if the graph is cut, with the
+    nodes before all pieces, those of one piece of each kind, and the fake values of all nodes."""
     graph = lowered.gm.graph
     try:
         values = _Values(lowered)
@@ -95,11 +94,6 @@ def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False,
     return _joined(graph, before, [(compiled[signature], piece) for piece, signature in pieces])
 
 
-# -- where each node goes ---------------------------------------------------------------------------------------------------
-
-_BEFORE = -1  # the place of what runs uncompiled, before all pieces
-
-
 def _places(lowered: Lowered) -> dict[fx.Node, int]:
     """The number of each node's piece. A part of a tuple goes where the tuple is made, so that only tensors cross."""
     place: dict[fx.Node, int] = {}
@@ -122,8 +116,8 @@ def _places(lowered: Lowered) -> dict[fx.Node, int]:
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Whether this is a number computed from the graph's sizes alone. Dynamo computes each of them once, where it is first
-    needed. Every piece that needs one computes it again, or the first of equal pieces would differ from the others."""
+    """Whether this is a number computed from sizes alone. Dynamo computes each once, where it is first needed; here every piece
+    that needs one does, or the first of equal pieces would differ from the others."""
     return (node.op == "call_function" and isinstance(value(node), (int, torch.SymInt)) and bool(node.all_input_nodes)
             and all(n.op == "placeholder" and isinstance(value(n), torch.SymInt) or _is_size(n) for n in node.all_input_nodes))
 
@@ -159,26 +153,16 @@ def _symbols(x: Any) -> set[Any]:
     return {s for n in numbers if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
 
 
-# -- values -----------------------------------------------------------------------------------------------------------------
-
-
 class _Values:
-    """The fake value of every node, computed again: those that passes left behind may have other strides.
-
-    Of equal pieces only the first is computed, and of the others what later pieces read is copied (``copies``): computing with
-    symbolic sizes takes a millisecond per node, which adds up to seconds for dozens of layers. ``of``: node -> value.
-    """
+    """The fake value of every node, ``of``, computed again: those that passes left behind may have other strides. Of equal
+    pieces the first is computed, and of the others what later pieces read is copied: that saves seconds."""
 
     def __init__(self, lowered: Lowered) -> None:
         self._lowered = lowered
         self._fake: Any = lowered.example_inputs[0].fake_mode  # type: ignore[attr-defined]
         self.of: dict[fx.Node, Any] = {n: value(n) for n in placeholders(lowered.gm.graph)}
-        self._caches = {storage_of(t) for t in lowered.example_inputs}
+        self.caches = {storage_of(t) for t in lowered.example_inputs}  # which a piece may change without having made them
         self._made_in: dict[int, int] = {}  # storage -> the piece that made it
-
-    def is_cache(self, tensor: torch.Tensor) -> bool:
-        """Whether a piece may change it without having made it."""
-        return storage_of(tensor) in self._caches
 
     def compute(self, nodes: Sequence[fx.Node], at: int) -> None:
         """Values of the nodes of piece ``at``, in order; those of their inputs are known."""
@@ -187,7 +171,8 @@ class _Values:
         with self._fake, enable_python_dispatcher(), torch.no_grad(), any_sizes(self._fake):
             for n in nodes:
                 for written in written_by(n):
-                    if not self.is_cache(self.of[written]) and self._made_in.get(storage_of(self.of[written])) != at:
+                    memory = storage_of(self.of[written])
+                    if memory not in self.caches and self._made_in.get(memory) != at:
                         raise _Whole(f"{n.name} changes in place what it did not make")
                 result = computed(n, self.of.__getitem__, self._fake, interpreter.run_node)
                 if n.target is self._lowered.target.backend.prepare:
@@ -212,8 +197,8 @@ class _Values:
 
 def copies(outputs: Sequence[Any], read: Sequence[tuple[Any, Any]]) -> list[torch.Tensor] | None:
     """Fakes for the outputs of a piece, like the ``outputs`` of an equal one. None where fresh tensors might be wrong: outputs
-    that share memory with anything, are not plain fakes, or have sizes for which the inputs of this piece have other symbols.
-    ``read``: (input of the piece, input of the equal piece)."""
+    that share memory, are not plain fakes, or have sizes for which the inputs of this piece have other symbols. ``read``:
+    (input of the piece, input of the equal piece)."""
     if any(type(t) is not FakeTensor or t.requires_grad or t.storage_offset() != 0 for t in outputs):
         return None
     made = {storage_of(t) for t in outputs}
@@ -229,9 +214,6 @@ def copies(outputs: Sequence[Any], read: Sequence[tuple[Any, Any]]) -> list[torc
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in outputs]
 
 
-_SIZES = itertools.count(1009, 2)  # all different, so that no two symbols are taken for one
-
-
 def _of_any_size(tensor: torch.Tensor, name: str, fake: Any) -> torch.Tensor:
     """A fake like ``tensor``, a result of prepare, whose sizes may depend on data: a piece takes it as an input."""
     dynamic = tuple(isinstance(s, torch.SymInt) for s in tensor.shape)
@@ -240,7 +222,6 @@ def _of_any_size(tensor: torch.Tensor, name: str, fake: Any) -> torch.Tensor:
 
 
 def _storages(x: Any) -> set[int]:
-    """Storages of all tensors in a value."""
     if _wraps(x):
         return {s for name in x.__tensor_flatten__()[0] for s in _storages(getattr(x, name))}
     return {storage_of(t) for t in tree_leaves(x) if isinstance(t, torch.Tensor)}
@@ -264,22 +245,14 @@ def _graph_of(piece: _Piece, values: dict[fx.Node, Any]) -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
-# -- which pieces are equal -------------------------------------------------------------------------------------------------
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
-_CONSTANTS = (bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
 def _signature(piece: _Piece, values: _Values) -> Any:
-    """Equal for two pieces only if the compiled code of one is right for the other. Made of what the piece reads and does, from
-    which all else follows; the values of its own nodes need not be known."""
+    """Equal for two pieces only if the compiled code of one is right for the other; made of what the piece reads and does."""
     names: dict[str, str] = {}
     storages: dict[int, int] = {}
     number = {n: i for i, n in enumerate([*piece.inputs, *piece.nodes])}
 
     def sizes(numbers: Iterable[Any]) -> str:  # the names of symbols do not matter, but which of them are the same
-        return re.sub(r"\b[a-z]+\d+\b", lambda m: names.setdefault(m[0], f"size{len(names)}"), ", ".join(map(str, numbers)))
+        return SYMBOL.sub(lambda m: names.setdefault(m[0], f"size{len(names)}"), ", ".join(map(str, numbers)))
 
     def described(x: Any) -> tuple[Any, ...]:
         if _wraps(x):  # code is compiled for what it wraps
@@ -289,7 +262,7 @@ def _signature(piece: _Piece, values: _Values) -> Any:
         if type(x) in _PLAIN:
             alias = storages.setdefault(storage_of(x), len(storages))
             where = sizes([*x.shape, *x.stride(), x.storage_offset()])
-            return type(x), x.dtype, x.device, x.requires_grad, alias, where, values.is_cache(x)
+            return type(x), x.dtype, x.device, x.requires_grad, alias, where, storage_of(x) in values.caches
         return type(x), sizes([x])
 
     def argument(a: Any) -> Any:
@@ -310,9 +283,6 @@ def _signature(piece: _Piece, values: _Values) -> Any:
     inputs = tuple(described(values.of[n]) for n in piece.inputs)
     nodes = tuple((n.op, n.target, argument(n.args), argument(n.kwargs)) for n in piece.nodes)
     return inputs, nodes, tuple(number[n] for n in piece.outputs)
-
-
-# -- running ----------------------------------------------------------------------------------------------------------------
 
 
 def _joined(graph: fx.Graph, before: list[fx.Node], pieces: list[tuple[Callable[..., Any], _Piece]]) -> Callable[..., Any]:

@@ -1,9 +1,8 @@
 """What a compiler assumed about sizes, checked at each call.
 
-One graph serves every batch shape, so Dynamo's guards are dropped. But a compiler may decide something by a size (or by a
-float that Dynamo made an input) while it compiles, and note it as a guard: that a buffer is small enough for 32-bit offsets,
-say. ``checked`` makes the compiled graph test those assumptions, once for every new combination of sizes, and refuse a batch
-that breaks one.
+One graph serves every batch shape, so Dynamo's guards are dropped. But a compiler may decide something by a size (or by a float
+that Dynamo made an input), and note it as a guard: that a buffer is small enough for 32-bit offsets, say. ``checked`` tests
+those assumptions once for every new combination of sizes, and refuses a batch that breaks one.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.fx import fake_mode, placeholders, value
 
-_SYMBOL = re.compile(r"\b[a-z]+\d+\b")
+SYMBOL = re.compile(r"\b[a-z]+\d+\b")  # names of symbols in expressions
 
 
 @dataclass
@@ -33,24 +32,21 @@ class Assumptions:
     origins: dict[str, Callable[..., Any]]
     roles: dict[str, str]
     conditions: list[str] = field(default_factory=list)
-    symbols: set[str] = field(default_factory=set)
 
     def broken(self, sizes: dict[str, Any]) -> str | None:
-        """The first condition that does not hold for ``sizes`` (by symbol), with roles for symbols. Conditions on other symbols
-        are skipped."""
+        """The first condition on symbols of ``sizes`` alone that does not hold for them, with roles for symbols."""
         for condition in self.conditions:
-            names = set(_SYMBOL.findall(condition)) & self.origins.keys()
+            names = set(SYMBOL.findall(condition)) & self.origins.keys()
             if names <= sizes.keys() and not eval(condition, {"math": math, "torch": torch}, sizes):
-                return _SYMBOL.sub(lambda match: self.roles.get(match[0], match[0]), condition)
+                return SYMBOL.sub(lambda match: self.roles.get(match[0], match[0]), condition)
         return None
 
 
 @contextlib.contextmanager
 def watched(graph: fx.Graph, earlier: list[Any]) -> Iterator[Assumptions]:
     """Collect the assumptions about the inputs of ``graph`` that are made inside. ``earlier``: guards of previous compilations
-    of graphs with the same symbols; the new ones are added. A guard is noted only once, so all of them count for this graph
-    too. Raises UnsupportedAttention if something was assumed about a size that no input has, which therefore cannot be
-    checked."""
+    of graphs with the same symbols, which count too, as a guard is noted only once; the new ones are added. Raises
+    UnsupportedAttention if something was assumed about a size that no input has, which could not be checked."""
     found = Assumptions(*_origins(graph))  # now: a symbol that gets specialized loses its name
     mode = fake_mode(graph)
     env = mode.shape_env if mode is not None else None
@@ -67,7 +63,6 @@ def watched(graph: fx.Graph, earlier: list[Any]) -> Iterator[Assumptions]:
         names = {str(s) for s in expr.free_symbols}
         if names <= found.origins.keys():  # else about a value made inside the graph, which the graph itself asserts
             found.conditions.append(PythonPrinter().doprint(expr))
-            found.symbols |= names
 
 
 #: (part of an input's name, dimension or None for any, what it counts)
@@ -95,14 +90,10 @@ def _origins(graph: fx.Graph) -> tuple[dict[str, Callable[..., Any]], dict[str, 
 
 
 def checked(run: Callable[..., Any], assumed: Assumptions) -> Callable[..., Any]:
-    """``run``, which first checks what was assumed about its arguments.
-
-    Raises (when called):
-        RuntimeError: a condition does not hold; gives the condition and the sizes.
-    """
+    """``run``, which first checks what was assumed of its arguments. It raises RuntimeError, with the condition and sizes."""
     if not assumed.conditions:
         return run
-    names = sorted(assumed.symbols)
+    names = sorted(set(SYMBOL.findall(" ".join(assumed.conditions))) & assumed.origins.keys())
     readers = [assumed.origins[n] for n in names]
     seen: set[tuple[Any, ...]] = set()
 

@@ -1,7 +1,7 @@
 """What a fusion pass works on, and the weights that fusions make.
 
 A fusion pass is one function ``(Fusion) -> number of matches`` in a file of its own. It rewrites ``Fusion.graph`` in place and
-does nothing else: ``passes/fusions/registry.py`` lists the passes, runs them and logs.
+does nothing else (``passes/fusions/registry.py``).
 """
 
 from __future__ import annotations
@@ -127,26 +127,18 @@ class FusedInputs:
     addresses: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
     def hold(self, inputs: Sequence[Any]) -> bool:
-        """Whether the parameters among the ``inputs`` of a call are the fused ones. They are not if the graph runs for another
-        module of the same class, or if a parameter was replaced (``p.data = ...``, ``load_state_dict(assign=True)``)."""
+        """Whether the parameters among the ``inputs`` of a call are the fused ones: not another module's, nor replaced."""
         return all(addresses(inputs[i]) == there for i, there in self.addresses)
 
 
 class Fusion:
-    """What a fusion pass works on.
-
-    Args:
-        gm: the graph to rewrite.
-        inputs: the real tensors behind the placeholders of a raised graph; none for a lowered one.
-        weights: keeps the tensors that passes make of parameters.  backend: what the graph is lowered to; None before lowering.
-
-    Attributes:
-        real: the real tensor (or number) behind each placeholder.  added: the tensors given to ``add_weight``.
-    """
+    """What a fusion pass works on: the ``graph``, the real tensors (or numbers) behind the placeholders of a raised one,
+    ``real``, the ``weights`` that passes make of parameters, and the ``backend`` that the graph is lowered to; None before
+    lowering. ``added``: the tensors given to ``add_weight``."""
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any] = (), weights: FusedWeights | None = None,
                  backend: AttentionBackend | None = None) -> None:
-        self.gm, self.graph, self.weights, self.backend = gm, gm.graph, weights or FusedWeights(), backend
+        self.graph, self.weights, self.backend = gm.graph, weights or FusedWeights(), backend
         self.real: dict[fx.Node, Any] = dict(zip(placeholders(gm.graph), inputs, strict=False))
         self.added: list[torch.Tensor] = []
 
@@ -187,6 +179,10 @@ def part_of(node: Any) -> Part | None:
             and argument(split, 2, "dim", 0) in (-1, value(split.args[0]).dim() - 1):
         return Part(split.args[0], sum(split.args[1][: node.args[1]]))
     return Part(node, 0) if is_function(node, LINEAR) else None
+
+
+def bias_of(layer: fx.Node) -> Any:
+    return argument(layer, 2, "bias")
 
 
 def before_dropout(x: Any) -> Any:

@@ -22,9 +22,7 @@ import torch
 from torch import fx
 
 from quire.passes.fusions.base import Fusion
-from quire.passes.fx import erase_dead, is_method, only_user, operands, placeholders, target_name, value
-
-MUL = (torch.mul, operator.mul)
+from quire.passes.fx import MUL, erase_dead, is_method, only_user, operands, placeholders, target_name, value
 
 
 def real_products(fusion: Fusion) -> int:
@@ -78,6 +76,3 @@ def _table(graph: fx.Graph, freqs: fx.Node, tables: dict[fx.Node, fx.Node]) -> f
             with graph.inserting_after(freqs if freqs.op != "placeholder" else placeholders(graph)[-1]):
                 tables[freqs] = graph.call_function(torch.view_as_real, (freqs,))
     return tables[freqs]
-
-
-__all__ = ["real_products"]

@@ -24,7 +24,6 @@ from quire.passes.fx import LINEAR, is_function, is_method, replace_node, value,
 
 
 def fuse_float_linear(fusion: Fusion) -> int:
-    """Replace each such layer."""
     count = 0
     for node in list(fusion.graph.nodes):
         if not is_function(node, LINEAR) or len(node.args) != 2 or node.kwargs:

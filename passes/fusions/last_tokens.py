@@ -13,9 +13,8 @@ After::
 
 For a long prefill of Llama-3.1-8B this saves 2.8 % of the multiplications in matrix products: 88 % of those of one layer in 32.
 
-An operation moves only if it is proved to be row-wise (``passes/verify/row_wise.py``). A value that is not made by one, or that
-has other readers, stays, and its rows are taken. A region without a matrix product moves too: gathers are fused into the
-element-wise operations that read them, and the norm goes over fewer rows.
+An operation moves only if it is proved to be row-wise (``passes/verify/row_wise.py``), also without a matrix product. A value
+that is not made by one, or that has other readers, stays, and its rows are taken.
 
 Left alone: everything before the last attention op (so that pieces of passes/compile/regions.py stay equal) and before
 something that is changed in place, except ``x += y`` on a new x with no other reader; quantized weights, whose code may depend
@@ -114,7 +113,6 @@ class _Region:
         return len(moved)
 
     def _on_rows(self, node: fx.Node) -> fx.Node:
-        """The operation on the rows of its operands."""
         if node in VIEWS:
             dim, shape = self.row_wise.dim(node) or 0, value(node).shape
             new = self.graph.call_method("reshape", (self._rows_of(node.args[0], node), (*[1] * dim, -1, *shape[dim + 1 :])))

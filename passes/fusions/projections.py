@@ -8,9 +8,9 @@ After, with w = [w_q; w_k; w_v] in one tensor, of which w_q, w_k and w_v are now
 
     q, k, v = split(linear(x, w, b), [Nq, Nk, Nv], dim=-1)
 
-One product of Nq + Nk + Nv columns reads x once, fills the GPU better than three small ones and saves two launches. LoRA's A is
-such a sibling of the layer that it adapts, where both have one dtype. Quantized layers
-(passes/fusions/quantized_linear.py) are fused alike, their codes in one tensor and their scales in another.
+One product reads x once, fills the GPU better than three small ones and saves two launches. LoRA's A is such a sibling of the
+layer that it adapts, where both have one dtype. Of quantized layers (passes/fusions/quantized_linear.py) the codes are fused
+into one tensor and the scales into another.
 
 Not fused: weights with a second user or that share memory (NOTE [Memory of fused parameters]), weights of different dtypes,
 siblings of which only some have a bias, other tensor subclasses, and siblings between which something is changed in place.
@@ -26,18 +26,8 @@ from torch import fx
 from quire.attn_ops.ops.small_linear import small_linear
 from quire.attn_ops.ops.small_linear_wide import is_int4, rows_of
 from quire.passes.fake_values import compute_value
-from quire.passes.fusions.base import Fusion, before_dropout, columns
-from quire.passes.fx import (
-    LINEAR,
-    argument,
-    is_function,
-    is_method,
-    only_user,
-    replace_node,
-    schema_arguments,
-    value,
-    written_between,
-)
+from quire.passes.fusions.base import Fusion, before_dropout, bias_of, columns
+from quire.passes.fx import LINEAR, is_function, is_method, only_user, replace_node, schema_arguments, value, written_between
 
 
 class _Tensor(NamedTuple):
@@ -52,7 +42,6 @@ _Tensors = dict[str, _Tensor]
 
 
 def fuse_projections(fusion: Fusion) -> int:
-    """Fuse every group of sibling projections."""
     siblings: dict[Any, list[tuple[fx.Node, _Tensors]]] = {}
     for node in fusion.graph.nodes:
         tensors = _tensors(node, fusion)
@@ -66,7 +55,7 @@ def fuse_projections(fusion: Fusion) -> int:
 def _tensors(node: fx.Node, fusion: Fusion) -> _Tensors | None:
     """The tensors of a linear layer that can be fused; None for any other node."""
     if is_function(node, LINEAR) and len(node.args) > 1:
-        nodes = {"weight": node.args[1], "bias": argument(node, 2, "bias")}
+        nodes = {"weight": node.args[1], "bias": bias_of(node)}
         real = {name: _only_here(x, fusion) for name, x in nodes.items()}
     elif is_function(node, (small_linear,)) and (given := schema_arguments(node)).get("scale") is not None \
             and given["norm_weight"] is None and not given["swiglu"]:

@@ -13,9 +13,8 @@ Of int4 weights in PyTorch's packed layout, with groups of 128 columns or more (
 
     y = small_linear(x, w.qdata, b, None, 0.0, None, False, w.scale_and_zero)
 
-A step of few tokens then reads one byte per weight, or half of one. Later passes fuse siblings (passes/fusions/projections.py),
-and SwiGLU and residual sums (passes/fusions/small_linear.py). The codes are read from the parameter at every call, or are views
-of the fused ones, so nothing is stored twice and in-place updates are seen.
+Later passes fuse siblings (passes/fusions/projections.py), and SwiGLU and residual sums (passes/fusions/small_linear.py). The
+codes are read from the parameter at every call, or are views of fused ones, so in-place updates are seen.
 
 Left to Inductor or torchao: quantized activations, groups smaller than a row or, of int4, than 128 columns, zero points of
 int8, other layouts of int4, GPUs on which the kernel for int4 was not measured, and CPUs, where Inductor's kernels are faster.
@@ -32,8 +31,8 @@ from quire.attn_ops.ops.small_linear import QUANTIZED_WEIGHT_DTYPES, small_linea
 from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS
 from quire.attn_ops.tuning.launch_config import INT4, measured
 from quire.passes.fake_values import compute_value
-from quire.passes.fusions.base import Fusion
-from quire.passes.fx import LINEAR, argument, is_function, replace_node, value
+from quire.passes.fusions.base import Fusion, bias_of
+from quire.passes.fx import LINEAR, is_function, replace_node, value
 
 
 def wanted(weight: torch.Tensor) -> bool:
@@ -74,7 +73,6 @@ def packed_int4(weight: Any) -> bool:
 
 
 def quantized_linear(fusion: Fusion) -> int:
-    """Rewrite every linear layer whose weight is quantized ``by_rows`` or ``packed_int4``."""
     count = 0
     for node in list(fusion.graph.nodes):
         weight = fusion.tensor(node.args[1]) if is_function(node, LINEAR) and len(node.args) > 1 else None
@@ -99,4 +97,4 @@ def _rewrite(node: fx.Node, name: str) -> None:
         if name == "scale":
             scale = compute_value(graph.call_method("reshape", (scale, -1)))
         replace_node(node, graph.call_function(small_linear, (
-            x, codes, argument(node, 2, "bias"), None, 0.0, None, False, scale)))
+            x, codes, bias_of(node), None, 0.0, None, False, scale)))

@@ -31,17 +31,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FusionPass:
-    """One fusion pass.
+    """``batches``: "small": only in a graph of its own for batches of at most ``MAX_TOKENS`` tokens; "large": not in that
+    graph."""
 
-    Args:
-        name: by which ``QuireOptions.fusions`` chooses it.  run: rewrites the graph and returns the number of matches.
-        stage: whether it rewrites the raised graph, or the lowered one, where the caches are.
-        batches: "small": only in a graph of its own for batches of at most ``MAX_TOKENS`` tokens; "large": not in that graph.
-    """
-
-    name: str
-    run: Callable[[Fusion], int]
-    stage: Literal["raised", "lowered"] = "raised"
+    name: str  # by which ``QuireOptions.fusions`` chooses it
+    run: Callable[[Fusion], int]  # rewrites the graph and returns the number of matches
+    stage: Literal["raised", "lowered"] = "raised"  # the graph that it rewrites; the caches are in the lowered one
     batches: Literal["all", "small", "large"] = "all"
 
 
@@ -72,8 +67,7 @@ def has_small_passes(names: str | Sequence[str]) -> bool:
 
 def apply_fusions(gm: fx.GraphModule, inputs: Sequence[Any], names: str | Sequence[str], weights: FusedWeights,
                   small: bool = False) -> FusedInputs:
-    """Run the passes of these ``names`` ("all", "none") on a raised graph, in place. ``inputs``: the real tensors behind its
-    placeholders. ``small``: the graph is the one for small batches."""
+    """Run the passes of these ``names`` ("all", "none") on a raised graph, in place; ``small``: that for small batches."""
     if names == "none":
         return FusedInputs()
     fusion = Fusion(gm, inputs, weights)
@@ -85,8 +79,7 @@ def apply_fusions(gm: fx.GraphModule, inputs: Sequence[Any], names: str | Sequen
 
 
 def apply_lowered_fusions(lowered: Lowered, names: str | Sequence[str], small: bool = False) -> None:
-    """Run the passes on a lowered graph, in place. Arguments as for ``apply_fusions``; a backend that needs q before its
-    rotation gets the pass for it."""
+    """Run the passes on a lowered graph, in place; for a backend that needs q before its rotation, with the pass for it."""
     backend = lowered.target.backend
     if backend.unrotated and not (names == "all" or "rope" in names):
         names = ("rope",) if isinstance(names, str) else (*names, "rope")

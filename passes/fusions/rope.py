@@ -40,8 +40,7 @@ from quire.passes.rewrite.lower import set_paged_arguments
 
 
 class _Heads(NamedTuple):
-    """q or k: the rotation, and the norm of the heads before or after it. ``x``: what the op reads to make both, with the heads
-    in dimension ``heads_dim``."""
+    """q or k: the rotation, and a norm before or after it, of ``x``, whose heads are in dimension ``heads_dim``."""
 
     rotation: Rotation
     x: fx.Node

@@ -43,7 +43,7 @@ from quire.passes.fx import (
     operands,
     replace_node,
     value,
-    written_by,
+    written_between,
 )
 
 DIV = (operator.truediv, torch.div, torch.true_divide, operator.itruediv)
@@ -70,7 +70,6 @@ class _Router(NamedTuple):
 
 
 def fuse_router(fusion: Fusion) -> int:
-    """Replace each router whose top-k the kernel computes."""
     count = 0
     for node in list(fusion.graph.nodes):
         if (k := routing.results(node)) is None or node not in fusion.graph.nodes:
@@ -84,20 +83,12 @@ def fuse_router(fusion: Fusion) -> int:
 
 
 def _changed(found: _Router) -> bool:
-    """Whether anything is changed in place between the logits and the weights, but for the mask by its scatter_, and the
-    weights by their division. (It does not matter what: it may be a view.)"""
+    """Whether anything is changed in place between logits and weights, but by the mask's scatter_ and the weights' division."""
     divided = _division(found.weights)
-    last = found.weights if divided is None else divided[0]
-    node = found.logits.next
-    while node is not last:
-        if node is not found.groups.scatter and written_by(node):
-            return True
-        node = node.next
-    return False
+    return written_between(found.logits, found.weights if divided is None else divided[0], but=found.groups.scatter)
 
 
 def _fits(found: _Router, k: int) -> bool:
-    """Whether the kernel computes a router of these sizes."""
     experts, groups = value(found.logits).shape[-1], found.groups
     size = experts // groups.number
     return (value(found.logits).dtype in KERNEL_DTYPES and experts <= MAX_ROW and k <= MAX_K and groups.number <= MAX_GROUPS

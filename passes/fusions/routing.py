@@ -19,13 +19,12 @@ from torch import fx
 
 from quire.attn_ops.ops.routing import KERNEL_DTYPES, MAX_K, MAX_ROW, topk_rows
 from quire.passes.fusions.base import Fusion
-from quire.passes.fx import is_method, replace_node, value
+from quire.passes.fx import is_method, named_arguments, replace_node, value
 
 DEVICES = ("cuda",)
 
 
 def fuse_topk(fusion: Fusion) -> int:
-    """Replace each top-k that the kernel computes."""
     found = [(node, k) for node in fusion.graph.nodes if (k := results(node)) is not None]
     for node, k in found:
         with fusion.graph.inserting_before(node):
@@ -39,7 +38,7 @@ def results(node: fx.Node) -> int | None:
     if not is_method(node, "topk"):
         return None
     names = ("input", "k", "dim", "largest", "sorted")
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    given = named_arguments(node, names)
     x = value(given["input"]) if isinstance(given.get("input"), fx.Node) else None
     k, dim = given.get("k"), given.get("dim", -1)
     if not isinstance(x, torch.Tensor) or not set(given) <= set(names) or type(k) is not int or type(dim) is not int:

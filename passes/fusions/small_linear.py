@@ -128,6 +128,3 @@ def _residual(node: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node] | No
     if total is None or other is None or not same_shape(value(total).shape, value(other).shape):
         return None
     return (total, other) if value(other).dtype == value(total).dtype == dtype else None
-
-
-__all__ = ["fuse_small_linear"]

@@ -19,8 +19,7 @@ from quire.passes.fx import erase_dead, is_function, is_method, value
 
 
 def numbers_on_device(gm: fx.GraphModule) -> None:
-    """Rewrite the graph in place. A move within one device is left alone: it gives the number itself, which a later
-    operation in place would change."""
+    """Rewrite the graph in place. A move within one device stays: it gives the number itself, which may be changed in place."""
     graph = gm.graph
     moved = [(node, user) for node in graph.nodes if is_function(node, (torch.tensor,)) and not node.kwargs
              and len(node.args) == 1 and isinstance(node.args[0], bool | int | float)

@@ -1,8 +1,7 @@
 """KV-sharing fast prefill: behind the last layer with keys of its own, only the tokens whose logits are wanted.
 
-Where the last layers of a model attend to the keys and values of earlier ones (gemma3n, gemma4), they write no cache, so a
-token whose logits are not read can skip them: all but one of a prefill chunk. A step of B sequences asks for B rows of logits,
-the last of each sequence, by the input idx (B,); the layers behind the last one with its own keys run on these.
+Where the last layers of a model attend to the keys and values of earlier ones (gemma3n, gemma4), they write no cache, so they
+run only on the tokens whose logits are read: B of a step of B sequences, by the input idx (B,).
 
 Before (layer 2 attends to the keys and values of layer 0)::
 
@@ -57,8 +56,8 @@ class LastRows:
 
 
 def keep_last_rows(gm: fx.GraphModule, row_data: Collection[fx.Node] = ()) -> None:
-    """Rewrite a raised graph, in place. ``row_data``: as for ``check_tokens``. Raises UnsupportedAttention, which says
-    what was not proved, or that no layers share keys and values at the end of the model."""
+    """Rewrite a raised graph, in place. ``row_data``: as for ``check_tokens``. Raises UnsupportedAttention: what was not
+    proved, or that no layers share keys and values at the end of the model."""
     graph, sites = gm.graph, site_nodes(gm.graph)
     layers, sources = [site_of(n).layer for n in sites], gm.meta.get(KV_SOURCES, {})
     first = next(i for i in reversed(range(len(sites))) if layers[i] not in sources) + 1
@@ -135,15 +134,12 @@ class _Cut:
 
     def _gathers(self, node: fx.Node) -> bool:
         """Whether the node is x[:, index], with the index in the dimension of the tokens."""
-        dim, index = picked(node)
-        return dim is not None and index is self.index and self._known(node.args[0]) == Rows(dim, self.proof.axes[0])
-
-    def _known(self, x: Any) -> Any:
-        return self.proof.known.get(x)
+        (dim, index), x = picked(node), node.all_input_nodes[0]
+        return dim is not None and index is self.index and self.proof.known.get(x) == Rows(dim, self.proof.axes[0])
 
     def _take(self, x: fx.Node, reader: fx.Node, rows: fx.Node) -> None:
         """The wanted rows of a value of the first part, or itself where it has none."""
-        val, known = value(x), self._known(x)
+        val, known = value(x), self.proof.known.get(x)
         expr = self.tokens.node.expr
         if symbolic(val):
             if val.node.expr == expr:

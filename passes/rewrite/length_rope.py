@@ -19,7 +19,7 @@ again from its first token: the scheduler does so, and ``check_lengths`` refuses
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,20 +29,19 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.step import Step
 from quire.passes.fake_values import made_like
-from quire.passes.fx import erase_dead, is_function, is_method, is_tensor, source_name, value, written_by
+from quire.passes.fx import erase_dead, is_function, is_method, is_tensor, replace_node, source_name, value, written_by
 
 LIMITS = "quire_length_limits"  # in the meta of a graph: lengths beyond which sequences have other frequencies
 
 
 def longer_than(position_ids: torch.Tensor, limit: int) -> torch.Tensor:
-    """Stands in a graph for: is each token's sequence longer than ``limit``? (1, T) -> (1, T) bool. Row by row, for the proof;
-    ``lower_lengths`` replaces it."""
+    """Stands for: is each token's sequence longer than ``limit``? (1, T) -> (1, T) bool, row by row. See ``lower_lengths``."""
     return position_ids >= limit
 
 
-def choose_per_sequence(gm: fx.GraphModule, tokens: Any) -> int:
-    """Rewrite each choice of frequencies, in place; returns how many. What has another form stays, and ``check_tokens`` refuses
-    it. ``gm.meta[LIMITS]`` has the limits, ascending. ``tokens``: the size of the token dimension."""
+def choose_per_sequence(gm: fx.GraphModule, tokens: Any) -> None:
+    """Rewrite each choice of frequencies, in place. What has another form stays, and ``check_tokens`` refuses it.
+    ``gm.meta[LIMITS]`` has the limits, ascending. ``tokens``: the size of the token dimension."""
     limits: set[int] = set()
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     for copy in [n for n in gm.graph.nodes if is_method(n, "copy_") and len(n.args) == 2]:
@@ -57,7 +56,6 @@ def choose_per_sequence(gm: fx.GraphModule, tokens: Any) -> int:
         gm.meta[LIMITS] = tuple(sorted(limits))
         gm.graph.lint()
         gm.recompile()
-    return len(limits)
 
 
 def limit_of(above: Any) -> tuple[int, fx.Node] | None:
@@ -73,6 +71,32 @@ def limit_of(above: Any) -> tuple[int, fx.Node] | None:
     positions = largest.args[0]
     given = is_tensor(positions) and positions.op == "placeholder" and "position" in source_name(positions)
     return (above.args[1], positions) if given else None
+
+
+def ropes_of(config: Any, depth: int = 3) -> Iterator[tuple[dict[str, Any], int | None]]:
+    """Each set of rope parameters in a config, and the length up to which the short frequencies of longrope apply."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    short = getattr(config, "original_max_position_embeddings", None)
+    if isinstance(rope, dict):
+        for each in (rope, *(r for r in rope.values() if isinstance(r, dict))):
+            yield each, each.get("original_max_position_embeddings") or short
+    for name, inner in vars(config).items() if depth else ():
+        if "config" in name and hasattr(inner, "__dict__") and not callable(inner):
+            yield from ropes_of(inner, depth - 1)
+
+
+def use_short_frequencies(gm: fx.GraphModule, config: Any, max_length: int) -> None:
+    """Make longrope's ``max(position_ids) + 1 > limit`` False, in place, for limits of at least ``max_length``."""
+    shorts = {short for rope, short in ropes_of(config) if "longrope" in (rope.get("rope_type"), rope.get("type"))
+              and short is not None and max_length <= short}
+    found = [(node, of[1]) for node in gm.graph.nodes if (of := limit_of(node)) is not None and of[0] in shorts]
+    for node, positions in found:
+        with gm.graph.inserting_before(node):
+            never = made_like(gm.graph.call_method("new_zeros", (positions, ()), {"dtype": torch.bool}), node)
+        node.replace_all_uses_with(never)
+        erase_dead(gm.graph, [node])
+    if found:
+        gm.recompile()
 
 
 def _split(graph: fx.Graph, copy: fx.Node, limit: int, positions: fx.Node, tokens: Any) -> None:
@@ -113,9 +137,7 @@ def lower_lengths(gm: fx.GraphModule, query_start_loc: fx.Node, total_lens: fx.N
         positions, limit = node.args
         with graph.inserting_before(node):
             made = graph.call_function(_longer, (query_start_loc, total_lens, positions, limit))
-        made.meta = dict(node.meta)
-        node.replace_all_uses_with(made)
-        graph.erase_node(node)
+        replace_node(node, made)
 
 
 def _longer(query_start_loc: torch.Tensor, total_lens: torch.Tensor, position_ids: torch.Tensor, limit: int) -> torch.Tensor:

@@ -25,7 +25,6 @@ a K and a V input of its own: slices of one tensor would make Inductor copy it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import operator
 from collections.abc import Sequence
@@ -35,14 +34,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
 from quire.attn_ops.step import Step
+from quire.passes.fake_values import any_sizes, fake_input
 from quire.passes.fx import add_input, fake_mode, placeholders, value
 from quire.passes.rewrite.last_rows import LAST_ROWS, LastRows, one_query_each
 from quire.passes.rewrite.length_rope import LIMITS, lower_lengths
@@ -70,8 +68,8 @@ class LoweringTarget:
 
 @dataclass(frozen=True)
 class LoweredInputs:
-    """The inputs that lowering adds to a graph: the four metadata tables, with ``window_tables`` two more, then K and V (and
-    their scales) of each layer that has its own, with ``lengths`` at last those of whole sequences (``length_rope.py``)."""
+    """The inputs that lowering adds: the four metadata tables, with ``window_tables`` two more, K and V (and scales) of each of
+    the ``layers`` with their own, with ``lengths`` at last those of whole sequences (``length_rope.py``)."""
 
     layers: tuple[int, ...]
     window_tables: bool = False
@@ -100,13 +98,8 @@ class Lowered:
 
 
 def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
-    """Lower every semantic op of ``gm``, in place. The graph has len(example_inputs) more placeholders, at the end. Raises
-    ValueError if the graph has no fake values.
-
-    Args:
-        gm: a copy of Dynamo's graph, whose nodes carry fake values.
-        target: the backend, which the caller has checked against the sites.
-    """
+    """Lower every semantic op of ``gm``, a copy of Dynamo's graph, in place, for a ``target`` that was checked against the
+    sites. Raises ValueError if the graph has no fake values."""
     if target.latent:
         raise_mla(gm)
     nodes, fake = site_nodes(gm.graph), fake_mode(gm.graph)
@@ -160,7 +153,7 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
 def _of_last_rows(graph: fx.Graph, tables: Sequence[fx.Node], index: fx.Node) -> list[fx.Node]:
     """The tables of a batch of the tokens of ``index``, the last of each sequence."""
     slot_mapping, block_table, query_start_loc, seq_lens = tables
-    with graph.inserting_before(_first_operation(graph)):
+    with graph.inserting_before(placeholders(graph)[-1].next):
         made = [graph.call_method("index_select", (slot_mapping, 0, index)),
                 graph.call_function(one_query_each, (query_start_loc,))]
     values = value(slot_mapping), value(query_start_loc)
@@ -168,10 +161,6 @@ def _of_last_rows(graph: fx.Graph, tables: Sequence[fx.Node], index: fx.Node) ->
         made[0].meta["example_value"] = values[0].index_select(0, value(index))
         made[1].meta["example_value"] = one_query_each(values[1])
     return [made[0], block_table, made[1], seq_lens]
-
-
-def _first_operation(graph: fx.Graph) -> fx.Node:
-    return placeholders(graph)[-1].next
 
 
 def _prepare(graph: fx.Graph, target: LoweringTarget, tables: Sequence[fx.Node], fake: FakeTensorMode) -> list[fx.Node]:
@@ -184,7 +173,7 @@ def _prepare(graph: fx.Graph, target: LoweringTarget, tables: Sequence[fx.Node],
     with fake, enable_python_dispatcher(), any_sizes(fake):
         count = len(prepare(*map(value, tables), target.page_size))
     made_last = [n for n in tables if n.op != "placeholder"]
-    with graph.inserting_before(max(made_last).next if made_last else _first_operation(graph)):
+    with graph.inserting_before((max(made_last) if made_last else placeholders(graph)[-1]).next):
         made = graph.call_function(prepare, (*tables, target.page_size))
         return [graph.call_function(operator.getitem, (made, i)) for i in range(count)]
 
@@ -228,26 +217,6 @@ def _replace(node: fx.Node, out: fx.Node, batch: Any, site: AttentionSite) -> No
 
 
 def set_paged_arguments(node: fx.Node, **changes: Any) -> None:
-    """Give some arguments of a paged op other values."""
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     node.args = tuple(changes.get(name, a) for name, a in zip(names, node.args, strict=False))
     node.kwargs = {name: changes.get(name, a) for name, a in node.kwargs.items()}
-
-
-def any_sizes(fake: FakeTensorMode) -> contextlib.AbstractContextManager[Any]:
-    """A context in which sizes that depend on data may be made without being accounted for."""
-    return fake.shape_env.ignore_fresh_unbacked_symbols() if fake.shape_env is not None else contextlib.nullcontext()
-
-
-def fake_input(fake: FakeTensorMode, name: str, like: torch.Tensor, dynamic: tuple[bool, ...],
-               device: torch.device) -> torch.Tensor:
-    """A fake of ``like`` on ``device`` whose sizes marked ``dynamic`` are symbols."""
-    context: Any = StatelessSymbolicContext(
-        dynamic_sizes=[DimDynamic.DYNAMIC if d else DimDynamic.STATIC for d in dynamic])
-    sizes: Any = like.shape
-    strides: Any = like.stride()
-    if fake.shape_env is not None:
-        sizes, strides, _ = fake.shape_env.create_symbolic_sizes_strides_storage_offset(
-            like, ConstantSource(name), symbolic_context=context)
-    with fake:
-        return torch.empty_strided(sizes, strides, dtype=like.dtype, device=device)

@@ -1,8 +1,8 @@
 """Numbers of tokens that a model makes itself, though it is given positions.
 
-Llama 4 scales queries by their position, and takes ``arange`` of the row's length for it, whatever ``position_ids`` say. In the
-forward of one sequence the two are the same. In a ragged row only ``position_ids`` are right, so they replace an ``arange``
-that the model computes with. One that only picks rows of a tensor stays: it means the row.
+Llama 4 scales queries by their position, and takes ``arange`` of the row's length for it, whatever ``position_ids`` say. In a
+ragged row only these are right, so they replace an ``arange`` that the model computes with. One that only picks rows of a
+tensor stays: it means the row.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ _OWN = "quire_own_positions"
 
 
 def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
-    """Replace each ``arange`` over the row that the model computes with, in place; returns how many. For a graph after raising,
-    when what only served a mask is gone. ``tokens``: the size of the token dimension. Raises UnsupportedAttention if the
-    numbers are used both ways, or do not count 0, 1, 2, ..."""
+    """Replace each ``arange`` over the row (of size ``tokens``) that the model computes with, in place; returns how many. For a
+    graph after raising. Raises UnsupportedAttention if the numbers are used both ways, or do not count 0, 1, 2, ..."""
     graph = gm.graph
     given = next((n for n in placeholders(graph) if n.users and "pos" in source_name(n) and _is_row(n, tokens)), None)
     if given is None:
@@ -65,8 +64,7 @@ def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
 
 
 def check_uncompiled(gm: fx.GraphModule) -> None:
-    """Refuse to run a model uncompiled if its graph needed ``use_given_positions``, which has run. Raises UnsupportedAttention,
-    which names the module that numbers tokens itself."""
+    """Raises UnsupportedAttention for a graph that ``use_given_positions`` or ``choose_per_sequence`` had to rewrite."""
     if gm.meta.get(LIMITS):
         raise UnsupportedAttention(
             "the model chooses its rotary frequencies by the longest sequence of the batch (longrope), so an uncompiled paged "

@@ -172,8 +172,7 @@ def _holds_tensors(node: fx.Node) -> bool:
 
 
 def _writes(k: fx.Node, node: fx.Node) -> tuple[fx.Node, ...]:
-    """The nodes that fill a key made by new_empty: ``k[...] = x``, or ``k[...].copy_(x)`` as part and copy. Nothing for any
-    other key, or if it is used otherwise."""
+    """The nodes that fill a key made by new_empty: ``k[...] = x``, or ``k[...].copy_(x)``; none if it is used otherwise."""
     nodes: set[fx.Node] = set()
     for use in set(k.users) - {node}:
         whole = is_method(use, "setitem")
@@ -202,8 +201,8 @@ def _changed(made: tuple[fx.Node, fx.Node], product: fx.Node, last: fx.Node, wri
 
 def _same(chain: set[fx.Node], node: fx.Node, sources: dict[fx.Node, int], length: int, site: AttentionSite, latent: Latent
           ) -> bool:
-    """Run ``chain`` on numbers that are all different: do those of the product (1, 2, ...) and of the rotary key (-1, -2, ...)
-    arrive in k and v where MLA has them?"""
+    """Run ``chain`` on numbers that all differ: do those of the product (1, 2, ...) and of the rotary key (-1, -2, ...) arrive
+    in k and v where MLA has them?"""
     q, k, v = node.args[:3]
     assert isinstance(k, fx.Node) and isinstance(v, fx.Node)
     tokens = value(q).shape[2].node

@@ -17,7 +17,7 @@ and comparing with ``repeat_interleave``.
 Refused, with the reason in ``refusals``: dropout, a float bias (ALiBi, relative positions), a mask that is not proven to be of
 a known kind, keys longer than queries (a KV cache in the graph), heads that are neither equal nor a repeat. Left as it is: a
 call whose number of keys does not depend on the tokens (each token attends over its own heads, or to a stored memory), which
-the proof of all other operations covers (``passes/verify/row_attention.py``).
+the proof of all other operations covers (``passes/verify/tokens.py``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from quire.attn_ops.attention import attention
 from quire.passes.fake_values import compute_value
-from quire.passes.fx import ancestors, constant, erase_dead, evaluate, module_path, symbolic, target_name, value
+from quire.passes.fx import ancestors, constant, erase_dead, evaluate, module_path, sdpa_arguments, symbolic, target_name, value
 from quire.passes.verify.mask_proof import MaskKind, MaskProver, Refusal
 
 logger = logging.getLogger(__name__)
@@ -49,21 +49,14 @@ def find_sdpa(graph: fx.Graph) -> list[fx.Node]:
 
 
 def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tuple[int, dict[str, str]]:
-    """Raise every F.sdpa node of ``gm`` that can be, in place. ``gm.meta["quire_stored_masks"]`` then checks in each call that
-    stored masks are those of the proof.
-
-    Args:
-        gm: a Dynamo graph; its nodes carry fake values.
-        inputs: real tensors of placeholders by node name (parameters and buffers), for masks made from stored buffers.
-
-    Returns:
-        (number raised, reason by module path of each one refused). Layers are numbered by order in the graph.
-    """
+    """Raise every F.sdpa node of ``gm`` that can be, in place; layers are numbered by order. Returns their number, and the
+    reason by module path of each one refused. ``gm.meta["quire_stored_masks"]`` then checks in each call that stored masks are
+    those of the proof. ``inputs``: real tensors of placeholders by node name, for masks made from stored buffers."""
     raised, refusals = 0, {}
     nodes = find_sdpa(gm.graph)
     tokens = _tokens(nodes)
     for node in nodes if symbolic(tokens) else ():
-        node.meta[_WITHIN] = not symbolic(value(node.args[1] if len(node.args) > 1 else node.kwargs["key"]).shape[-2])
+        node.meta[_WITHIN] = not symbolic(value(sdpa_arguments(node)["key"]).shape[-2])
     nodes = find_sdpa(gm.graph)
     prover = MaskProver(gm.graph, tokens, inputs or {})
     for layer, node in enumerate(nodes):
@@ -82,13 +75,12 @@ def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tupl
 
 def _tokens(nodes: list[fx.Node]) -> Any:
     """The size of the token dimension: that of the first queries whose number is not constant."""
-    sizes = [q.shape[-2] for n in nodes if (q := value(n.args[0] if n.args else n.kwargs["query"])).dim() > 1]
+    sizes = [q.shape[-2] for n in nodes if (q := value(sdpa_arguments(n)["query"])).dim() > 1]
     return next(filter(symbolic, sizes), sizes[0] if sizes else None)
 
 
 def _raise_one(node: fx.Node, layer: int, prover: MaskProver) -> None:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    arg: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    arg = sdpa_arguments(node)
     q, k, v = arg["query"], arg["key"], arg["value"]
     try:
         dropout, scale = constant(arg.get("dropout_p", 0.0)), constant(arg.get("scale"))

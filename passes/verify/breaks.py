@@ -25,8 +25,7 @@ _DISPATCHED = frozenset(f for module in (torch.functional, torch.nn.functional) 
 
 
 def check_whole(graph: fx.Graph) -> None:
-    """Refuse a graph that is not the whole function; of a graph that ``note_breaks`` saw, or a copy. Raises
-    UnsupportedAttention, which names the break."""
+    """Raises UnsupportedAttention, which names the break, for a graph that ``note_breaks`` found not to be the whole."""
     broken = getattr(graph.owning_module, "meta", {}).get(_KEY)
     if broken:
         raise UnsupportedAttention(

@@ -154,8 +154,7 @@ def _numerator(form: Form, env: Mapping[int, torch.Tensor]) -> tuple[torch.Tenso
 
 
 def _changes(form: Form, axis: int, fixed: torch.Tensor) -> torch.Tensor:
-    """Values of the position along ``axis`` around each place where a comparison of ``form`` with 0 changes: (k, len(fixed)).
-    The other position is ``fixed``."""
+    """Values (k, len(fixed)) of the position along ``axis`` around changes of a comparison of ``form``, the other ``fixed``."""
     found = [(b, f) for b, f in form.terms if axis in formula.axes(Form(frozenset({(b, f)})))]
     if len(found) != 1:
         raise Unprovable("it takes remainders of positions, or the like")

@@ -108,11 +108,14 @@ class Either:
 
 
 Term = Form | Infinite | Choice
+Operand = Term | float | Fraction  # what arithmetic takes
 Condition = bool | Compare | Not | All | Either
 
 
-def number(value: float | int | Fraction) -> Term:
-    """A constant."""
+def number(value: Operand) -> Term:
+    """A constant, as a term; a term is itself."""
+    if isinstance(value, (Form, Infinite, Choice)):
+        return value
     if isinstance(value, float) and not math.isfinite(value):
         if math.isnan(value):
             raise Unprovable("it computes with NaN")
@@ -148,7 +151,8 @@ def select(condition: Condition, yes: Condition, no: Condition) -> Condition:
     return either(both(condition, yes), both(negate(condition), no))
 
 
-def choose(condition: Condition, yes: Term, no: Term) -> Term:
+def choose(condition: Condition, yes: Operand, no: Operand) -> Term:
+    yes, no = number(yes), number(no)
     if isinstance(condition, bool):
         return yes if condition else no
     return yes if yes == no else Choice(condition, yes, no)
@@ -169,13 +173,14 @@ def map_leaves(term: Term, function: Callable[[Form | Infinite], Term]) -> Term:
     return function(term)
 
 
-def _pairwise(a: Term, b: Term, function: Callable[[Any, Any], Term]) -> Term:
+def _pairwise(a: Operand, b: Operand, function: Callable[[Any, Any], Term]) -> Term:
+    a, b = number(a), number(b)
     if sum(1 for _ in leaves(a)) * sum(1 for _ in leaves(b)) > _MAX_CHOICES:
         raise Unprovable("it has too many cases")
     return map_leaves(a, lambda x: map_leaves(b, lambda y: function(x, y)))
 
 
-def add(a: Term, b: Term) -> Term:
+def add(a: Operand, b: Operand) -> Term:
     def one(x: Form | Infinite, y: Form | Infinite) -> Term:
         if isinstance(x, Form) and isinstance(y, Form):
             terms = dict(x.terms)
@@ -189,7 +194,7 @@ def add(a: Term, b: Term) -> Term:
     return _pairwise(a, b, one)
 
 
-def times(a: Term, b: Term) -> Term:
+def times(a: Operand, b: Operand) -> Term:
     def one(x: Form | Infinite, y: Form | Infinite) -> Term:
         if isinstance(x, Form) and isinstance(y, Form):
             if not x.is_const and not y.is_const:
@@ -206,8 +211,8 @@ def times(a: Term, b: Term) -> Term:
     return _pairwise(a, b, one)
 
 
-def minus(a: Term, b: Term) -> Term:
-    return add(a, times(b, number(-1)))
+def minus(a: Operand, b: Operand) -> Term:
+    return add(a, times(b, -1))
 
 
 def floor(a: Term) -> Term:
@@ -222,7 +227,7 @@ def floor(a: Term) -> Term:
             (basis, factor), = part.items()
             if isinstance(basis, Floor) and factor.numerator == 1 and (x.const * factor.denominator).denominator == 1:
                 # floor((floor(y) + k) / n) = floor((y + k) / n)
-                inner = add(times(basis.form, number(factor)), number(x.const))
+                inner = add(times(basis.form, factor), x.const)
                 assert isinstance(inner, Form)
                 return add(_form(whole, Fraction(0)), _form({Floor(inner): Fraction(1)}, Fraction(0)))
         whole_const = math.floor(x.const)
@@ -232,8 +237,9 @@ def floor(a: Term) -> Term:
     return map_leaves(a, one)
 
 
-def compare(a: Term, op: str, b: Term) -> Condition:
+def compare(a: Operand, op: str, b: Operand) -> Condition:
     """``a op b`` with op one of lt, le, eq, ne, ge, gt."""
+    a, b = number(a), number(b)
     if op in ("ne", "ge", "gt"):
         return negate(compare(a, {"ne": "eq", "ge": "lt", "gt": "le"}[op], b))
     for x, y in ((a, b), (b, a)):
@@ -271,14 +277,14 @@ def bounds(form: Form, top: float = _INF) -> tuple[Any, Any]:
     return low, high
 
 
-def substitute(it: Any, values: Mapping[int, Term]) -> Any:
+def substitute(it: Any, values: Mapping[int, Operand]) -> Any:
     """A term or condition with the variables of some axes replaced."""
     if isinstance(it, (bool, Infinite)):
         return it
     if isinstance(it, Choice):
         return choose(substitute(it.condition, values), substitute(it.yes, values), substitute(it.no, values))
     if isinstance(it, Compare):
-        return compare(substitute(it.form, values), it.op, number(0))
+        return compare(substitute(it.form, values), it.op, 0)
     if isinstance(it, Not):
         return negate(substitute(it.condition, values))
     if isinstance(it, (All, Either)):
@@ -286,12 +292,12 @@ def substitute(it: Any, values: Mapping[int, Term]) -> Any:
     total: Term = number(it.const)
     for basis, factor in it.terms:
         if isinstance(basis, Var):
-            new: Term = values.get(basis.axis, var(basis.axis))
+            new: Operand = values.get(basis.axis, var(basis.axis))
         elif isinstance(basis, Floor):
             new = floor(substitute(basis.form, values))
         else:
             new = look_up(basis.table, tuple(substitute(i, values) for i in basis.index))
-        total = add(total, times(new, number(factor)))
+        total = add(total, times(new, factor))
     return total
 
 
@@ -341,17 +347,16 @@ def is_condition(element: Any) -> bool:
 
 def as_term(element: Any) -> Term:
     """Truths as 1 and 0."""
-    return choose(element, number(1), number(0)) if is_condition(element) else element
+    return choose(element, 1, 0) if is_condition(element) else element
 
 
 def as_condition(element: Any) -> Condition:
     """A number as whether it is not 0."""
-    return element if is_condition(element) else compare(element, "ne", number(0))
+    return element if is_condition(element) else compare(element, "ne", 0)
 
 
 def exact(term: Term, dtype: torch.dtype) -> Term:
-    """``term`` as ``dtype`` holds it, constants rounded. Raises Unprovable if ``dtype`` does not hold every value for
-    MAX_POSITIONS positions."""
+    """``term`` as ``dtype`` holds it, constants rounded. Raises Unprovable if that is not exact for MAX_POSITIONS positions."""
 
     def one(leaf: Form | Infinite) -> Term:
         if isinstance(leaf, Infinite):
@@ -384,18 +389,18 @@ def entry(tensor: torch.Tensor) -> Any:
     if data.numel() == 0 or data.is_complex():
         raise Unprovable("it has an empty or complex tensor")
     if tensor.dtype == torch.bool:
-        return compare(entry(data.to(torch.uint8)), "ne", number(0))
+        return compare(entry(data.to(torch.uint8)), "ne", 0)
     first = data.flatten()[0].item()
     if bool((data == first).all()):
         return number(first)
     if data.dim() == 1 and not data.is_floating_point():
         steps = data.long().diff()
         if bool((steps == steps[0]).all()):  # arange, as a buffer
-            return add(times(var(-1), number(int(steps[0]))), number(int(data[0])))
+            return add(times(var(-1), int(steps[0])), int(data[0]))
     index = tuple(number(0) if n == 1 else var(k - data.dim()) for k, n in enumerate(data.shape))
     hidden = data == -math.inf
     if bool(hidden.any()):
-        return choose(entry(hidden), number(-math.inf), entry(data.masked_fill(hidden, 0)))
+        return choose(entry(hidden), -math.inf, entry(data.masked_fill(hidden, 0)))
     if data.is_floating_point() and not bool(data.isfinite().all()):
         raise Unprovable("it has a table with inf or NaN")
     least = data.min()
@@ -403,5 +408,5 @@ def entry(tensor: torch.Tensor) -> Any:
         rest = data.masked_fill(data == least, 0)
         if bool((rest < -LARGE).any()):
             raise Unprovable("it has a table with several very large numbers")
-        return choose(entry(data == least), number(least.item()), entry(rest))
+        return choose(entry(data == least), least.item(), entry(rest))
     return look_up(Table(data), index)

@@ -1,6 +1,5 @@
-"""More rules for reading a mask (``passes/verify/mask_rules.py``): what joins masks, reduces them over a dimension of constant
-size, counts along positions, takes bits of positions, or applies a function to numbers that are the same everywhere.
-"""
+"""More rules for reading a mask (``passes/verify/mask_rules.py``): joining, reductions over a dimension of constant size, sums
+along positions, bits of positions, and functions of numbers that are the same everywhere."""
 
 from __future__ import annotations
 
@@ -37,9 +36,11 @@ def _cases(axis: int, found: list[Any], starts: list[int]) -> Any:
     """An element that is ``found[k]`` from place ``starts[k]`` of the dimension ``axis`` on."""
     result = found[-1]
     for k in range(len(found) - 2, -1, -1):
-        here = formula.compare(formula.var(axis), "lt", formula.number(starts[k + 1]))
-        join: Any = formula.select if formula.is_condition(found[k]) and formula.is_condition(result) else formula.choose
-        result = join(here, *(map(formula.as_term, (found[k], result)) if join is formula.choose else (found[k], result)))
+        here = formula.compare(formula.var(axis), "lt", starts[k + 1])
+        if formula.is_condition(found[k]) and formula.is_condition(result):
+            result = formula.select(here, found[k], result)
+        else:
+            result = formula.choose(here, formula.as_term(found[k]), formula.as_term(result))
     return result
 
 
@@ -62,7 +63,7 @@ def _cat(p: MaskProver, node: fx.Node, tensors: Any, dim: int = 0) -> Any:
         size: Any = value(x).shape[axis]
         if symbolic(size):
             raise Unprovable("it joins rows of positions")
-        found.append(formula.substitute(p.element(x), {axis: formula.add(formula.var(axis), formula.number(-at))}))
+        found.append(formula.substitute(p.element(x), {axis: formula.add(formula.var(axis), -at)}))
         starts.append(at)
         at += size
     if len(found) > _MOST:
@@ -76,7 +77,7 @@ def _repeat_interleave(p: MaskProver, node: fx.Node, x: Any, repeats: Any, dim: 
     if dim is None:
         raise Unprovable("it repeats positions")
     axis = _axis(x, dim)
-    place = formula.floor(formula.times(formula.var(axis), formula.number(Fraction(1, int(times)))))
+    place = formula.floor(formula.times(formula.var(axis), Fraction(1, int(times))))
     return formula.substitute(element, {axis: place}) if axis in formula.axes(element) else element
 
 
@@ -121,7 +122,7 @@ def _reduction(names: tuple[str, ...], join: Callable[[Any, Any], Any], of: Call
                 raise Unprovable("it is taken over positions")
             if join in (formula.add, formula.times) and value(node).is_floating_point() and size > 2:
                 raise Unprovable("it adds or multiplies in an order that is not known, and is rounded")
-            element = functools.reduce(join, [formula.substitute(element, {axis: formula.number(k)}) for k in range(size)])
+            element = functools.reduce(join, [formula.substitute(element, {axis: k}) for k in range(size)])
         if keepdim:
             return element
         kept = [a for a in range(-rank, 0) if a not in axes]
@@ -138,29 +139,25 @@ _reduction(("amax",), greater, formula.as_term)
 _reduction(("amin",), lesser, formula.as_term)
 
 
-# Counting along positions.
-
-
 @rule("cumsum")
 def _cumsum(p: MaskProver, node: fx.Node, x: Any, dim: Any, **options: Any) -> Any:
     """The sum of numbers that do not change any more beyond some position."""
     element, axis = formula.as_term(p.element(x)), _axis(x, dim)
-    places = formula.add(formula.var(axis), formula.number(1))
     if axis not in formula.axes(element):
-        return formula.times(element, places)
+        return formula.times(element, formula.add(formula.var(axis), 1))
     if formula.axes(element) != {axis}:
         raise Unprovable("it sums over positions")
-    each = [formula.substitute(element, {axis: formula.number(k)}) for k in range(_MOST + 1)]
+    each = [formula.substitute(element, {axis: k}) for k in range(_MOST + 1)]
     last = each[-1]
-    beyond = formula.compare(formula.var(axis), "gt", formula.number(_MOST))
+    beyond = formula.compare(formula.var(axis), "gt", _MOST)
     if not all(isinstance(t, Form) and t.is_const and t.const.denominator == 1 for t in each) or not never(
             formula.both(beyond, formula.compare(element, "ne", last))):
         raise Unprovable("it sums over positions")
     top = max((k for k, at in enumerate(each) if at != last), default=0)
     sums = list(itertools.accumulate(each[: top + 1], formula.add))
-    total = formula.add(formula.times(last, formula.add(formula.var(axis), formula.number(-top))), sums[top])
+    total = formula.add(formula.times(last, formula.add(formula.var(axis), -top)), sums[top])
     for k in range(top - 1, -1, -1):
-        total = formula.choose(formula.compare(formula.var(axis), "lt", formula.number(k + 1)), sums[k], total)
+        total = formula.choose(formula.compare(formula.var(axis), "lt", k + 1), sums[k], total)
     return total
 
 
@@ -178,12 +175,11 @@ def _bits(op: str, logic: Callable[..., Any]) -> Callable[..., Any]:
                 ones = bits if bits > 0 else ~bits
                 if ones & (ones + 1):  # not 2**k - 1
                     break
-                high = formula.floor(formula.times(of, formula.number(Fraction(1, ones + 1))))
-                high = formula.times(high, formula.number(ones + 1))
+                high = formula.times(formula.floor(formula.times(of, Fraction(1, ones + 1))), ones + 1)
                 if op == "and":
                     return formula.minus(of, high) if bits >= 0 else high
                 if op == "or" and bits >= 0:
-                    return formula.add(high, formula.number(bits))
+                    return formula.add(high, bits)
         raise Unprovable("it combines the bits of positions")
 
     return combine
@@ -197,9 +193,9 @@ RULES["__ixor__"] = RULES["__xor__"]
 
 @rule("sign", "sgn")
 def _sign(p: MaskProver, node: fx.Node, a: Any) -> Any:
-    term, zero = p.term(a), formula.number(0)
-    positive = formula.choose(formula.compare(zero, "lt", term), formula.number(1), zero)
-    return formula.choose(formula.compare(term, "lt", zero), formula.number(-1), positive)
+    term = p.term(a)
+    positive = formula.choose(formula.compare(0, "lt", term), 1, 0)
+    return formula.choose(formula.compare(term, "lt", 0), -1, positive)
 
 
 @rule("nan_to_num", "nan_to_num_")

@@ -1,10 +1,10 @@
 """What an attention mask means, derived from the graph that builds it.
 
-``MaskProver`` reads the sub-graph of a mask as a condition on a query and a key position (``passes/verify/mask_formula.py``),
-for one sequence at positions 0, 1, 2, ..., where ``arange`` over its tokens and ``position_ids`` are the same, and compares it
-with the causal, sliding-window and chunked masks for all positions (``passes/verify/mask_decision.py``). Only operators with a
-rule (``passes/verify/mask_rules.py``, ``mask_parts.py``) are understood; what depends on token ids, activations, other
-arguments of the call, or the number of tokens is refused.
+``MaskProver`` reads the sub-graph of a mask as a condition on a query and a key position (``mask_formula.py``), for one
+sequence at positions 0, 1, 2, ..., where ``arange`` over its tokens and ``position_ids`` are the same, and compares it with the
+causal, sliding-window and chunked masks for all positions (``mask_decision.py``). Only operators with a rule
+(``mask_rules.py``, ``mask_parts.py``) are understood; what depends on token ids, activations, other arguments of the call, or
+the number of tokens is refused.
 
 A float mask must be 0 where a key is visible and hide it everywhere else: -inf, or no more than half the least number of its
 dtype, which absorbs any score. Arithmetic must be exact in its dtype for ``MAX_POSITIONS`` positions.
@@ -28,6 +28,7 @@ from quire.passes.fx import (
     ancestors,
     erase_dead,
     evaluate,
+    is_one,
     is_stored,
     module_path,
     placeholders,
@@ -40,7 +41,7 @@ from quire.passes.fx import (
 )
 from quire.passes.verify import mask_formula as formula
 from quire.passes.verify.mask_decision import agree, first_hidden
-from quire.passes.verify.mask_formula import Condition, Term, Unprovable
+from quire.passes.verify.mask_formula import Condition, Operand, Term, Unprovable
 from quire.passes.verify.mask_rules import RULES
 
 _MAX_HEADS = 1024
@@ -73,16 +74,15 @@ class MaskKind:
         query, key = formula.var(-2), formula.var(-1)
         keep: Condition = formula.compare(key, "le", query) if self.causal else True
         if self.window is not None:
-            keep = formula.both(keep, formula.compare(formula.minus(query, key), "lt", formula.number(self.window)))
+            keep = formula.both(keep, formula.compare(formula.minus(query, key), "lt", self.window))
         if self.chunk is not None:
-            of = [formula.floor(formula.times(p, formula.number(Fraction(1, self.chunk)))) for p in (query, key)]
+            of = [formula.floor(formula.times(p, Fraction(1, self.chunk))) for p in (query, key)]
             keep = formula.both(keep, formula.compare(of[0], "eq", of[1]))
         return keep
 
 
 class StoredMasks:
-    """Notices that a stored tensor has other values than those a mask was proven with. ``tensors``: (place among the graph's
-    inputs, tensor). Not kept alive."""
+    """Notices changes of the stored tensors of proven masks. ``tensors``: (place among the inputs, tensor). Not kept alive."""
 
     def __init__(self, tensors: list[tuple[int, torch.Tensor]]) -> None:
         self._seen = [(place, weakref.ref(t), _version(t), t.detach().clone() if t.device.type == "cpu" and t.numel() <= _SMALL
@@ -105,13 +105,8 @@ def _version(tensor: Any) -> int:
 
 @dataclass
 class MaskProver:
-    """Proves the masks of one graph, traced by Dynamo, whose nodes carry fake values.
-
-    Args:
-        tokens: the symbolic size of the token dimension.
-        inputs: real tensors of placeholders by node name, for stored masks and numbers.
-        used: filled with the names of the stored tensors that proofs rest on.
-    """
+    """Proves the masks of one graph, traced by Dynamo. ``tokens``: the size of the token dimension. ``inputs``: real tensors of
+    placeholders by node name, for stored masks and numbers. ``used``: names of those that proofs rest on."""
 
     graph: fx.Graph
     tokens: Any
@@ -151,8 +146,7 @@ class MaskProver:
         self._at: fx.Node | None = None
 
     def prove(self, mask: fx.Node, at: fx.Node) -> MaskKind:
-        """The kind of ``mask`` as the node ``at`` reads it. Raises Refusal if it is not proven to be one of causal, sliding
-        window, chunk, or all visible."""
+        """The kind of ``mask`` as the node ``at`` reads it. Raises Refusal if it is not proven to be of any."""
         writes = [w for w in self._writes.get(_storage(mask), ()) if self._order[w] < self._order[at]]
         key = mask, len(writes)
         if key not in self._kinds:
@@ -180,20 +174,20 @@ class MaskProver:
     def _of_each_head(self, mask: fx.Node, element: Any) -> list[Condition]:
         """The conditions under which a key is visible, for each head or other leading index that the mask depends on."""
         dtype, shape = value(mask).dtype, value(mask).shape
-        if len(shape) < 2 or not all(self.is_row(s) or self._is_one(s) for s in shape[-2:]):
+        if len(shape) < 2 or not all(self.is_row(s) or is_one(s) for s in shape[-2:]):
             raise Unprovable(f"it has shape {tuple(shape)}, not (..., {self.tokens}, {self.tokens})")
-        heads: list[dict[int, Term]] = [{}]
+        heads: list[dict[int, Operand]] = [{}]
         for axis in sorted(formula.axes(element) - {-2, -1}):
             size = shape[axis]
             if symbolic(size) or size * len(heads) > _MAX_HEADS:
                 raise Unprovable("it differs between sequences")
-            heads = [{**h, axis: formula.number(k)} for h in heads for k in range(size)]
+            heads = [{**h, axis: k} for h in heads for k in range(size)]
         found: list[Condition] = []
         for each in heads:
             one = formula.substitute(element, each)
             if dtype != torch.bool:
-                hidden = formula.compare(one, "le", formula.number(torch.finfo(dtype).min / 2))
-                keep = formula.compare(one, "eq", formula.number(0))
+                hidden = formula.compare(one, "le", torch.finfo(dtype).min / 2)
+                keep = formula.compare(one, "eq", 0)
                 if not agree(formula.either(keep, hidden), True):
                     raise Unprovable("it adds a bias to the scores (ALiBi, relative positions, or hidden keys that are not at "
                                      f"-inf or torch.finfo({dtype}).min, which a large score would outweigh)")
@@ -231,8 +225,8 @@ class MaskProver:
         if found is None:
             found = self._input(by) if by.op == "placeholder" else self._call(by)
         dtype = value(node).dtype
-        single = {axis: formula.number(0) for axis in formula.axes(found) if self._is_one(value(node).shape[axis])}
-        found = formula.substitute(found, single) if single else found
+        single = [axis for axis in formula.axes(found) if is_one(value(node).shape[axis])]
+        found = formula.substitute(found, dict.fromkeys(single, 0)) if single else found
         if dtype == torch.bool:
             return formula.as_condition(found)
         return formula.exact(formula.as_term(found), dtype)
@@ -288,8 +282,6 @@ class MaskProver:
                              ", which is not known to keep to positions"))
         return rule(self, node, *node.args, **node.kwargs)
 
-    # For the rules.
-
     def term(self, arg: Any, dtype: torch.dtype | None = None) -> Term:
         """An argument as a number: a tensor's element or a constant; as it is after conversion to ``dtype``."""
         if isinstance(arg, fx.Node) and isinstance(value(arg), torch.Tensor):
@@ -298,7 +290,6 @@ class MaskProver:
         return formula.number(self.constant(arg))
 
     def condition(self, arg: Any) -> Condition:
-        """An argument as a truth."""
         if isinstance(arg, fx.Node) and isinstance(value(arg), torch.Tensor):
             return formula.as_condition(self.element(arg))
         return bool(self.constant(arg))
@@ -319,10 +310,6 @@ class MaskProver:
         if not isinstance(number, (int, float)):
             raise Unprovable(f"it depends on {arg}, which is not constant")
         return number
-
-    @staticmethod
-    def _is_one(size: Any) -> bool:
-        return not symbolic(size) and size == 1
 
     def is_row(self, size: Any) -> bool:
         return str(size) == str(self.tokens)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from quire.passes.fx import symbolic, target_name, torch_name, value
+from quire.passes.fx import is_one, symbolic, target_name, torch_name, value
 from quire.passes.verify import mask_formula as formula
 from quire.passes.verify.mask_decision import never
-from quire.passes.verify.mask_formula import Condition, Form, Infinite, Term, Unprovable
+from quire.passes.verify.mask_formula import Condition, Form, Infinite, Operand, Term, Unprovable
 
 if TYPE_CHECKING:
     from quire.passes.verify.mask_proof import MaskProver
@@ -36,26 +36,19 @@ def rule(*names: str) -> Callable[[Any], Any]:
     return register
 
 
-# Arithmetic.
+def _arithmetic(names: Sequence[str], combine: Callable[..., Term], truths: Callable[..., Condition] | None = None) -> None:
+    def apply(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
+        dtype = value(node).dtype
+        if dtype == torch.bool and truths is not None:
+            return truths(p.condition(a), p.condition(b))
+        return combine(p.term(a, dtype), p.term(b, dtype))
+
+    RULES.update(dict.fromkeys(names, apply))
 
 
-@rule("add", "iadd")
-def _add(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
-    if value(node).dtype == torch.bool:
-        return formula.either(p.condition(a), p.condition(b))
-    return formula.add(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
-
-
-@rule("sub", "isub", "subtract")
-def _sub(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
-    return formula.minus(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
-
-
-@rule("mul", "imul", "multiply")
-def _mul(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
-    if value(node).dtype == torch.bool:
-        return formula.both(p.condition(a), p.condition(b))
-    return formula.times(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
+_arithmetic(("add", "iadd"), formula.add, formula.either)
+_arithmetic(("sub", "isub", "subtract"), formula.minus)
+_arithmetic(("mul", "imul", "multiply"), formula.times, formula.both)
 
 
 def _quotient(p: MaskProver, node: fx.Node, a: Any, b: Any) -> tuple[Term, int]:
@@ -64,7 +57,7 @@ def _quotient(p: MaskProver, node: fx.Node, a: Any, b: Any) -> tuple[Term, int]:
     if not isinstance(by, Form) or not by.is_const or by.const < 1 or by.const.denominator != 1:
         raise Unprovable("it divides positions by something that is not a positive whole constant")
     dividend = p.term(a, value(node).dtype)
-    return formula.times(dividend, formula.number(1 / by.const)), int(by.const)
+    return formula.times(dividend, 1 / by.const), int(by.const)
 
 
 @rule("div", "divide", "truediv", "itruediv", "true_divide")
@@ -80,40 +73,39 @@ def _div(p: MaskProver, node: fx.Node, a: Any, b: Any, *, rounding_mode: str | N
 @rule("mod", "remainder")
 def _remainder(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
     quotient, by = _quotient(p, node, a, b)
-    return formula.minus(p.term(a), formula.times(formula.floor(quotient), formula.number(by)))
+    return formula.minus(p.term(a), formula.times(formula.floor(quotient), by))
 
 
 def _truncated(term: Term) -> Term:
     if any(isinstance(leaf, Infinite) for leaf in formula.leaves(term)):
         raise Unprovable("it rounds an infinity")
-    if term == formula.floor(term) or never(formula.compare(term, "lt", formula.number(0))):
+    negative = formula.compare(term, "lt", 0)
+    if term == formula.floor(term) or never(negative):
         return formula.floor(term)
-    return formula.choose(formula.compare(term, "lt", formula.number(0)), _ceil(term), formula.floor(term))
+    return formula.choose(negative, _ceil(term), formula.floor(term))
 
 
 def _ceil(term: Term) -> Term:
-    minus_one = formula.number(-1)
-    return formula.times(formula.floor(formula.times(term, minus_one)), minus_one)
+    return formula.times(formula.floor(formula.times(term, -1)), -1)
 
 
 @rule("abs", "absolute", "__abs__")
 def _abs(p: MaskProver, node: fx.Node, a: Any) -> Any:
     term = p.term(a)
-    return formula.choose(formula.compare(term, "lt", formula.number(0)), formula.times(term, formula.number(-1)), term)
+    return formula.choose(formula.compare(term, "lt", 0), formula.times(term, -1), term)
 
 
-def greater(a: Term, b: Term) -> Term:
+def greater(a: Term, b: Operand) -> Term:
     return formula.choose(formula.compare(a, "lt", b), b, a)
 
 
-def lesser(a: Term, b: Term) -> Term:
+def lesser(a: Term, b: Operand) -> Term:
     return formula.choose(formula.compare(a, "lt", b), a, b)
 
 
 @rule("clamp", "clip", "clamp_min", "clamp_max", "clamp_")
 def _clamp(p: MaskProver, node: fx.Node, a: Any, min: Any = None, max: Any = None) -> Any:
-    name = target_name(node)
-    if name == "clamp_max":
+    if target_name(node) == "clamp_max":
         min, max = None, min
     dtype = value(node).dtype
     term = p.term(a, dtype)
@@ -125,11 +117,8 @@ def _clamp(p: MaskProver, node: fx.Node, a: Any, min: Any = None, max: Any = Non
 def _max_min(p: MaskProver, node: fx.Node, a: Any, b: Any = None) -> Any:
     if not isinstance(value(b), torch.Tensor):
         raise Unprovable("it takes a maximum over positions")
-    smaller = "min" in target_name(node)
-    return (lesser if smaller else greater)(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
-
-
-# Comparisons and logic.
+    better = lesser if "min" in target_name(node) else greater
+    return better(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
 
 
 def _comparison(op: str) -> None:
@@ -186,26 +175,19 @@ def _where(p: MaskProver, node: fx.Node, condition: Any, input: Any, other: Any)
     return _choose(p, node, condition, input, other)
 
 
-# Making tensors.
-
-
 @rule("arange")
 def _arange(p: MaskProver, node: fx.Node, *numbers: Any, **options: Any) -> Any:
     start = options.get("start", numbers[0] if len(numbers) > 1 else 0)
     step = options.get("step", numbers[2] if len(numbers) > 2 else 1)
-    return formula.add(formula.times(formula.var(-1), formula.number(p.constant(step))), formula.number(p.constant(start)))
+    return formula.add(formula.times(formula.var(-1), p.constant(step)), p.constant(start))
 
 
 @rule("tril", "tril_", "triu", "triu_")
 def _triangle(p: MaskProver, node: fx.Node, x: Any, diagonal: Any = 0) -> Any:
     ahead = formula.minus(formula.var(-1), formula.var(-2))
-    lower = "tril" in target_name(node)
-    keep = formula.compare(ahead, "le" if lower else "ge", formula.number(p.constant(diagonal)))
+    keep = formula.compare(ahead, "le" if "tril" in target_name(node) else "ge", p.constant(diagonal))
     element = p.element(x)
-    return formula.both(keep, element) if formula.is_condition(element) else formula.choose(keep, element, formula.number(0))
-
-
-# Types and shapes.
+    return formula.both(keep, element) if formula.is_condition(element) else formula.choose(keep, element, 0)
 
 
 @rule("to", "type", "type_as", "bool", "float", "long", "int", "half", "bfloat16", "double")
@@ -222,7 +204,7 @@ def _reshape(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -
     """Dimensions of size 1 may come and go; the others keep their order, and none is split, joined or repeated."""
     if value(x).dtype != value(node).dtype:
         raise Unprovable(f"it reads the bytes of {value(x).dtype} as {value(node).dtype}")
-    old, new = ([(k - t.dim(), n) for k, n in enumerate(t.shape) if symbolic(n) or n != 1] for t in (value(x), value(node)))
+    old, new = ([(k - t.dim(), n) for k, n in enumerate(t.shape) if not is_one(n)] for t in (value(x), value(node)))
     element = p.element(x)
     if str(node.target) == "repeat":
         used = formula.axes(element)
@@ -237,11 +219,9 @@ def _reshape(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -
 @rule("transpose", "permute", "t", "swapaxes", "movedim", "getattr")
 def _transpose(p: MaskProver, node: fx.Node, x: Any, *dims: Any, **options: Any) -> Any:
     rank, name = value(x).dim(), target_name(node)
-    if name == "getattr":
-        if dims[0] not in ("T", "mT") or rank < 2 or (dims[0] == "T" and rank > 2):
-            raise Unprovable(f"it reads .{dims[0]}")
-        dims = (-2, -1)
-    if name == "t":
+    if name == "getattr" and (dims[0] not in ("T", "mT") or rank < 2 or (dims[0] == "T" and rank > 2)):
+        raise Unprovable(f"it reads .{dims[0]}")
+    if name in ("getattr", "t"):
         dims = (-2, -1)
     if options or name == "movedim":
         raise Unprovable("it moves dimensions in a way that is not understood")
@@ -272,7 +252,7 @@ def _getitem(p: MaskProver, node: fx.Node, x: Any, index: Any) -> Any:
     if tensors and (tensors[-1] - tensors[0] >= len(tensors) or any(value(items[k]).dtype == torch.bool for k in tensors)):
         raise Unprovable("it is indexed in a way that is not understood")
     wide = max((value(items[k]).dim() for k in tensors), default=0)
-    values: dict[int, Term] = {}
+    values: dict[int, Operand] = {}
     source = result = 0
     for k, item in enumerate(items):
         if item is None:
@@ -285,7 +265,7 @@ def _getitem(p: MaskProver, node: fx.Node, x: Any, index: Any) -> Any:
             values[source - len(shape)] = _in_range(p, term, size, node)
             result += wide if k == tensors[-1] else 0
         elif isinstance(item, slice):
-            start = formula.number(_start(p, item, value(node).shape[result]))
+            start = _start(p, item, value(node).shape[result])
             values[source - len(shape)] = formula.add(formula.var(result - rank), start)
             result += 1
         else:
@@ -294,7 +274,7 @@ def _getitem(p: MaskProver, node: fx.Node, x: Any, index: Any) -> Any:
             place = p.constant(item)
             if place < 0 and symbolic(size):
                 raise Unprovable("it takes the last position")
-            values[source - len(shape)] = formula.number(place if place >= 0 else place + size)
+            values[source - len(shape)] = place if place >= 0 else place + size
         source += 1
     return formula.substitute(p.element(x), values)
 
@@ -311,7 +291,7 @@ def _start(p: MaskProver, cut: slice, kept: Any) -> int:
 
 def _in_range(p: MaskProver, index: Term, size: Any, node: fx.Node) -> Term:
     """The index, proven not to be negative, and below the number of tokens where it indexes those."""
-    if not never(formula.compare(index, "lt", formula.number(0))):
+    if not never(formula.compare(index, "lt", 0)):
         raise Unprovable("it is indexed with negative places")
     if symbolic(size):
         place = next(iter(formula.axes(index)), None)
@@ -345,31 +325,29 @@ def _diff(p: MaskProver, node: fx.Node, x: Any, n: Any = 1, dim: Any = -1, prepe
     if n != 1 or append is not None or prepend is None or value(prepend).shape[dim] != 1:
         raise Unprovable("it takes differences along the row")
     axis = dim % value(x).dim() - value(x).dim()
-    element, first = p.term(x), formula.substitute(p.term(prepend), {axis: formula.number(0)})
-    before = formula.substitute(element, {axis: formula.add(formula.var(axis), formula.number(-1))})
-    if formula.substitute(before, {axis: formula.number(0)}) != first:
-        before = formula.choose(formula.compare(formula.var(axis), "eq", formula.number(0)), first, before)
+    element, first = p.term(x), formula.substitute(p.term(prepend), {axis: 0})
+    before = formula.substitute(element, {axis: formula.add(formula.var(axis), -1)})
+    if formula.substitute(before, {axis: 0}) != first:
+        before = formula.choose(formula.compare(formula.var(axis), "eq", 0), first, before)
     return formula.minus(element, before)
 
 
 # Rules of one expression.
 _EXPRESSIONS: dict[str, Callable[..., Any]] = {
-    "rsub": lambda p, node, a, b: _sub(p, node, b, a),
-    "neg negative": lambda p, node, a: formula.times(p.term(a), formula.number(-1)),
+    "rsub": lambda p, node, a, b: RULES["sub"](p, node, b, a),
+    "neg negative": lambda p, node, a: formula.times(p.term(a), -1),
     "floordiv floor_divide ifloordiv": lambda p, node, a, b: formula.floor(_quotient(p, node, a, b)[0]),
-    "lshift bitwise_left_shift __lshift__": lambda p, node, a, b: formula.times(
-        p.term(a), formula.number(2 ** int(p.constant(b)))),
-    "rshift bitwise_right_shift __rshift__": lambda p, node, a, b: formula.floor(formula.times(
-        p.term(a), formula.number(Fraction(1, 2 ** int(p.constant(b)))))),
+    "lshift bitwise_left_shift __lshift__": lambda p, node, a, b: formula.times(p.term(a), 2 ** int(p.constant(b))),
+    "rshift bitwise_right_shift __rshift__": lambda p, node, a, b: formula.floor(
+        formula.times(p.term(a), Fraction(1, 2 ** int(p.constant(b))))),
     "floor": lambda p, node, a: formula.floor(p.term(a)),
     "ceil": lambda p, node, a: _ceil(p.term(a)),
     "trunc fix": lambda p, node, a: _truncated(p.term(a)),
-    "relu relu_": lambda p, node, a, inplace=False: greater(p.term(a), formula.number(0)),
+    "relu relu_": lambda p, node, a, inplace=False: greater(p.term(a), 0),
     "masked_fill masked_fill_": lambda p, node, x, mask, value: _choose(p, node, mask, value, x),
     "ones ones_like new_ones": lambda p, node, *args, **options: formula.number(1),
     "zeros zeros_like new_zeros zero_": lambda p, node, *args, **options: formula.number(0),
-    "full full_like": lambda p, node, *args, **options: p.term(
-        options.get("fill_value", args[1] if len(args) > 1 else None)),
+    "full full_like": lambda p, node, *args, **options: p.term(options.get("fill_value", args[1] if len(args) > 1 else None)),
     "new_full": lambda p, node, *args, **options: p.term(options.get("fill_value", args[2] if len(args) > 2 else None)),
     "fill_ fill": lambda p, node, *args, **options: p.term(args[1]),
     "eye": lambda p, node, *args, **options: formula.compare(formula.var(-1), "eq", formula.var(-2)),

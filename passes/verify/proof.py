@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.interp import sympy_interp
@@ -20,11 +19,14 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 import quire.passes.verify.row_index
 import quire.passes.verify.row_products
 import quire.passes.verify.row_views  # noqa: F401  (they add their rules)
+from quire.passes.fake_values import fake_input
 from quire.passes.fx import symbolic
 from quire.passes.verify.row_rules import LENGTHS, RULES, Call, elementwise, no_lengths
 from quire.passes.verify.rows import CONST, Const, Counts, Group, Known, Mixed, Mixes, Rows, settled
 
 _LENGTHS = (10007, 10009, 10037, 10039)  # primes: hints of symbols, larger than any number the rules compare
+_SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "stride", "numel", "device", "dim",
+                    "storage_offset", "is_contiguous", "is_same_size"})
 
 
 class Proof(TorchDispatchMode):
@@ -125,10 +127,6 @@ class Proof(TorchDispatchMode):
         return [settled(k, t, self.axes) for k, t in zip(each, outputs, strict=True)]
 
 
-_SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "stride", "numel", "device", "dim",
-                    "storage_offset", "is_contiguous", "is_same_size"})
-
-
 def _functional(op: Any) -> str:
     """The name of the operation, or of the one that it does in place; with the namespace unless it is PyTorch's own."""
     namespace, _, name = op._schema.name.partition("::")
@@ -142,8 +140,7 @@ def _is_elementwise(op: Any) -> bool:
 
 
 def _stored(before: Known, new: Known, tensor: torch.Tensor) -> Known:
-    """What is known of a tensor that was written to: its cells must belong to whom they belonged to, or views of it would be
-    something else. Raises Mixes."""
+    """What is known of a tensor that was written to. Raises Mixes if cells change owners: views of it would be wrong."""
     if isinstance(before, Rows) and isinstance(new, (Rows, Const)):
         if symbolic(tensor.stride(before.dim)) is False and tensor.stride(before.dim) == 0:
             raise Mixes("all tokens write to the same memory")
@@ -168,13 +165,10 @@ class Sizes:
     def symbol(self, expr: Any) -> Any:
         """The size here that a symbol of the trace stands for."""
         if expr not in self._symbols:
-            hint = _LENGTHS[len(self._symbols) % len(_LENGTHS)] + 6 * len(self._symbols)
-            like = torch.empty(hint, device="meta")
-            context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-            sizes: Any
-            sizes, _, _ = self.env.create_symbolic_sizes_strides_storage_offset(
-                like, ConstantSource(f"quire_size_{len(self._symbols)}"), symbolic_context=context)
-            self._symbols[expr] = self.of_axis[sizes[0].node.expr] = sizes[0]
+            count = len(self._symbols)
+            like = torch.empty(_LENGTHS[count % len(_LENGTHS)] + 6 * count, device="meta")
+            size: Any = fake_input(self.fake, f"quire_size_{count}", like, (True,), like.device).shape[0]
+            self._symbols[expr] = self.of_axis[size.node.expr] = size
         return self._symbols[expr]
 
     def of(self, number: Any) -> Any:

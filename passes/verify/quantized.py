@@ -1,8 +1,7 @@
 """Weights that are tensor subclasses, as quantization libraries make them (torchao): what the passes must know of them.
 
-Such a parameter wraps other tensors (integers, scales). Dynamo puts it into the graph as one input of an ordinary ``linear``;
-what the layer computes stays hidden in the subclass until AOTAutograd or eager execution unwraps it. So two things that quire
-reads off a graph it must find out here by other means: where the weights lie, and whether tokens meet.
+Such a parameter wraps other tensors (integers, scales). Dynamo puts it into the graph as one input of an ordinary ``linear``,
+so what quire reads off a graph it must find out here by other means: where the weights lie, and whether tokens meet.
 """
 
 from __future__ import annotations
@@ -42,11 +41,8 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 def check_rows(graph: fx.Graph, real: Mapping[fx.Node, Any]) -> None:
     """Refuse a quantized linear layer in which the tokens of a batch meet, such as one that scales all activations by the
-    largest of them (per-tensor dynamic quantization): what a sequence gets would depend on what runs beside it. Raises
-    UnsupportedAttention, which names the layer. ``real``: the tensors behind the graph's placeholders.
-
-    Each kind of weight is tried on random rows, twice, with one row changed in between: the others must not change.
-    """
+    largest of them (per-tensor dynamic quantization). Each kind of weight is tried on random rows, twice, with one row changed
+    in between: the others must not change. Raises UnsupportedAttention. ``real``: the tensors behind the placeholders."""
     tried: set[Any] = set()
     for node in graph.nodes:
         weight = real.get(node.args[1]) if node.target in LINEAR and len(node.args) > 1 else None

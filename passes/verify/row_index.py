@@ -21,6 +21,8 @@ from quire.passes.fx import argument, target_name
 from quire.passes.verify.row_rules import Call, as_data, rule, same
 from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixes, Order, Rows
 
+_BY_NUMBER = "rows are picked by numbers, which may be those of other tokens"
+
 
 class _Index:
     """The index tensors of ``x[a, :, b]``: joined, and where the dimensions of x are in the result."""
@@ -72,9 +74,6 @@ def _own_rows(x: Rows, index: Known | None) -> Rows | None:
     if holds.what == "picks" and x.order is None and x.outer == x.inner == 1:
         return Rows(index.dim, index.axis)
     return None
-
-
-_BY_NUMBER = "rows are picked by numbers, which may be those of other tokens"
 
 
 def _take(call: Call, known: Known, indices: Sequence[Any]) -> Known:
@@ -282,11 +281,8 @@ def _sample_tokens(call: Call) -> Known:
 
 
 def routed(node: fx.Node, known_of: Mapping[fx.Node, Any]) -> Any:
-    """What is known of a node of experts in a loop, which splits rows sorted by expert and joins them again; None for any other
-    node. Raises Mixes.
-
-    The numbers are read on the host, so that Dynamo knows the sizes of the parts as symbols of their own only.
-    """
+    """What is known of a node of experts in a loop, which splits rows sorted by expert and joins them again; else None. The
+    numbers are read on the host, so that Dynamo knows the sizes of the parts as symbols of their own only. Raises Mixes."""
     name = target_name(node)
     known = [known_of.get(x) for x in node.all_input_nodes]
     if name in ("getitem", "item") and isinstance(counts := known[0], Counts) and len(known) == 1 and not counts.summed:

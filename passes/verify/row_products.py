@@ -7,6 +7,11 @@ from typing import Any
 from quire.passes.verify.row_rules import Call, no_lengths, rule, same
 from quire.passes.verify.rows import CONST, Const, Group, Known, Mixes, Rows
 
+#: Over the last one, two or three dimensions.
+_SPATIAL = {name: n for n in (1, 2, 3) for name in (
+    f"avg_pool{n}d", f"max_pool{n}d_with_indices", f"_adaptive_avg_pool{n}d", f"adaptive_avg_pool{n}d",
+    f"adaptive_max_pool{n}d", f"reflection_pad{n}d", f"replication_pad{n}d", f"max_pool{n}d")}
+
 
 def _product(call: Call, left: str, right: str, batched: int = 0) -> Rows | None:
     """(batch, m, k) @ (batch, k, n); a vector has no m, or no n."""
@@ -119,14 +124,8 @@ def _batch_norm(call: Call) -> Known | list[Known]:
     return [rows, *[CONST] * (call.num_results - 1)]
 
 
-_SPATIAL = {name: n for n in (1, 2, 3) for name in (
-    f"avg_pool{n}d", f"max_pool{n}d_with_indices", f"_adaptive_avg_pool{n}d", f"adaptive_avg_pool{n}d",
-    f"adaptive_max_pool{n}d", f"reflection_pad{n}d", f"replication_pad{n}d", f"max_pool{n}d")}
-
-
 @rule(*_SPATIAL)
 def _spatial(call: Call) -> Known:
-    """Over the last one, two or three dimensions."""
     first = call.first
     rows = call.rows(first)
     at = rows.dim - call.given[first].dim() + _SPATIAL[call.name] if rows is not None else -1

@@ -1,36 +1,33 @@
 """Which ATen operations are row-wise, by rules: elementwise, along dimensions, constructors.
 
 A rule gets a ``Call`` and says what is known of its results (of all alike, or a list), or raises ``Mixes``. It proves that each
-cell of a result depends on cells of one token only. An operation without a rule is decomposed
-(``passes/verify/proof.py``), or not row-wise. Rules for products, norms and pooling are in ``row_products.py``, for views in
-``row_views.py``, for indexing and routing in ``row_index.py``.
+cell of a result depends on cells of one token only. An operation without a rule is decomposed (``proof.py``), or not row-wise.
+Other rules: ``row_products.py`` (and norms, pooling), ``row_views.py``, ``row_index.py`` (and routing).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from quire.passes.fx import symbolic
+from quire.passes.fx import is_one, symbolic
 from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Ids, Known, Mixed, Mixes, Order, Rows, of_shape
 
 
+@dataclass(eq=False)
 class Call:
-    """One call of an ATen operation on fake tensors.
+    """One call of an ATen operation on fake tensors."""
 
-    Attributes:
-        name: of the operation, without overload and without the underscore of those that work in place.
-        given: its arguments by the names of the schema, defaults included.  result: what it returned.
-        axes: the symbols of the numbers of tokens, and of rows asked for.
-    """
-
-    def __init__(self, op: Any, name: str, given: dict[str, Any], result: Any, known: Callable[[Any], Known], axes: Any
-                 ) -> None:
-        self.op, self.name, self.given, self.result, self.known, self.axes = op, name, given, result, known, axes
+    op: Any
+    name: str  # without overload and without the underscore of those that work in place
+    given: dict[str, Any]  # its arguments by the names of the schema, defaults included
+    result: Any
+    known: Callable[[Any], Known]
+    axes: Any  # the symbols of the numbers of tokens, and of rows asked for
 
     def __getitem__(self, argument: str) -> Any:
         return self.given.get(argument)
@@ -80,8 +77,7 @@ _EXACT = (*_WHOLE, torch.float32, torch.float64)  # and of tokens routed to an e
 
 
 def rule(*names: str, lengths: bool = False) -> Callable[[Rule], Rule]:
-    """The rule of the operations of these names, all overloads; "namespace::name" of those that are not PyTorch's own.
-    ``lengths``: see LENGTHS."""
+    """The rule of operations by name, all overloads; "namespace::name" if not PyTorch's own. ``lengths``: see LENGTHS."""
     def add(function: Rule) -> Rule:
         for name in " ".join(names).split():
             assert name not in RULES, name
@@ -230,7 +226,7 @@ def _along(call: Call) -> Known | list[Known]:
     if call.name not in ("topk", "cummax", "cummin"):
         return rows
     others = [n for d, n in enumerate(x.shape) if d not in (rows.dim, *dims)]
-    each_once = call.name == "topk" and rows.inner == rows.outer == 1 and all(not symbolic(n) and n == 1 for n in others)
+    each_once = call.name == "topk" and rows.inner == rows.outer == 1 and all(map(is_one, others))
     return [rows, _index(rows, Ids() if each_once else None)]
 
 
@@ -280,7 +276,7 @@ def _filled(call: Call) -> Known:
 def _rows_apart(x: torch.Tensor, dim: int) -> bool:
     """Whether the cells of one row of ``dim`` lie closer together than two rows of it, so that no two rows share memory."""
     shape, stride = x.shape, x.stride()
-    others = [(n, s) for d, (n, s) in enumerate(zip(shape, stride, strict=True)) if d != dim and (symbolic(n) or n != 1)]
+    others = [(n, s) for d, (n, s) in enumerate(zip(shape, stride, strict=True)) if d != dim and not is_one(n)]
     if any(symbolic(n) or symbolic(s) for n, s in others) or symbolic(stride[dim]):
         return False
     return stride[dim] > sum((n - 1) * s for n, s in others)

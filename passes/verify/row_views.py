@@ -44,9 +44,9 @@ def _reshape(call: Call) -> Known:
     if outer is None or inner is None or outer * inner != n:
         raise Mixes(f"{tuple(x.shape)} becomes {tuple(shape)}: numbers of several tokens come into one row")
     holds = rows.holds
-    if (rows.order is not None or holds is not None) and (outer, inner) != (rows.outer, rows.inner):
-        if rows.order is not None or (holds is not None and holds.what != "index" and not holds.is_blank):
-            raise Mixes("rows that are sorted by expert are put into another shape")
+    if (outer, inner) != (rows.outer, rows.inner) and (rows.order is not None or (
+            holds is not None and holds.what != "index" and not holds.is_blank)):
+        raise Mixes("rows that are sorted by expert are put into another shape")
     if holds is not None and holds.what == "one hot" and tuple(map(str, x.shape)) != tuple(map(str, shape)):
         holds = None  # its columns are the experts no more
     return Rows(dim, rows.axis, inner, outer, rows.order, holds)

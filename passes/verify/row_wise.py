@@ -1,8 +1,8 @@
 """Which operations of a traced graph may be run on some rows of their operands, to give these rows of their result.
 
 A value has tokens if its shape is (1, ..., 1, T, ...): T, the symbol of the number of tokens, in one dimension and in no other
-size. That an operation is row-wise is proved by the rules of the token pass (``tokens.py``); the tables here name those
-operations that keep their arguments when they run on fewer rows. Whatever is not in a table is not proved.
+size. That an operation is row-wise is proved by the rules of the token pass (``tokens.py``); the tables here name those that
+keep their arguments when they run on fewer rows. Others are not proved.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from quire.passes.fx import is_function, symbolic, value
+from quire.passes.fx import is_function, is_one, symbolic, value
 from quire.passes.verify.rows import CONST, Known, Rows
 from quire.passes.verify.tokens import TokenPass
 
@@ -66,10 +66,6 @@ def picked(node: fx.Node) -> tuple[int | None, Any]:
     return cuts[0] if len(cuts) == 1 else (None, None)
 
 
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1  # asking a symbol would make a guard
-
-
 class RowWise:
     """The proofs for one symbol. The values of nodes are their fake ones; a weight's size, a number, is never taken for T.
     ``tokens``: the symbol T, as a sympy expression."""
@@ -83,12 +79,11 @@ class RowWise:
         if not isinstance(val, torch.Tensor) or is_traceable_wrapper_subclass(val):
             return None
         found = self._mentions(val)
-        if len(found) != 1 or expression(val.shape[found[0]]) != self.tokens or not all(map(_is_one, val.shape[: found[0]])):
+        if len(found) != 1 or expression(val.shape[found[0]]) != self.tokens or not all(map(is_one, val.shape[: found[0]])):
             return None
         return found[0]
 
     def dim(self, x: Any) -> int | None:
-        """``dim_of`` the value of a node."""
         return self.dim_of(value(x))
 
     def proves(self, node: fx.Node) -> bool:

@@ -37,14 +37,12 @@ class Order:
 
 @dataclass(frozen=True)
 class Holds:
-    """What is known of the values of ``Rows`` that are numbers of rows, or made of one constant.
+    """What is known of the values of ``Rows`` that are numbers of rows, or made of one constant, by ``what``:
 
-    Attributes:
-        what: "number": each cell holds the number of the row it belongs to, counted in rows of ``inner`` a token.
-            "inverse": the place of its row in ``order``. "picks": numbers of rows that the caller asks for.
-            "index": places in a dimension that is not the tokens'; never negative. "sorted": expert ids, sorted by ``order``.
-            "one hot": 1 for each expert of a token, else 0. "blank": nothing was written yet. "zeros": blank, and all 0.
-        ids: all of which "index" holds, once each, or of which "one hot" is made.
+    "number": each cell holds the number of the row it belongs to, counted in rows of ``inner`` a token. "inverse": the place of
+    its row in ``order``. "picks": numbers of rows that the caller asks for. "index": places in a dimension that is not the
+    tokens'; never negative; with ``ids``, all of these, once each. "sorted": expert ids, sorted by ``order``. "one hot": 1 for
+    each expert of a token (of ``ids``), else 0. "blank": nothing was written yet. "zeros": blank, and all 0.
     """
 
     what: str
@@ -64,19 +62,13 @@ class Holds:
 
 @dataclass(frozen=True)
 class Rows:
-    """Each cell belongs to one token, and depends on that token alone.
+    """Each cell belongs to one token, and depends on that token alone."""
 
-    Attributes:
-        dim: the dimension with the tokens, of size ``outer * N * inner``; cell i of it belongs to token ``i // inner % N``.
-        axis: the symbol N: of the tokens, or of the rows that the caller asks for.
-        order: the permutation in which the rows are (``outer`` is 1 then); None: that of the batch.  holds: see ``Holds``.
-    """
-
-    dim: int
-    axis: Any
+    dim: int  # with the tokens, of size ``outer * N * inner``; cell i of it belongs to token ``i // inner % N``
+    axis: Any  # the symbol N: of the tokens, or of the rows that the caller asks for
     inner: int = 1
     outer: int = 1
-    order: Order | None = None
+    order: Order | None = None  # the permutation in which the rows are (``outer`` is 1 then); None: that of the batch
     holds: Holds | None = None
 
     def at(self, dim: int) -> Rows:

@@ -18,11 +18,8 @@ KV_SOURCES = "quire_kv_sources"  # in the meta of a graph: what ``shared_layers`
 
 
 def shared_layers(graph: fx.Graph) -> dict[int, int]:
-    """Of each layer without keys and values of its own, the earlier layer that has them.
-
-    Proved by the graph: both calls take the same two values, and nothing between them changes a value in place that lies in
-    their memory. Pages are freed alike for both: either none or both have a window or chunk.
-    """
+    """Of each layer without keys and values of its own, the earlier layer that has them: both calls take the same two values,
+    and nothing between changes their memory in place. Pages are freed alike: neither or both have a window or chunk."""
     order = {n: i for i, n in enumerate(graph.nodes)}
     writes = [(order[n], memory(x)) for n in graph.nodes for x in written_by(n)]
     owners: dict[Any, tuple[int, int]] = {}  # by keys, values and whether the layer has a window: (place, layer)
@@ -38,10 +35,7 @@ def shared_layers(graph: fx.Graph) -> dict[int, int]:
 
 
 def _itself(node: Any) -> Any:
-    """The value that ``to`` returns unchanged: no copy is asked for, and it has that dtype and device already.
-
-    transformers 5.17 moves shared keys and values to the device of the queries.
-    """
+    """The value that ``to`` returns unchanged: transformers 5.17 moves shared keys and values to the device of the queries."""
     while isinstance(node, fx.Node) and (node.op, node.target) == ("call_method", "to") and not node.kwargs:
         if len(node.args) != 2:
             break

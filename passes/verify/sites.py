@@ -1,4 +1,4 @@
-"""The attention sites of a traced model, and the verification that none is missing, doubled or different from the config."""
+"""The attention sites of a traced model, checked against its config, and the configs and heads that quire cannot serve."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.mla import mla_attention
 from quire.attn_ops.registry import aligned
 from quire.passes.fx import ancestors, argument, constant, module_path, placeholders, source_name, symbolic, value
+from quire.passes.rewrite.length_rope import ropes_of
 from quire.passes.rewrite.raise_sdpa import find_sdpa
-from quire.passes.verify.positions import check_rope
 
 #: Layer types of a transformers config that keep no state beside keys and values.
 STATELESS_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -23,6 +23,9 @@ STATELESS_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_at
 _SPARSE = re.compile(r"index|sparse|compress")
 #: Those that keep state beside keys and values.
 _STATE = re.compile(r"linear|conv|mamba|ssm|recurrent|rwkv|delta|hybrid")
+#: Classes of checkpoints without the weights of a language-model head. ``GPT2LMHeadModel`` has them.
+_HEADLESS = re.compile(r".*(For(Token|Sequence)Classification|ForQuestionAnswering|ForMultipleChoice|RewardModel"
+                       r"|(?<!Head)(?<!Heads)Model)")
 
 
 def site_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -61,13 +64,8 @@ def _mla_site_of(node: fx.Node) -> AttentionSite:
 
 
 def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusals: dict[str, str]) -> None:
-    """Refuse a traced model whose attention is not wholly in ``sites``. Raises UnsupportedAttention, which says which layer,
-    what was expected and what was found.
-
-    Args:
-        graph: the traced graph, after raising.  config: of the transformers model, or None for a module that has none.
-        refusals: from the raising pass, reason by module path.
-    """
+    """Refuse a traced model whose attention is not wholly in ``sites``. ``config``: of transformers, or None. ``refusals``:
+    from the raising pass, by module path. Raises UnsupportedAttention: which layer, what was expected, and what was found."""
     left = find_sdpa(graph)
     if left or refusals:
         lines = [f"\n  {where}: {why}" for where, why in refusals.items()] or [f"\n  {module_path(n)}" for n in left]
@@ -85,14 +83,9 @@ def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusal
 
 
 def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
-    """Refuse a model that counts positions itself, from 0: in a ragged row that is wrong for all but the first sequence. And
-    one that takes positions, but whose own begin elsewhere. Raises UnsupportedAttention if the graph makes something as long as
-    the row out of nothing, or looks positions up in a table with an entry for padding.
-
-    Args:
-        graph: the traced graph after raising, when what only served a mask is gone.
-        tokens: the size of the token dimension.  has_config: it is a transformers model.
-    """
+    """Refuse a model that counts positions itself, which is wrong for all sequences of a ragged row but the first, or whose
+    positions do not begin at 0. ``graph``: after raising. ``has_config``: of transformers. Raises UnsupportedAttention if the
+    graph makes something as long as the row out of nothing, or looks positions up in a table with an entry for padding."""
 
     def long_as_row(n: Any) -> bool:
         val = value(n)
@@ -121,9 +114,26 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
                 "ragged batch every sequence has its own. Its forward must take position_ids and use them.")
 
 
+def check_rope(config: Any) -> None:
+    """Raises UnsupportedAttention for a config with rope_type "dynamic", in it or nested in it: frequencies by the longest
+    sequence of the batch change with every token, so that all keys would have to be computed again."""
+    kind = getattr(config, "model_type", type(config).__name__)
+    for rope, _ in ropes_of(config):
+        name = rope.get("rope_type") or rope.get("type")
+        if name == "dynamic":
+            raise UnsupportedAttention(f"{kind} has rope_type 'dynamic', whose frequencies depend on the longest sequence of "
+                                       "the batch; set another rope_type (yarn, linear, llama3) to serve it.")
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """``check_rope`` of every config that a module of ``model`` holds. Raises UnsupportedAttention."""
+    configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")}
+    for config in configs.values():
+        check_rope(config)
+
+
 def check_config(config: Any) -> None:
-    """The checks that need a transformers config only, before any tracing. Raises UnsupportedAttention if the model cannot be
-    served."""
+    """The checks that need a transformers config only, before any tracing. Raises UnsupportedAttention."""
     kind = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedAttention(f"{kind} is an encoder-decoder model; quire serves decoder-only models.")
@@ -150,6 +160,31 @@ def check_config(config: Any) -> None:
 def text_config(config: Any) -> Any:
     get = getattr(config, "get_text_config", None)
     return get(decoder=True) if get is not None else config
+
+
+def check_checkpoint(model: torch.nn.Module) -> None:
+    """Raises UnsupportedAttention for a model loaded from a checkpoint of another kind: its head has random weights."""
+    config: Any = getattr(model, "config", None)
+    names = getattr(config, "architectures", None) or []
+    loaded = bool(getattr(config, "_name_or_path", "")) and not getattr(config, "tie_word_embeddings", False)
+    if loaded and names and type(model).__name__ not in names and all(map(_HEADLESS.fullmatch, names)):
+        raise UnsupportedAttention(f"the checkpoint {config._name_or_path} is of {', '.join(names)}, without the weights of a "
+                                   f"language-model head: that of this {type(model).__name__} is random.")
+
+
+def check_logits(model: torch.nn.Module, width: int) -> None:
+    """Raises UnsupportedAttention for a transformers model whose logits, ``width`` per token, are not over its vocabulary."""
+    head, embedding = (getattr(model, name, lambda: None)() for name in ("get_output_embeddings", "get_input_embeddings"))
+    rows = getattr(getattr(embedding, "weight", None), "shape", [None])[0]
+    if rows is None and (config := getattr(model, "config", None)) is not None:  # a module of the user's around a model
+        rows = getattr(text_config(config), "vocab_size", None)
+    if getattr(model, "config", None) is not None and head is None and rows is not None and width != rows:
+        raise UnsupportedAttention(f"{type(model).__name__} has no language-model head: it gives {width} logits per token, and "
+                                   f"its vocabulary has {rows} tokens.")
+    if rows is not None and width > rows:
+        raise UnsupportedAttention(f"{type(model).__name__} gives {width} logits per token, and its embedding has {rows} rows: "
+                                   f"a token of {rows} or more could be sampled, and not be read. Make the two equal: "
+                                   "model.resize_token_embeddings(n).")
 
 
 def _verify_config(sites: Sequence[AttentionSite], config: Any) -> None:

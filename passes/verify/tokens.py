@@ -17,7 +17,7 @@ auxiliary loss that is thrown away costs nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from quire.passes.fx import (
     is_module_tensor,
     is_stored,
     module_path,
+    sdpa_arguments,
     sizes_of,
     storage_of,
     symbolic,
@@ -48,8 +49,8 @@ from quire.passes.fx import (
 from quire.passes.rewrite.raise_sdpa import SDPA
 from quire.passes.verify.breaks import check_whole
 from quire.passes.verify.proof import Proof, Sizes, balanced, execute
-from quire.passes.verify.row_attention import attends_within
 from quire.passes.verify.row_index import routed
+from quire.passes.verify.row_rules import as_data, same
 from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, of_shape
 
 logger = logging.getLogger(__name__)
@@ -88,11 +89,9 @@ class TokenPass:
         """What is known of the result of one operation; None if it mixes tokens. ``known`` must have its operands."""
         with torch.inference_mode(False), torch.no_grad():
             try:
-                return self._run(node)[0]
+                return self._run([node], [node])[0][0]
             except Exception:
                 return None
-
-    # -- one node -----------------------------------------------------------------------------------------------------------
 
     def _of(self, node: fx.Node) -> Any:
         """What is known of the value of a node: as nested as the value."""
@@ -116,12 +115,10 @@ class TokenPass:
             if not any(isinstance(t, torch.Tensor) for x in (node, *node.all_input_nodes) for t in tree_leaves(value(x))):
                 return CONST  # sizes, contexts
             if node.target in SDPA:
-                return attends_within(node, self.known.__getitem__)
+                return _attends_within(node, self.known.__getitem__)
             return self._run_once(node)
-        except Mixes as why:
-            found = _mixed(str(why), node)
         except Exception as error:
-            found = _mixed(_cannot_follow(error), node)
+            found = _mixed(_why(error), node)
         if writes:
             self._refuse(node, found, "is written into another tensor")
         return found
@@ -142,11 +139,9 @@ class TokenPass:
         found: list[Any] = []
         try:
             if mixed is None:
-                found, _ = self._run_all(nodes, results)
-        except Mixes as why:
-            mixed = _mixed(str(why), nodes[0])
+                found, _ = self._run(nodes, results)
         except Exception as error:
-            mixed = _mixed(_cannot_follow(error), nodes[0])
+            mixed = _mixed(_why(error), nodes[0])
         return dict.fromkeys(nodes, mixed or CONST) | dict(zip(results, found, strict=False))
 
     def _of_input(self, node: fx.Node) -> Any:
@@ -189,7 +184,7 @@ class TokenPass:
         if key is not None and key in self._seen:
             found, changes = self._seen[key]
         else:
-            found, changes = self._run(node)
+            (found,), changes = self._run([node], [node])
             if key is not None and not _has_order(found):
                 self._seen[key] = found, changes
         for at, known in changes:
@@ -209,8 +204,8 @@ class TokenPass:
         return found
 
     def _leaves_no_trace(self, node: fx.Node, buffer: fx.Node, memory: int) -> bool:
-        """Whether writing a constant to the model's own ``buffer`` changes no result of any call: each call writes the same
-        numbers (``copy_`` of something else) before any read of them, or nothing reads them (a counter)."""
+        """Whether writing a constant to the model's own ``buffer`` changes no result: each call writes the same numbers
+        (``copy_`` of something else) before it reads them, or nothing reads them (a counter)."""
         if node.target == "copy_" and isinstance(node.args[1], fx.Node):
             reads = [u for n in self._memory.get(memory, [buffer]) for u in n.users if u in self.known]
             made_of = [value(n) for n in ancestors(node.args[1])]
@@ -218,14 +213,8 @@ class TokenPass:
         group = self._memory.get(memory, [buffer])
         return not node.users and all(u is node or u in group for n in group for u in n.users)
 
-    def _run(self, node: fx.Node) -> tuple[Any, list[tuple[int, Known | None]]]:
-        """What is known of the result, and of the inputs that were written to."""
-        (found,), changes = self._run_all([node], [node])
-        return found, changes
-
-    def _run_all(self, nodes: Sequence[fx.Node], results: Sequence[fx.Node]
-                 ) -> tuple[list[Any], list[tuple[int, Known | None]]]:
-        """``_run`` of several nodes at once: what is known of the ``results``, and of the inputs that were written to."""
+    def _run(self, nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[list[Any], list[tuple[int, Known | None]]]:
+        """Run the nodes at once: what is known of the ``results``, and of the inputs that were written to, by their place."""
         inputs = list(dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in nodes))
         proof = Proof(self.axes, any(isinstance(value(x), (torch.SymInt, torch.SymFloat)) for x in inputs))
         fakes: dict[fx.Node, Any] = {}
@@ -293,8 +282,6 @@ class TokenPass:
             raise Mixes("quire knows of a quantized weight only that linear layers multiply rows by it")
         return x.data
 
-    # -- refusals -----------------------------------------------------------------------------------------------------------
-
     def _check_used(self, node: fx.Node, user: fx.Node, how: str) -> None:
         for x in node.all_input_nodes:
             for known in tree_leaves(self.known[x], is_leaf=_is_known):
@@ -315,13 +302,9 @@ class TokenPass:
 
 
 def check_tokens(graph: fx.Graph, tokens: Any, row_data: Collection[fx.Node] = ()) -> TokenPass:
-    """Refuse a graph in which tokens meet outside the attention sites, or are not proved not to. Returns the proof. Raises
-    UnsupportedAttention, which names the operation and the module.
-
-    Args:
-        graph: the traced graph after raising, when what only served a mask is gone.  tokens: the size of the token dimension.
-        row_data: inputs of one number for each row that the caller picks, which are not numbers of rows themselves.
-    """
+    """Refuse a graph (after raising) in which tokens meet outside the attention sites, or are not proved not to. Returns the
+    proof. ``row_data``: inputs of one number for each row that the caller picks, which are not numbers of rows themselves.
+    Raises UnsupportedAttention, which names the operation and the module."""
     check_whole(graph)
     if not symbolic(tokens):
         raise UnsupportedAttention(
@@ -337,6 +320,32 @@ def check_tokens(graph: fx.Graph, tokens: Any, row_data: Collection[fx.Node] = (
     proof = TokenPass(expr, [r for r in rows if r != expr], row_data)
     proof.check(graph)
     return proof
+
+
+def _attends_within(node: fx.Node, known: Callable[[Any], Known]) -> Known:
+    """What is known of the result of an F.scaled_dot_product_attention in which each token attends over its own heads, or to a
+    memory that all share, by what is ``known`` of its arguments. Raises Mixes if tokens may meet."""
+    arg = sdpa_arguments(node)
+    if arg.get("dropout_p") or arg.get("enable_gqa"):
+        raise Mixes("it drops scores at random, or repeats heads")
+
+    def rows(name: str, counted: int) -> Rows | None:
+        """Of an argument, its dimension counted from the right; those from ``counted`` on are not the batch's."""
+        if not isinstance(arg.get(name), fx.Node):
+            return None
+        found = as_data(known(arg[name]))
+        if found is None:
+            return None
+        dim = found.dim - value(arg[name]).dim()
+        if dim >= counted:
+            raise Mixes("it attends over tokens")
+        return found.at(dim)
+
+    queries = rows("query", -2 if arg.get("is_causal") else -1)  # a causal mask goes by the place of the query
+    joined = same([queries, rows("key", -2), rows("value", -2), rows("attn_mask", -1)])
+    result = value(node)
+    assert isinstance(result, torch.Tensor)
+    return joined.at(joined.dim + result.dim()) if joined is not None else CONST
 
 
 def _operations(graph: fx.Graph) -> Iterator[list[fx.Node]]:
@@ -371,7 +380,9 @@ def _mixed(why: str, node: fx.Node) -> Mixed:
     return Mixed(why, module_path(node), node.name if node.name.startswith(name) else f"{node.name}, {name}")
 
 
-def _cannot_follow(error: Exception) -> str:
+def _why(error: Exception) -> str:
+    if isinstance(error, Mixes):
+        return str(error)
     first = (str(error).strip().splitlines() or [""])[0]
     return f"quire cannot follow it: {type(error).__name__}: {first[:200]}"
 

@@ -78,7 +78,7 @@ def test_functions_that_write_by_an_argument_are_not_pure() -> None:
 def conditions(function, *args, limits=()) -> dict[str, int]:
     gm = traced(function, *args)
     row = next(value(n) for n in placeholders(gm.graph) if isinstance(value(n), torch.Tensor))
-    return shape_conditions(gm.graph, row.shape[0], limits)
+    return shape_conditions(row.shape[0], limits)
 
 
 def test_shape_conditions() -> None:
@@ -88,7 +88,7 @@ def test_shape_conditions() -> None:
     assert conditions(lambda x: x + 1 if x.shape[0] > 1 else x, torch.zeros(23)) == {}  # holds for all that are traced
     assert conditions(lambda x: x * 2, torch.zeros(23)) == {}
     assert len(conditions(lambda x: x * 2 if x.shape[0] == 64 else x, torch.zeros(23), limits=[64])) == 1
-    assert shape_conditions(fx.Graph(), 23) == {}  # a number, and no symbol
+    assert shape_conditions(23) == {}  # a number, and no symbol
 
 
 @pytest.mark.parametrize("condition, first", [

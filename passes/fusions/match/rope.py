@@ -203,7 +203,6 @@ def _joined(node: Any) -> tuple[fx.Node, fx.Node, bool] | None:
 
 
 def _flattens_last(node: Any) -> bool:
-    """Whether this flattens the last two dimensions."""
     if not is_method(node, "flatten") or not is_tensor(node.args[0]):
         return False
     dims = value(node.args[0]).dim()

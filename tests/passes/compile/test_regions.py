@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import quire.passes.compile.inductor
 from quire.passes.compile.regions import copies
-from quire.passes.rewrite.lower import fake_input
+from quire.passes.fake_values import fake_input
 from tests.passes.models import HIDDEN, Attention, Tiny, served, trace
 
 TOLERANCE = 1e-5  # float32, sums of up to 22 numbers of order 1; eps is 1.2e-7

@@ -10,8 +10,8 @@ from torch import fx
 
 import quire.passes.compile.inductor
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.fake_values import fake_input
 from quire.passes.fx import placeholders, value
-from quire.passes.rewrite.lower import fake_input
 from tests.passes.models import served, tiny, trace
 
 
