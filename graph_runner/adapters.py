@@ -96,6 +96,3 @@ def after_trace(requests: Iterable[Request], model: torch.nn.Module, traced: Tok
     _assign([r for r in own if r.adapters == active], None)
     return [(r, "the model has changed, and adapters cannot be chosen for each request any more") for r in own
             if r.adapters is not None]
-
-
-__all__ = ["BASE", "TokenAdapters", "after_trace", "choose"]

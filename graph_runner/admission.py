@@ -65,6 +65,3 @@ class Admission:
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             _, number, seconds = heapq.heappop(self._deadlines)
             yield number, seconds
-
-
-__all__ = ["Admission", "QueueFull"]

@@ -198,6 +198,3 @@ def _entries(ids: Sequence[int], values: Sequence[float], tokenizer: Any) -> dic
         raise RuntimeError("the logits of a beam contain NaN, or are all -inf; the model overflowed")
     return {token: Logprob(logprob, rank, None if tokenizer is None else tokenizer.decode([token]))
             for rank, (token, logprob) in enumerate(zip(ids, values, strict=True), 1) if logprob > -math.inf}
-
-
-__all__ = ["BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "beam_search"]

@@ -57,6 +57,3 @@ def beam_search(plain: Callable[..., Any], rows: Rows, input_ids: torch.Tensor, 
     if hasattr(found, "past_key_values"):
         found.past_key_values = None  # keys and values were in the engine's pages
     return found
-
-
-__all__ = ["beam_search"]

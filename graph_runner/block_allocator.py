@@ -108,6 +108,3 @@ class BlockAllocator:
             raise ValueError(f"page {NULL_PAGE} is the null page, which can be neither shared nor freed")
         if not NULL_PAGE < page < len(self._ref_counts):
             raise ValueError(f"page {page} is unknown: this allocator has the pages 1 to {self.num_total}")
-
-
-__all__ = ["BlockAllocator"]

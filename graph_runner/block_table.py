@@ -121,6 +121,3 @@ class BlockTable:
 
     def _write(self, at: torch.Tensor, page: torch.Tensor) -> None:
         self.device.view(-1)[at] = page
-
-
-__all__ = ["BlockTable", "change_capacity"]

@@ -73,6 +73,3 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     storage = torch._C._construct_storage_from_data_pointer(there.data_ptr(), tensor.device, there.nbytes())
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
         storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-__all__ = ["alias", "record_in_segments"]

@@ -118,6 +118,3 @@ def _validated(sizes: Iterable[int], largest: int, what: str, limit: str) -> lis
 def _check_positive(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-
-
-__all__ = ["POLICIES", "Policy", "decode_buckets", "pick_bucket", "token_buckets"]

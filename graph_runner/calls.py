@@ -372,6 +372,3 @@ def progress(total: int, use_tqdm: bool | Callable[..., Any] | None) -> Iterator
                 made.update(task, completed=done)
 
         yield advance
-
-
-__all__ = ["EngineCalls", "Score", "progress"]

@@ -95,6 +95,3 @@ def capture_shapes(config: EngineConfig, support: CudagraphSupport, device: torc
 
 def _listed(sizes: object) -> bool:
     return sizes is not None and not isinstance(sizes, str)
-
-
-__all__ = ["MIXED_TOKENS", "capture_shapes", "launch_bound_tokens", "launch_us", "token_us"]

@@ -113,6 +113,3 @@ def _like(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _versions(tensors: list[torch.Tensor]) -> list[Any]:
     return [optimizer_steps(), *((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)]
-
-
-__all__ = ["CastWeights"]

@@ -185,6 +185,3 @@ def _save(path: Path, model: Any, max_size: int | str) -> None:
                 seen.add(id(tensor))
                 state[name] = tensor.detach().to("cpu", copy=True).contiguous()
         save_torch_state_dict(state, str(path), max_shard_size=max_size)
-
-
-__all__ = ["CheckpointError", "files_of", "read_checkpoint", "save_checkpoint"]

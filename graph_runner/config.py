@@ -295,7 +295,3 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     except TypeError as error:
         raise ValueError(str(error)) from None
     return dict(options)
-
-
-__all__ = ["EngineConfig", "EngineOptions", "check_options", "compute_dtype", "documents_options", "kv_dtype",
-           "option_help", "parse_option"]

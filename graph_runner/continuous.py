@@ -373,6 +373,3 @@ class Manager:
         """Call ``callback`` in the running event loop with each result of a request, instead of queueing it."""
         with self._changed:
             self._handlers[request_id] = callback, asyncio.get_running_loop()
-
-
-__all__ = ["Manager", "engine_options"]

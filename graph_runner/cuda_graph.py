@@ -274,6 +274,3 @@ class CudaGraphRunner:
         self._entries.clear()
         self._addresses.clear()
         self._pool = self._shared or GraphPool()
-
-
-__all__ = ["CudaGraphRunner", "EncoderShape", "GraphStats"]

@@ -145,6 +145,3 @@ class Detokenizer:
 def _same(a: str, b: str) -> int:
     """Length of the common prefix."""
     return len(a) if b.startswith(a) else len(os.path.commonprefix([a, b]))
-
-
-__all__ = ["Detokenizer"]

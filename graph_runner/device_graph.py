@@ -215,7 +215,3 @@ class GraphPool:
         if not self._made:
             self._handle, self._made = graphs.new_pool(), True
         return self._handle
-
-
-__all__ = ["CpuGraphs", "CudaGraphs", "DeviceGraphs", "GraphPool", "NpuGraphs", "Recorded", "device_graphs",
-           "register_device_graphs"]

@@ -294,6 +294,3 @@ class Engine(EngineCalls, WeightUpdates):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-__all__ = ["Engine"]

@@ -90,6 +90,3 @@ def _deferred_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if received:
             handler(*received[-1])
-
-
-__all__ = ["EngineLock", "locked"]

@@ -325,6 +325,3 @@ class PPProxyTensors:
 
     def __repr__(self) -> str:
         return f"PPProxyTensors({', '.join(f'{name}: {tuple(t.shape)} {t.dtype}' for name, t in self.tensors.items())})"
-
-
-__all__ = ["DpPaddingMode", "ForwardBatch", "PPProxyTensors", "mlp_sync_padding", "two_batch_split"]

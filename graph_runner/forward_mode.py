@@ -62,6 +62,3 @@ class CaptureHiddenMode(IntEnum):
 
     def is_full(self) -> bool:
         return self is CaptureHiddenMode.FULL
-
-
-__all__ = ["CaptureHiddenMode", "ForwardMode"]

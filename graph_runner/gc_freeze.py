@@ -113,6 +113,3 @@ class ServingFreeze:
     def _collect(self) -> None:
         gc.collect()
         self._collected = time.monotonic()
-
-
-__all__ = ["ServingFreeze", "freeze_gc"]

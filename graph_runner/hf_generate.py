@@ -194,6 +194,3 @@ def _of_integers(x: Any) -> bool:
     """Whether ``x`` is None, an integer or a sequence of integers."""
     each = x if isinstance(x, (list, tuple)) else [x]
     return x is None or bool(each) and all(type(i) is int for i in each)
-
-
-__all__ = ["Job", "Served", "own_method", "prompts_of", "understand"]

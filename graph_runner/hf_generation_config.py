@@ -201,6 +201,3 @@ def _unknown_options(generation_config: Any) -> list[str]:
         name for name, default in declared.items()
         if not name.startswith("_") and name not in known and getattr(generation_config, name, default) != default
     ]
-
-
-__all__ = ["IN_LOCKSTEP", "for_engine", "for_requests", "from_generation_config", "is_generation_config"]

@@ -147,6 +147,3 @@ class LiveModel:
             raise RuntimeError(f"the model was changed after the engine traced it ({change}), and cannot be served as it is "
                                f"now: {str(error).rstrip('.')}. Undo the change, or close the engine") from error
         self._stale = None
-
-
-__all__ = ["LiveModel"]

@@ -311,6 +311,3 @@ def output_dict(sequences: Any, scores: Any = None, logits: Any = None) -> Any:
     from transformers.generation import GenerateDecoderOnlyOutput
 
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)
-
-
-__all__ = ["DoesNotFit", "Rows", "held_here", "output_dict", "sample"]

@@ -182,6 +182,3 @@ def _penalized(logits: Tensor, counts: Tensor, penalties: Tensor, place: Tensor)
     logits = torch.where(seen != 0, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
     count = seen & (_IN_PROMPT - 1)
     return logits - frequency * count - presence * (count > 0)
-
-
-__all__ = ["LogitsEditor"]

@@ -102,6 +102,3 @@ def _row_function(processor: Any) -> Callable[[Sequence[int], Sequence[int], Ten
         return lambda prompt, output, logits: processor(output, logits)
     raise TypeError(f"logits_processors are called with (output_token_ids, logits) or (prompt_token_ids, output_token_ids, "
                     f"logits), and {processor!r} takes {needed} arguments")
-
-
-__all__ = ["LogitsEdits"]

@@ -218,6 +218,3 @@ def _more(asks: Sequence[tuple[int, int, Sequence[int] | None, float]], logits: 
         ranks = [(x > values[:, j : j + 1]).sum(-1) + 1 for j in range(most)]
         chosen = to_host(values), to_host(torch.stack(ranks, 1))
     return _More(rows, counts, np.array(heat, np.float32), None if bound is None else to_host(bound), top, ids, chosen)
-
-
-__all__ = ["SCORED_ROWS", "RowLogprobs", "ScoredRows", "StepLogprobs", "step_logprobs", "to_device"]

@@ -431,6 +431,3 @@ def _find_configs(where: str, holder: Any, found: dict[int, tuple[str, Any]]) ->
         if _is_config(name, value) and id(value) not in found:
             found[id(value)] = f"{where}.{name}", value
             _find_configs(f"{where}.{name}", value, found)
-
-
-__all__ = ["ModelGuard", "buffer_versions"]

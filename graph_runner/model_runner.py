@@ -431,6 +431,3 @@ class ModelRunner:
                 delattr(self, name)
         if hasattr(self, "paged"):
             self.paged.close()
-
-
-__all__ = ["CPU_KV_BYTES", "Launched", "ModelRunner", "StagedStep", "StepResults"]

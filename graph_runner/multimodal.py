@@ -107,6 +107,3 @@ def mrope_positions(num_tokens: int, items: Sequence[MultimodalItem], *, spatial
         token, position = token + item.num_tokens, position + max(rows, columns)
     text(num_tokens - token)
     return torch.cat(parts, dim=1)
-
-
-__all__ = ["MultimodalInputs", "MultimodalItem", "mrope_positions"]

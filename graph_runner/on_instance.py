@@ -117,6 +117,3 @@ def restore_attribute(model: torch.nn.Module, name: str, original: Any) -> None:
     model.__dict__.pop(name, None)
     if original is not None:
         object.__setattr__(model, name, original)
-
-
-__all__ = ["SAMPLING", "OnInstance", "OwnCopies", "restore_attribute", "set_own_copies"]

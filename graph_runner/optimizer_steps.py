@@ -23,6 +23,3 @@ def optimizer_steps() -> int:
 def _stepped(*_: Any) -> None:
     global _count
     _count += 1
-
-
-__all__ = ["optimizer_steps"]

@@ -71,6 +71,3 @@ def _is_forward(called: ast.expr, function: types.FunctionType, model: torch.nn.
         return False
     of_self = isinstance(called.value, ast.Name) and called.value.id == "self"
     return called.attr == "forward" or (of_self and isinstance(getattr(model, called.attr, None), torch.nn.Module))
-
-
-__all__ = ["reads_inputs"]

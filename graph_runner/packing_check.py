@@ -349,6 +349,3 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _largest(x: torch.Tensor) -> float:
     """The largest finite number by its absolute value; 0 if there is none."""
     return x.abs().masked_fill(~x.isfinite(), 0.0).max().item() if x.numel() else 0.0
-
-
-__all__ = ["TRIAL", "check_packing"]

@@ -323,6 +323,3 @@ def _decorate(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[
             raise unwrapped(error, self) from error
 
     return wrapper
-
-
-__all__ = ["AdaptedGenerate", "PagedGenerate", "adapted_model", "paged"]

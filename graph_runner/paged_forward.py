@@ -115,6 +115,3 @@ def own_forward(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         object.__setattr__(model, "forward", standing)
-
-
-__all__ = ["PagedForward", "own_forward"]

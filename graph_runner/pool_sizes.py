@@ -97,6 +97,3 @@ class MemoryPlan:
         return (f"{self.free / GIB:.1f} GiB free of {self.total / GIB:.1f}, the largest step needs {self.step / GIB:.1f} GiB, "
                 f"CUDA graphs about {self.graphs / GIB:.1f} GiB, and {self.total * (1 - self.utilization) / GIB:.1f} GiB stay "
                 f"unused (gpu_memory_utilization={self.utilization})")
-
-
-__all__ = ["MemoryPlan", "PoolSizes"]

@@ -256,6 +256,3 @@ def weights_version(model: torch.nn.Module | None) -> int:
                 seen.add(child)
                 modules.append(child)
     return hash(tuple(found))
-
-
-__all__ = ["Match", "PrefixCache", "PrefixStats", "weights_version"]

@@ -192,6 +192,3 @@ def _encode(text: str, tokenizer: Any, **options: Any) -> list[int]:
             f"the prompt is not valid text: character {error.start} is {text[error.start]!r}, half of a surrogate pair, "
             "as from bytes that are not UTF-8 (errors='surrogateescape'); decode them with errors='replace'") from None
     return list(tokenizer(text, **options)["input_ids"])
-
-
-__all__ = ["Prompt", "as_prompts", "chat_prompt", "each_of", "pairs_of", "params_of", "render_chat", "text_of", "token_ids_of"]

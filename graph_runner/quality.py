@@ -125,6 +125,3 @@ def _prefill(model: Any, tokenizer: Any, texts: Sequence[Sequence[int]], attenti
              for i, entry in enumerate(output.prompt_logprobs or ()) if entry is not None]
     likeliest = [next(token for token, one in entry.items() if one.rank == 1) for _, entry in found]
     return torch.tensor([entry[token].logprob for token, entry in found], dtype=torch.float64), torch.tensor(likeliest)
-
-
-__all__ = ["Quality", "calibrate", "compare", "token_texts"]

@@ -53,6 +53,3 @@ def add_commands(command: Callable[[str, Callable[[argparse.Namespace], int], st
         parser.add_argument("--text", metavar="FILE", help="text to run (default: what the model itself writes)")
         parser.add_argument("--length", type=int, default=1024, metavar="N",
                             help="tokens of a part of the text (default: 1024)")
-
-
-__all__ = ["add_commands"]

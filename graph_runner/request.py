@@ -346,7 +346,3 @@ def make_requests(ask: Ask, first_id: int, index: int | None, inbox: deque[Strea
             max_total_tokens=limit, inbox=inbox, detokenizer=_detokenizer_of(params, tokenizer, ids), num_scored=score_from,
             priority=options.priority, edits=edits))
     return made
-
-
-__all__ = ["Ask", "CompletionOutput", "FinishReason", "Limits", "Logprob", "Request", "RequestOptions", "RequestOutput",
-           "ScheduledBatch", "ScheduledRow", "StreamEvent", "check_logprobs", "make_requests"]

@@ -266,6 +266,3 @@ def without(logits: Tensor, banned: Tensor) -> Tensor:
     yes = torch.ones((), dtype=torch.bool, device=logits.device)  # `mask[...] = True` copies from the host, and waits
     mask.index_put_((banned[:, 0], banned[:, 1].clamp(max=vocabulary)), yes)
     return logits.masked_fill(mask[:, :vocabulary], -math.inf)
-
-
-__all__ = ["INVALID_TOKEN", "Sampled", "Sampler", "SamplingTensors", "compiled_on_cuda", "sample", "without"]

@@ -257,6 +257,3 @@ def _check_int(name: str, value: Any, expected: str = "an integer") -> None:
 def _check_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-
-
-__all__ = ["LOGPROBS_MODES", "SamplingParams"]

@@ -321,6 +321,3 @@ class Scheduler:
 
 class NeedsDrain(Exception):
     """The next decision depends on results that are still on the device."""
-
-
-__all__ = ["NeedsDrain", "Scheduler"]

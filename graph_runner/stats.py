@@ -123,6 +123,3 @@ def stats_of(engine: Any) -> EngineStats:
         graph_bytes=runner.graphs.stats.capture_bytes, estimated_graph_bytes=runner.graphs.stats.estimated_bytes,
         backend_bytes=runner.cache.beside_bytes, step_bytes=runner.step_bytes,
         free_bytes=torch.cuda.mem_get_info(runner.device)[0] if on_gpu else None)
-
-
-__all__ = ["Counters", "EngineStats", "stats_of"]

@@ -319,6 +319,3 @@ class StepBuffers:
             return None
         found = torch.tensor(pairs, dtype=torch.int64)
         return (found.pin_memory() if self.device.type == "cuda" else found).to(self.device, non_blocking=True)
-
-
-__all__ = ["EDITED", "BatchShape", "HostArrays", "StepBuffers", "StepLayout"]

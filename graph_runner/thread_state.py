@@ -30,6 +30,3 @@ def isolated(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(runner, *args)
 
     return run
-
-
-__all__ = ["isolated"]

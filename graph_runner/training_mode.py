@@ -82,6 +82,3 @@ def _names(code: types.CodeType) -> set[str]:
         elif isinstance(constant, tuple):  # names of keyword arguments
             names |= {c for c in constant if isinstance(c, str)}
     return names
-
-
-__all__ = ["training_difference"]

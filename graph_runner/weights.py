@@ -291,7 +291,3 @@ class WeightUpdates:
         write(targets, values)
         self.scheduler.preempt_all()
         logger.info("weights: %d parameters updated in %.3f s", len(targets), time.perf_counter() - began)
-
-
-__all__ = ["NamedTensors", "WeightSpec", "WeightUpdateError", "WeightUpdates", "check_specs", "missing_names", "state_of",
-           "write"]

@@ -140,6 +140,3 @@ def _process_group(backend: str, store: Any, rank: int, world_size: int, timeout
             else:
                 os.environ[_BLOCKING] = before
     raise ValueError(f"backend must be 'nccl' or 'gloo', got {backend!r}")
-
-
-__all__ = ["WeightsGroup"]

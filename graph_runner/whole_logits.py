@@ -149,6 +149,3 @@ def whole_logits(engine: Engine, ids: torch.Tensor) -> torch.Tensor:
         return out
     index = {row: i for i, row in enumerate(rows)}
     return out[[index[tuple(prompt)] for prompt in prompts]]
-
-
-__all__ = ["STEP_TOKENS", "difference", "limits_of", "reads_logits_alone", "whole_logits"]

@@ -199,6 +199,3 @@ def fit_requests(reach: Reach | None, num_pages: int, page_size: int, chunk: int
     if wanted <= room:
         return max_model_len, chunk
     return (max_model_len, room) if room >= 1 else (whole, chunk)
-
-
-__all__ = ["Reach", "WindowPages", "fit_requests"]

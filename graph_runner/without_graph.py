@@ -55,6 +55,3 @@ class WithoutGraph:
                                                          new + np.array([row.start for row in batch.rows]))
         products = batch.num_tokens * self.token_us
         return REASON if max(self.launch_us, products + without) < WORTH * (products + with_graph) else None
-
-
-__all__ = ["REASON", "WORTH", "WithoutGraph"]

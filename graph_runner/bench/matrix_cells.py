@@ -311,8 +311,6 @@ class Worker:
                              "floor_ms": floors[variant], "tokens_per_s": sum(new for _, new in asked) / ended}
 
 
-__all__ = ["Cell", "Job", "Worker", "cells"]
-
 if __name__ == "__main__":  # a worker process
     for found in Worker(Job(**workers.job())).run():
         workers.emit(found)
