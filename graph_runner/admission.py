@@ -14,11 +14,7 @@ class QueueFull(RuntimeError):
 
 
 class Admission:
-    """The names and deadlines of unfinished requests.
-
-    Args:
-        max_waiting: requests that may wait for a slot, or None.
-    """
+    """The names and deadlines of unfinished requests. ``max_waiting``: requests that may wait for a slot, or None."""
 
     def __init__(self, max_waiting: int | None) -> None:
         self.max_waiting = max_waiting

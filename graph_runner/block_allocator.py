@@ -44,20 +44,12 @@ class BlockAllocator:
         return len(self._free)
 
     def ref_count(self, page: int) -> int:
-        """Owners of a page; 0 when it is free.
-
-        Raises:
-            ValueError: the null page, or a page that the cache does not have.
-        """
+        """Owners of a page; 0 when it is free. Raises ValueError for the null page, or a page that the cache does not have."""
         self._check(page)
         return self._ref_counts[page]
 
     def allocate(self, n: int) -> list[int] | None:
-        """Take `n` free pages, each with one owner; None when fewer are free.
-
-        Raises:
-            ValueError: `n` is negative.
-        """
+        """Take `n` free pages, each with one owner; None when fewer are free. Raises ValueError if `n` is negative."""
         if n < 0:
             raise ValueError(f"cannot allocate {n} pages; n must be at least 0")
         first = len(self._free) - n
@@ -71,11 +63,8 @@ class BlockAllocator:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """Add one owner to each page, once per occurrence.
-
-        Raises:
-            ValueError: the null page, an unknown page, or a free page. No count has changed then.
-        """
+        """Add one owner to each page, once per occurrence. Raises ValueError for the null page, an unknown page, or a free
+        page. No count has changed then."""
         for page in pages:
             self._check(page)
             if not self._ref_counts[page]:
@@ -84,12 +73,8 @@ class BlockAllocator:
             self._ref_counts[page] += 1
 
     def free(self, pages: Sequence[int]) -> None:
-        """Remove one owner from each page, once per occurrence; a page without owners is free.
-
-        Raises:
-            ValueError: the null page, an unknown page, or one freed more often than it has owners ("double free"). No count
-                has changed then.
-        """
+        """Remove one owner from each page, once per occurrence; a page without owners is free. Raises ValueError for the null
+        page, an unknown page, or one freed more often than it has owners ("double free"). No count has changed then."""
         counts, total = self._ref_counts, len(self._ref_counts)
         once = len(pages) < 2 or len(set(pages)) == len(pages)
         if not once or not all(NULL_PAGE < page < total and counts[page] for page in pages):

@@ -33,11 +33,8 @@ FEW_ROWS, FEW_ROWS_FROM = 16, 128
 
 def launch_bound_tokens(parameters: Iterable[torch.Tensor], vocab_size: int) -> int:
     """Tokens up to which the host takes longer to launch a step than a fast GPU to run it, at least MIXED_TOKENS. See NOTE [How
-    far mixed steps are captured].
-
-    Args:
-        parameters: of the model. Embedding and head, of ``vocab_size`` rows, do not count: they take a token or a row each.
-    """
+    far mixed steps are captured]. ``parameters``: of the model. Embedding and head, of ``vocab_size`` rows, do not count: they
+    take a token or a row each."""
     sizes = _matrix_sizes(parameters, vocab_size)
     if not sizes:
         return MIXED_TOKENS

@@ -80,11 +80,8 @@ def _as_dict(output: Any) -> dict[str, Any]:
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine options of ``quire generate``: those of --engine, --attention and --page-size.
-
-    Raises:
-        ValueError: an unknown option, a bad value, or two different values of one option.
-    """
+    """The engine options of ``quire generate``: those of --engine, --attention and --page-size. Raises ValueError for an
+    unknown option, a bad value, or two different values of one option."""
     from quire.graph_runner.config import check_options
 
     options = dict(args.engine)

@@ -143,11 +143,8 @@ class EngineConfig:
         return cls(**options)
 
     def compile_options(self, device: torch.device) -> QuireOptions:
-        """The options of the passes, with "auto" resolved for ``device``. On a CPU the lowered graph runs op by op.
-
-        Raises:
-            ValueError: an unknown compiler, fusion or dtype.
-        """
+        """The options of the passes, with "auto" resolved for ``device``. On a CPU the lowered graph runs op by op. Raises
+        ValueError for an unknown compiler, fusion or dtype."""
         from quire.passes.options import QuireOptions
 
         on_gpu = device.type == "cuda"
@@ -230,11 +227,8 @@ def _described(kind: Any) -> str:
 
 
 def kv_dtype(name: str | torch.dtype) -> torch.dtype | None:
-    """The dtype of the KV cache; None for "auto". "fp8" and "fp8_e4m3" are float8_e4m3fn, "fp8_e5m2" is float8_e5m2.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """The dtype of the KV cache; None for "auto". "fp8" and "fp8_e4m3" are float8_e4m3fn, "fp8_e5m2" is float8_e5m2. Raises
+    ValueError for an unknown name."""
     import torch
 
     from quire.attn_ops.kv_quant import ALIASES

@@ -57,11 +57,8 @@ def _graphs(varlen: bool | None, decode: bool | None) -> dict[str, Any]:
 
 
 def engine_options(config: Any) -> dict[str, Any]:
-    """The engine's options that a ``ContinuousBatchingConfig`` asks for: those that differ from its defaults.
-
-    Raises:
-        ValueError: a field that quire does not have; names it.
-    """
+    """The engine's options that a ``ContinuousBatchingConfig`` asks for: those that differ from its defaults. Raises ValueError
+    for a field that quire does not have."""
     found: dict[str, Any] = {}
     refused = []
     for field in dataclasses.fields(config):

@@ -185,11 +185,8 @@ class CudaGraphRunner:
         return None
 
     def capture(self) -> None:
-        """Capture every bucket, or none yet if ``lazy``. See NOTE [Largest first, one pool].
-
-        Raises:
-            RuntimeError: out of memory; says what to change. Earlier captures are dropped.
-        """
+        """Capture every bucket, or none yet if ``lazy``. See NOTE [Largest first, one pool]. Raises RuntimeError, which says
+        what to change, if memory runs out. Earlier captures are dropped."""
         if self.lazy:
             return
         try:
@@ -250,12 +247,9 @@ class CudaGraphRunner:
         self.stats.captured += 1
 
     def replay(self, bucket: Bucket) -> Any:
-        """Run the bucket's graph on the static buffers; the output is valid until the next replay of any bucket of the pool,
-        or for good with ``keep_outputs``.
-
-        Raises:
-            RuntimeError: the bucket was not captured, or (with ``inputs``) a tensor that its graph reads has moved.
-        """
+        """Run the bucket's graph on the static buffers; the output is valid until the next replay of any bucket of the pool, or
+        for good with ``keep_outputs``. Raises RuntimeError if the bucket was not captured, or (with ``inputs``) a tensor that
+        its graph reads has moved."""
         if bucket not in self._entries:
             raise RuntimeError(f"the step {tuple(bucket)} was not captured: capture it at the start, or make the runner lazy")
         if self._inputs is not None:

@@ -189,11 +189,7 @@ def register_device_graphs(device_type: str, graphs: type[DeviceGraphs]) -> None
 
 
 def device_graphs(device: torch.device) -> DeviceGraphs:
-    """The graphs of a device.
-
-    Raises:
-        RuntimeError: none are registered for it, or its package is missing.
-    """
+    """The graphs of a device. Raises RuntimeError if none are registered for it, or its package is missing."""
     if device.type not in _DEVICES:
         raise RuntimeError(f"no graphs are known for {device.type}; there are those of {', '.join(_DEVICES)}. Register a class "
                            "with quire.graph_runner.device_graph.register_device_graphs")

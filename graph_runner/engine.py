@@ -95,11 +95,8 @@ class Engine(EngineCalls, WeightUpdates):
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None,
                     priority: int = 0, timeout: float | None = None, adapter: str | None = None) -> list[int]:
         """Queue a prompt; returns the ids of its requests (``params.n`` of them), whose events ``step`` returns. See ``stream``
-        for the arguments.
-
-        Raises:
-            ValueError, TypeError, QueueFull: the prompt cannot be served; says why. Nothing else is affected.
-        """
+        for the arguments. Raises ValueError, TypeError or QueueFull if the prompt cannot be served. Nothing else is
+        affected."""
         ids: list[int] = []
         options = RequestOptions(request_id, priority, timeout, adapter=adapter)
         self._add(Ask(prompt, self._params_of(prompt, params), options), self._events, ids)

@@ -46,11 +46,8 @@ class LiveModel:
         self._longest = self.limits()[0]
 
     def _trace(self) -> None:
-        """Make the runner, again where another thread changed the model while it was traced.
-
-        Raises:
-            UnsupportedAttention: it cannot be served. RuntimeError: it changed each time.
-        """
+        """Make the runner, again where another thread changed the model while it was traced. Raises UnsupportedAttention if it
+        cannot be served, RuntimeError if it changed each time."""
         loading.check_model(self.model)
         changed: str | None = None
         self.cast: CastWeights | None
@@ -126,11 +123,8 @@ class LiveModel:
 
     def trace_again(self, change: str, own_adapters: bool = False) -> None:
         """Replace the runner by one for the model as it is now; no step may be in flight. ``own_adapters``: from now on each
-        request has adapters of its own, as long as the model allows it.
-
-        Raises:
-            RuntimeError: the model cannot be served any more. ``change`` then returns the same change; call this again.
-        """
+        request has adapters of its own, as long as the model allows it. Raises RuntimeError if the model cannot be served any
+        more. ``change`` then returns the same change; call this again."""
         logger.warning("%s changed (%s): tracing it again", type(self.model).__name__, change)
         self._stale, before = change, self.adapters
         self.adapters |= own_adapters

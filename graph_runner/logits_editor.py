@@ -37,11 +37,8 @@ class _Place:
 
 
 class LogitsEditor:
-    """Draws the tokens of batches with edits. One per runner; not used by batches without.
-
-    Attributes:
-        in_processor: a request's own code runs. It must not start a step, whose inputs would replace those of the step at work.
-    """
+    """Draws the tokens of batches with edits. One per runner; not used by batches without. ``in_processor``: a request's own
+    code runs. It must not start a step, whose inputs would replace those of the step at work."""
 
     def __init__(self, sampler: Sampler, device: torch.device) -> None:
         self._sampler, self._device, self.in_processor = sampler, device, False

@@ -95,13 +95,8 @@ class Launched:
 
 class ModelRunner:
     """See the module's docstring. Reads the options that are for it from ``config``, whose ``max_model_len`` is set.
-
-    Args:
-        adapters: each request has adapters of its own (``graph_runner/adapters.py``).
-
-    Raises:
-        UnsupportedAttention: the model cannot be served.
-    """
+    ``adapters``: each request has adapters of its own (``graph_runner/adapters.py``). Raises UnsupportedAttention if the model
+    cannot be served."""
 
     @isolated
     @torch.inference_mode(False)  # its tensors outlive the caller's mode

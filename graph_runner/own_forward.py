@@ -17,11 +17,7 @@ _NOT_GIVEN = frozenset(("attention_mask", "past_key_values", "cache_position"))
 
 def reads_inputs(model: torch.nn.Module, own_forward: Any) -> str | None:
     """Says that the model's forward reads an attention mask or a cache, if it is not transformers' own and does more with them
-    than to pass them on; or None.
-
-    Args:
-        own_forward: one that the instance had before it was paged, or None.
-    """
+    than to pass them on; or None. ``own_forward``: one that the instance had before it was paged, or None."""
     for forward in (own_forward, *(vars(cls).get("forward") for cls in type(model).__mro__)):
         found = forward
         while found is not None and (plain := getattr(found, "__func__", found)) is not None:

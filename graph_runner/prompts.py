@@ -15,11 +15,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """The prompts as a list. A string, a sequence of integers (arrays and tensors included), a chat or a dict is one prompt;
-    what a tokenizer returns for several texts ("input_ids" and "attention_mask") is one per row.
-
-    Raises:
-        ValueError: a mask that does not fit the ids, or with holes.
-    """
+    what a tokenizer returns for several texts ("input_ids" and "attention_mask") is one per row. Raises ValueError for a mask
+    that does not fit the ids, or with holes."""
     if isinstance(prompts, Mapping):
         return _rows(prompts) if "input_ids" in prompts else [prompts]
     tolist = getattr(prompts, "tolist", None)
@@ -141,14 +138,8 @@ def _content(prompt: Mapping[str, Any]) -> Any:
 
 
 def render_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **options: Any) -> str:
-    """The text of a chat, by default up to where the assistant's answer begins.
-
-    Args:
-        options: of ``apply_chat_template``.
-
-    Raises:
-        ValueError: there is no template, it does not take these messages, or they have more than text.
-    """
+    """The text of a chat, by default up to where the assistant's answer begins. ``options``: of ``apply_chat_template``. Raises
+    ValueError if there is no template, it does not take these messages, or they have more than text."""
     if not callable(getattr(tokenizer, "apply_chat_template", None)) or not (
             getattr(tokenizer, "chat_template", None) or options.get("chat_template")):
         raise ValueError("the prompt is a list of messages, and the engine has no tokenizer with a chat template; set "

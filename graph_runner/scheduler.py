@@ -77,12 +77,9 @@ class Scheduler:
         self.waiting.insert(at, request)
 
     def schedule(self) -> ScheduledBatch | None:
-        """Rows of the next step, with pages allocated and ``num_computed`` advanced; None if nothing can run now.
-
-        Raises:
-            NeedsDrain: a request must be preempted whose newest token is still on the device; call again after the results
-                of the launched step have been collected.
-        """
+        """Rows of the next step, with pages allocated and ``num_computed`` advanced; None if nothing can run now. Raises
+        NeedsDrain if a request must be preempted whose newest token is still on the device; call again after the results of the
+        launched step have been collected."""
         self._note_computed()
         budget, before = self.max_num_batched_tokens, self.num_preemptions
         self._scores_left = self.max_scored

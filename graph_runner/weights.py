@@ -59,12 +59,8 @@ def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_specs(model: torch.nn.Module, specs: Iterable[WeightSpec]) -> dict[str, torch.Tensor]:
-    """The parameters that an update would write, by name.
-
-    Raises:
-        WeightUpdateError: a name that the model has not, or twice; another shape; a dtype that is not converted; a parameter
-            that is not a plain tensor.
-    """
+    """The parameters that an update would write, by name. Raises WeightUpdateError for a name that the model has not, or twice;
+    another shape; a dtype that is not converted; a parameter that is not a plain tensor."""
     state, found = state_of(model), {}
     for name, dtype, shape in specs:
         if name not in state:
@@ -103,11 +99,8 @@ def missing_names(model: torch.nn.Module, given: Iterable[str]) -> list[str]:
 
 def write(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
     """Copy checked values into the parameters. Conversions are made first: copying alone needs no memory, and cannot fail.
-
-    Raises:
-        WeightUpdateError: two names of one (tied) parameter have different values, or a value could not be converted; nothing
-            is written.
-    """
+    Raises WeightUpdateError if two names of one (tied) parameter have different values, or a value could not be converted;
+    nothing is written."""
     written = {part.untyped_storage().data_ptr() for part in targets.values()}
     ready: dict[str, torch.Tensor] = {}
     names: dict[int, str] = {}  # of each parameter, the first
@@ -131,11 +124,8 @@ def write(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor
 
 
 def _plain(name: str, value: Any) -> torch.Tensor:
-    """A given value as a tensor of numbers; a distributed one gathered from all its ranks.
-
-    Raises:
-        WeightUpdateError: it is none.
-    """
+    """A given value as a tensor of numbers; a distributed one gathered from all its ranks. Raises WeightUpdateError if it is
+    none."""
     gather = getattr(value, "full_tensor", None)
     value = gather() if callable(gather) else value
     if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value) or value.layout is not torch.strided or (
@@ -257,11 +247,7 @@ class WeightUpdates:
 
     @locked
     def get_weights_by_name(self, name: str, truncate_size: int | None = None) -> torch.Tensor:
-        """A copy of a parameter, or of its first ``truncate_size`` rows.
-
-        Raises:
-            KeyError: the model has no such parameter.
-        """
+        """A copy of a parameter, or of its first ``truncate_size`` rows. Raises KeyError if the model has no such parameter."""
         state = state_of(self.model)
         if name not in state:
             near = difflib.get_close_matches(name, state, 3)

@@ -33,12 +33,9 @@ STEP_TOKENS = 1024
 
 
 def reads_logits_alone(frame: types.FrameType | None) -> bool:
-    """Whether a forward was called by lm-eval's code that can see nothing but ``.logits`` of its result.
-
-    Args:
-        frame: the caller of the forward. Those of ``nn.Module.__call__`` and of PEFT's wrappers, which hand the result on, are
-            passed over, unless a hook there gets the result.
-    """
+    """Whether a forward was called by lm-eval's code that can see nothing but ``.logits`` of its result. ``frame``: the caller
+    of the forward. Those of ``nn.Module.__call__`` and of PEFT's wrappers, which hand the result on, are passed over, unless a
+    hook there gets the result."""
     if "lm_eval" not in sys.modules:
         return False
     while frame is not None and (name := str(frame.f_globals.get("__name__"))).startswith(("torch.nn.modules.module", "peft.")):
@@ -116,11 +113,8 @@ def limits_of(engine: Engine, ids: torch.Tensor) -> str | None:
 
 
 def whole_logits(engine: Engine, ids: torch.Tensor) -> torch.Tensor:
-    """The logits at every token: of ids (B, L) int, (B, L, V) in the model's dtype. Equal rows are computed once.
-
-    Raises:
-        DoesNotFit: a row needs more pages than there are; says what to change.
-    """
+    """The logits at every token: of ids (B, L) int, (B, L, V) in the model's dtype. Equal rows are computed once. Raises
+    DoesNotFit if a row needs more pages than there are."""
     prompts, length = ids.tolist(), ids.shape[1]
     rows = list(dict.fromkeys(map(tuple, prompts)))
     out: torch.Tensor | None = None

@@ -66,11 +66,8 @@ def layers_asked(given: int | None) -> int | None:
 
 
 def config_of(spec: ModelSpec) -> Any:
-    """The transformers config of the model, cut to ``spec.layers``.
-
-    Raises:
-        ValueError: the name is neither a shape nor a folder with config.json, or the model has fewer layers.
-    """
+    """The transformers config of the model, cut to ``spec.layers``. Raises ValueError if the name is neither a shape nor a
+    folder with config.json, or the model has fewer layers."""
     import transformers
 
     if spec.name in SHAPES:

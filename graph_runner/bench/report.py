@@ -179,11 +179,8 @@ def time_of(row: Row) -> tuple[str, float] | None:
 
 def compare(before: dict[str, Any], environment: dict[str, Any], rows: Sequence[Row], tolerance: float,
             console: Any) -> int:
-    """Print old, new and their ratio for each row in both.
-
-    Returns:
-        1 if a row got slower by more than ``tolerance``, or was measured before and failed now; else 0.
-    """
+    """Print old, new and their ratio for each row in both. Returns 1 if a row got slower by more than ``tolerance``, or was
+    measured before and failed now; else 0."""
     def key(row: Row) -> tuple[Any, ...]:
         # Results from before quantized caches do not name the cache's dtype, which was the model's.
         row = {**row, "kv_cache_dtype": row.get("kv_cache_dtype") or row.get("dtype")}

@@ -135,11 +135,7 @@ ROUTERS = (".gate.weight", ".router.weight")
 @torch.no_grad()
 def spread_tokens(model: torch.nn.Module) -> None:
     """Give routers weights that choose experts evenly. vLLM's dummy weights are at most 0.001, so that all experts score alike
-    after rounding, and every token gets the first ones.
-
-    Raises:
-        NotMeasured: no parameter has the name of a router's.
-    """
+    after rounding, and every token gets the first ones. Raises NotMeasured if no parameter has the name of a router's."""
     routers = [p for name, p in model.named_parameters() if name.endswith(ROUTERS)]
     if not routers:
         raise NotMeasured("vLLM's dummy weights give all tokens the same experts, and no router was found to change that")

@@ -27,11 +27,8 @@ LOG_WIDTH = 160  # of tables where the output is not a terminal
 
 
 class Run(Result):
-    """What all workloads share: device, dtype and options of the engine, and the rows.
-
-    Raises:
-        ValueError: arguments that make no sense; a subclass, too, raises it before anything is measured.
-    """
+    """What all workloads share: device, dtype and options of the engine, and the rows. Raises ValueError for arguments that
+    make no sense; a subclass, too, raises it before anything is measured."""
 
     def __init__(self, args: argparse.Namespace, command: str) -> None:
         self.args, self.command = args, command

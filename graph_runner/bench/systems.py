@@ -33,11 +33,8 @@ class Limits:
 
 
 class System(ABC):
-    """One system, ready to generate; see ``open_system``. A subclass with a ``name`` is registered in SYSTEMS.
-
-    Raises:
-        NotMeasured: it cannot run here.
-    """
+    """One system, ready to generate; see ``open_system``. A subclass with a ``name`` is registered in SYSTEMS. Raises
+    NotMeasured where it cannot run."""
 
     name: ClassVar[str] = ""
     #: memory is allocated by this process
