@@ -22,7 +22,7 @@ from torch import Tensor
 from quire.graph_runner.logits_edits import LogitsEdits
 from quire.graph_runner.logprobs import to_device
 from quire.graph_runner.request import Request, ScheduledBatch, ScheduledRow
-from quire.graph_runner.sampler import Sampled, Sampler, SamplingTensors, compiled_on_cuda, without
+from quire.graph_runner.sampler import Sampled, SamplingTensors, compiled_on_cuda, draw, without
 
 _IN_PROMPT = 1 << 30  # beside the count of a token in the continuation
 
@@ -40,13 +40,13 @@ class LogitsEditor:
     """Draws the tokens of batches with edits. One per runner; not used by batches without. ``in_processor``: a request's own
     code runs. It must not start a step, whose inputs would replace those of the step at work."""
 
-    def __init__(self, sampler: Sampler, device: torch.device) -> None:
-        self._sampler, self._device, self.in_processor = sampler, device, False
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.in_processor = device, False
         self._places: dict[int, _Place] = {}  # by slot; only those that some request with edits has had
         self._added = self._counts = self._penalties = torch.empty(0, 0, device=device)
 
     def draw(self, batch: ScheduledBatch, logits: Tensor, sampling: SamplingTensors) -> Sampled:
-        """``Sampler.draw`` after the edits of the batch's requests. A row whose processor fails gets INVALID_TOKEN, and its
+        """``sampler.draw`` after the edits of the batch's requests. A row whose processor fails gets INVALID_TOKEN, and its
         request a ``failure``.
 
         Args:
@@ -74,7 +74,7 @@ class LogitsEditor:
             at, place = penalized
             piece = compiled_on_cuda(_penalized, logits)
             logits.index_copy_(0, at, piece(logits.index_select(0, at), self._counts, self._penalties, place))
-        sampled = self._sampler.draw(logits, sampling)
+        sampled = draw(logits, sampling)
         tokens = self._traced(rows, sampled.tokens)
         if penalized is not None:
             at, place = penalized

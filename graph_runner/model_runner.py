@@ -8,7 +8,6 @@ copies the tokens, and log probabilities where they are wanted, back to the host
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +36,7 @@ from quire.graph_runner.logprobs import RowLogprobs, ScoredRows, StepLogprobs, s
 from quire.graph_runner.packing_check import TRIAL, check_packing
 from quire.graph_runner.pool_sizes import MemoryPlan, PoolSizes
 from quire.graph_runner.request import ScheduledBatch
-from quire.graph_runner.sampler import Sampler
+from quire.graph_runner.sampler import draw
 from quire.graph_runner.step_buffers import EDITED, BatchShape, StepBuffers
 from quire.graph_runner.thread_state import isolated
 from quire.graph_runner.window_pages import Reach
@@ -99,8 +98,6 @@ class ModelRunner:
     cannot be served."""
 
     @isolated
-    @torch.inference_mode(False)  # its tensors outlive the caller's mode
-    @torch.no_grad()
     def __init__(self, model: torch.nn.Module, config: EngineConfig, adapters: bool = False) -> None:
         names = adapter_names(model) if adapters else None
         self.adapters = None if names is None else TokenAdapters(model, names, max(
@@ -149,8 +146,7 @@ class ModelRunner:
             with start_times.timed("prefill kernels"):
                 self.backend.warm_up(self.sites, self.device, wait_seconds(config.attention == "auto"))  # logs what is missing
         self._without_graph = WithoutGraph(self.backend, self.sites, self.device, *self._step_us)
-        self.sampler = Sampler()
-        self.editor = LogitsEditor(self.sampler, self.device)
+        self.editor = LogitsEditor(self.device)
         width = pages_for(self.max_model_len, config.page_size)
         largest, cuda = self._largest, self.device.type == "cuda"
         self.paged.check_sizes(*largest)
@@ -371,8 +367,6 @@ class ModelRunner:
                 self.cache.copy_pages(pages[:, 0], pages[:, 1], layers)
 
     @isolated
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def launch(self, batch: ScheduledBatch) -> Launched:
         """Start a step. Returns at once on a GPU; ``Launched.tokens()`` has the results."""
         self.copy_pages(batch.copies, batch.window_copies)
@@ -384,8 +378,8 @@ class ModelRunner:
         if sampling is not None:
             # The other rows keep the graph's token, which does not depend on the rest of the batch.
             edited = (staged.host["resample"][:rows] & EDITED).any()
-            draw = functools.partial(self.editor.draw, batch) if edited else self.sampler.draw
-            sampled = draw(logits[: shape.num_reqs], sampling)
+            own = logits[: shape.num_reqs]
+            sampled = self.editor.draw(batch, own, sampling) if edited else draw(own, sampling)
             tokens = torch.where(made.inputs["resample"] != 0, sampled.tokens, tokens)
             self._store(made, tokens)
         host_tokens = self._host_tokens[self._next_host_tokens][:rows]
@@ -408,8 +402,6 @@ class ModelRunner:
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
     @isolated
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def logits_of(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run a step whose rows sample nothing. (rows + N, V): logits of each row's last token, then of N scored prompt tokens,
         valid until the next step."""

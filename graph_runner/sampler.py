@@ -56,7 +56,7 @@ class SamplingTensors:
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """Sample one token per row, without a synchronization. See `Sampler` for the compiled form.
+    """Sample one token per row, without a synchronization. See `draw` for the compiled form.
 
     In plain PyTorch, except that on CUDA a batch without filters is drawn by the kernel of `sample_tokens`.
 
@@ -75,7 +75,7 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     Raises:
         ValueError: logits that are not (B, V) or not floating point.
     """
-    return _sample(logits, params, lambda function: function)
+    return draw(logits, params, lambda piece, logits: piece).tokens
 
 
 @dataclass(frozen=True)
@@ -86,23 +86,6 @@ class Sampled:
     tokens: Tensor
     logits: Tensor
     threshold: Tensor | None
-
-
-class Sampler:
-    """`sample`, with its pieces compiled on CUDA.
-
-    The pieces (one per filter, and the draw among the tokens that filters leave) are compiled when first needed, for any
-    number of rows; a batch uses at most four of them, one without filters none. Each is compiled twice per dtype and
-    vocabulary size, since torch.compile specializes batches of one, and all instances share the compiled pieces.
-    """
-
-    def __call__(self, logits: Tensor, params: SamplingTensors) -> Tensor:
-        """See `sample`."""
-        return self.draw(logits, params).tokens
-
-    def draw(self, logits: Tensor, params: SamplingTensors) -> Sampled:
-        """See `sample`. Also returns what the tokens were drawn from."""
-        return _draw(logits, params, lambda piece: compiled_on_cuda(piece, logits))
 
 
 _Piece = Callable[..., Tensor]
@@ -128,13 +111,14 @@ def _compiled(piece: _Piece, vocabulary: int) -> _Piece:
     return run
 
 
-def _sample(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece], _Piece]) -> Tensor:
-    """`sample`, with each piece run as ``get(piece)``."""
-    return _draw(logits, params, get).tokens
-
-
 @torch.no_grad()
-def _draw(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece], _Piece]) -> Sampled:
+def draw(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece, Tensor], _Piece] = compiled_on_cuda) -> Sampled:
+    """`sample`, and what the tokens were drawn from; its pieces are run as ``get(piece, logits)``, by default compiled on CUDA.
+
+    The pieces (one per filter, and the draw among the tokens that filters leave) are compiled when first needed, for any
+    number of rows; a batch uses at most four of them, one without filters none. Each is compiled twice per dtype and
+    vocabulary size, since torch.compile specializes batches of one.
+    """
     rows = params.temperature.shape[0]
     if logits.dim() != 2 or logits.shape[0] != rows or not logits.is_floating_point():
         raise ValueError(f"logits must be floating point of shape ({rows}, V), one row per entry of params, got "
@@ -153,12 +137,12 @@ def _draw(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece], _Piec
         return Sampled(sample_tokens(logits, *row_params), logits, None)  # on CUDA one kernel: nothing to compile
     threshold = torch.full((rows,), -math.inf, dtype=torch.float32, device=logits.device)
     if params.any_top_k:
-        threshold = get(_top_k_threshold)(logits, params.top_k)
+        threshold = get(_top_k_threshold, logits)(logits, params.top_k)
     if params.any_top_p:
-        threshold = get(_top_p_threshold)(logits, params.temperature, params.top_p, threshold)
+        threshold = get(_top_p_threshold, logits)(logits, params.temperature, params.top_p, threshold)
     if params.any_min_p:
-        threshold = get(_min_p_threshold)(logits, params.temperature, params.min_p, threshold)
-    return Sampled(get(_draw_filtered)(logits, *row_params, threshold), logits, threshold)
+        threshold = get(_min_p_threshold, logits)(logits, params.temperature, params.min_p, threshold)
+    return Sampled(get(_draw_filtered, logits)(logits, *row_params, threshold), logits, threshold)
 
 
 # ---- the pieces that are compiled

@@ -11,11 +11,11 @@ import torch
 
 
 def isolated(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a method of a runner without what the caller's thread has set.
+    """Run a method of a runner without what the caller's thread has set, and without gradients.
 
-    Autocast is off: a step holds requests of several threads, and what is compiled or captured under autocast stays so. The GPU
-    of the model (``device`` of the runner; in its constructor, of the first argument's parameters) is the current one, on whose
-    stream events are recorded.
+    Autocast is off: a step holds requests of several threads, and what is compiled or captured under autocast stays so. So is
+    inference mode, which a runner's tensors outlive. The GPU of the model (``device`` of the runner; in its constructor, of the
+    first argument's parameters) is the current one, on whose stream events are recorded.
     """
 
     @functools.wraps(method)
@@ -27,6 +27,8 @@ def isolated(method: Callable[..., Any]) -> Callable[..., Any]:
             device = runner.device if hasattr(runner, "device") else next(args[0].parameters()).device
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
             return method(runner, *args)
 
     return run
