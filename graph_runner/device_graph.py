@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -81,6 +82,17 @@ class CpuGraphs:
         pass
 
 
+def _recorded(graph: Any, recording: AbstractContextManager[Any], run: Callable[[], Any]) -> Recorded:
+    with recording:
+        output = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return output
+
+    return Recorded(replay)
+
+
 class CudaGraphs:
     """CUDA graphs, recorded on the side stream that quire's kernels know."""
 
@@ -102,14 +114,7 @@ class CudaGraphs:
 
     def record(self, run: Callable[[], Any], pool: Any) -> Recorded:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=side_stream(self.device)):
-            output = run()
-
-        def replay() -> Any:
-            graph.replay()
-            return output
-
-        return Recorded(replay)
+        return _recorded(graph, torch.cuda.graph(graph, pool=pool, stream=side_stream(self.device)), run)
 
     def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
         def begin() -> torch.cuda.CUDAGraph:
@@ -161,14 +166,7 @@ class NpuGraphs:
 
     def record(self, run: Callable[[], Any], pool: Any) -> Recorded:
         graph = self._npu.NPUGraph()
-        with self._npu.graph(graph, pool=pool, auto_dispatch_capture=True):
-            output = run()
-
-        def replay() -> Any:
-            graph.replay()
-            return output
-
-        return Recorded(replay)
+        return _recorded(graph, self._npu.graph(graph, pool=pool, auto_dispatch_capture=True), run)
 
     def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
         raise RuntimeError("piecewise graphs are not supported on an NPU: make the engine without cudagraph_piecewise")

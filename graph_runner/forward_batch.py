@@ -8,7 +8,7 @@ for MLPs that all ranks run together, the halves of a batch for two-batch overla
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -20,6 +20,11 @@ from quire.attn_ops.metadata import CommonAttentionMetadata, UBatchSlice, create
 from quire.attn_ops.metadata.prefix_chunks import MAX_CHUNK_CAPACITY, PrefixChunks
 from quire.graph_runner.forward_mode import CaptureHiddenMode, ForwardMode
 from quire.graph_runner.multimodal import MultimodalInputs
+
+
+def _contains(modality: str) -> Callable[[ForwardBatch], bool]:
+    """A method: whether a sequence has an input of this kind."""
+    return lambda batch: any(one is not None and one.contains(modality) for one in batch.mm_inputs)
 
 
 @dataclass
@@ -167,17 +172,9 @@ class ForwardBatch:
         given = [one for one in self.mm_inputs if one is not None]
         return MultimodalInputs.merge(given) if given else None
 
-    def _contains(self, modality: str) -> bool:
-        return any(one is not None and one.contains(modality) for one in self.mm_inputs)
-
-    def contains_image_inputs(self) -> bool:
-        return self._contains("image")
-
-    def contains_video_inputs(self) -> bool:
-        return self._contains("video")
-
-    def contains_audio_inputs(self) -> bool:
-        return self._contains("audio")
+    contains_image_inputs = _contains("image")
+    contains_video_inputs = _contains("video")
+    contains_audio_inputs = _contains("audio")
 
     def contains_mm_inputs(self) -> bool:
         return any(one is not None and one.items for one in self.mm_inputs)

@@ -13,9 +13,8 @@ from quire.graph_runner.engine import Engine
 from quire.graph_runner.hf_generation_config import IN_LOCKSTEP, from_generation_config
 from quire.graph_runner.lockstep import DoesNotFit, Rows
 from quire.graph_runner.on_instance import OwnCopies
-from quire.graph_runner.own_forward import reads_inputs
+from quire.graph_runner.own_forward import reads_inputs, training_difference
 from quire.graph_runner.sampling_params import SamplingParams
-from quire.graph_runner.training_mode import training_difference
 from quire.passes.capture.reads import is_code_of
 
 # Arguments of ``generate`` beside the generation config: those that ``understand`` reads, those that transformers makes

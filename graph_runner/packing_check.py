@@ -275,6 +275,19 @@ def _is_precise(paged: PagedModel, dtype: torch.dtype) -> bool:
                for w in weights) and all(v.dtype.itemsize > 2 for v in floats)
 
 
+def _by_itself(paged: PagedModel, ids: torch.Tensor, positions: torch.Tensor | None, mode: InFloat32, how: str
+               ) -> torch.Tensor | None:
+    """Logits (T, V) of the model's own forward; None: it does not run so."""
+    try:
+        with mode:
+            return paged.by_itself(ids, positions).float()
+    except ChangedWhileTraced:
+        raise
+    except Exception as error:
+        logger.info("packing check: the model does not run %s: %s: %s", how, type(error).__name__, error)
+        return None
+
+
 def _check_own_positions(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) -> torch.Tensor | None:
     """Refuse a model whose own positions are not 0, 1, 2, ... (RoBERTa's begin at padding_idx + 1). The same kernels run with
     and without positions, so a difference is not rounding. Returns its logits with positions; None: it does not run so."""
@@ -285,13 +298,8 @@ def _check_own_positions(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) 
     except Exception as error:
         logger.info("packing check: the model does not run by itself: %s: %s", type(error).__name__, error)
         return None
-    try:
-        with mode:
-            own = paged.by_itself(ids, None).float()
-    except ChangedWhileTraced:
-        raise
-    except Exception as error:  # it may need them, or something else that the engine does without
-        logger.info("packing check: the model does not run by itself without positions: %s: %s", type(error).__name__, error)
+    own = _by_itself(paged, ids, None, mode, "by itself without positions")
+    if own is None:  # it may need them, or something else that the engine does without
         return plain
     limit = (_ROUNDING_OF_HALVES if mode.kept else _ROUNDING[torch.float32]) * _largest(own)
     most = _gap(own, plain).max().item()
@@ -309,14 +317,8 @@ def _check_own_positions(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) 
 def _check_one_token(paged: PagedModel, ids: torch.Tensor, plain: torch.Tensor, mode: InFloat32) -> None:
     """Refuse a model that computes something else for a row of one token: a trace for rows of any length does not show it, as
     Dynamo takes lengths other than 1 for granted. ``plain``: logits of all ``ids``."""
-    first = plain[:1]
-    try:
-        with mode:
-            one = paged.by_itself(ids[:1], torch.zeros_like(ids[:1])).float()
-    except ChangedWhileTraced:
-        raise
-    except Exception as error:
-        logger.info("packing check: the model does not run on one token: %s: %s", type(error).__name__, error)
+    first, one = plain[:1], _by_itself(paged, ids[:1], torch.zeros_like(ids[:1]), mode, "on one token")
+    if one is None:
         return
     limit = (_ROUNDING_OF_HALVES if mode.kept else _ROUNDING[torch.float32]) * _largest(first)
     most = _gap(one, first).max().item()

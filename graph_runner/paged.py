@@ -26,7 +26,6 @@ import torch
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.step import current_step
 from quire.graph_runner import lockstep
-from quire.graph_runner.beams import beam_search
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.continuous import Manager, engine_options
 from quire.graph_runner.engine import Engine
@@ -218,7 +217,7 @@ class PagedGenerate(OnInstance):
                 rest["streamer"] = streamer
             return plain(input_ids, **prepared, **rest)
         if plain.__name__ == "_beam_search":
-            return beam_search(plain, rows, input_ids, **prepared)
+            return lockstep.beam_search(plain, rows, input_ids, **prepared)
         return lockstep.sample(rows, input_ids, **prepared, streamer=streamer)
 
     def init_continuous_batching(self, generation_config: Any = None, continuous_batching_config: Any = None,

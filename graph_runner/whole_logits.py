@@ -20,8 +20,7 @@ from torch.nn.modules import module as torch_module
 
 from quire.attn_ops.kv_cache import pages_for
 from quire.graph_runner.lockstep import DoesNotFit, Rows
-from quire.graph_runner.own_forward import reads_inputs
-from quire.graph_runner.training_mode import training_difference
+from quire.graph_runner.own_forward import reads_inputs, training_difference
 from quire.passes.capture.evaluating import only_marks
 from quire.passes.capture.reads import is_code_of
 
