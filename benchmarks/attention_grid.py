@@ -36,7 +36,7 @@ from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.conformance.batches import planned, prepared
 from quire.attn_ops.kernels.host import Caches, kernel_module
 from quire.attn_ops.registry import all_backends
-from quire.graph_runner.bench.attention_op import OpBatch, Point, extend_point, measure, op_batch, timed, work
+from quire.graph_runner.bench.attention_op import OpBatch, Point, extend_point, measure, op_batch, require, timed, work
 from quire.graph_runner.bench.models import free_memory
 from quire.graph_runner.bench.record import script, started
 from quire.graph_runner.bench.row_processes import RowTask, kernel_line, measure_rows, or_failure
@@ -277,9 +277,7 @@ def numbers_of(cell: Cell, batch: OpBatch, system: str) -> dict[str, Any]:
             us = timed(run, device, captured=name in RIVALS).us
         else:
             backend = all_backends()[name]
-            if why := backend.available(device) or backend.capabilities.reasons_against(
-                    cell.site, device=device, page_size=PAGE, kv_dtype=batch.cache.dtype, layout="NHD"):
-                raise NotImplementedError(str(why))
+            require(backend, cell.site, device, PAGE, batch.cache.dtype)
             with planned(backend, batch):
                 out = backend.op(batch.q, batch.k, batch.v, *batch.caches[0], *batch.tables, None, prepared(backend, batch),
                                  **batch.options).clone()

@@ -32,7 +32,7 @@ import quire
 from quire.graph_runner.bench import apart
 from quire.graph_runner.bench.record import Record, model_of, script
 from quire.graph_runner.bench.report import Row
-from quire.graph_runner.bench.rivals import require_vllm
+from quire.graph_runner.bench.systems import require_vllm
 from quire.graph_runner.loading import TINY_MODEL
 from quire.integrations.lm_eval import QuireLM
 

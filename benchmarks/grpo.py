@@ -35,8 +35,8 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 import quire
 from quire.graph_runner.bench import apart
 from quire.graph_runner.bench.record import Record, model_of, script, spec_of
-from quire.graph_runner.bench.rivals import require_vllm, save_config, shut_down
 from quire.graph_runner.bench.steps import random_tokens, seconds, synchronize
+from quire.graph_runner.bench.systems import require_vllm, save_config, shut_down
 
 TRAINING_S = 30.0  # of a way's time, left for the update when a rollout is cut
 WARM_UP_TOKENS = 8

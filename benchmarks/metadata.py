@@ -26,6 +26,7 @@ from quire.attn_ops.metadata import (
     split_decodes_and_prefills,
 )
 from quire.graph_runner.bench.record import Record
+from quire.graph_runner.bench.report import this_command
 from quire.graph_runner.forward_batch import ForwardBatch
 from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch, ScheduledRow
 from quire.graph_runner.sampling_params import SamplingParams
@@ -78,7 +79,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     torch.set_num_threads(1)
-    record, slow = Record(parser.parse_args().json, torch.device("cpu")), 0
+    record, slow = Record(parser.parse_args().json, torch.device("cpu"), command=this_command()), 0
     for name, query_lens in CASES.items():
         table = np.arange(1, 1 + len(query_lens) * (LENGTH // PAGE), dtype=np.int32).reshape(len(query_lens), -1)
         seqs = [LENGTH] * len(query_lens)

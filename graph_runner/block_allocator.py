@@ -16,15 +16,7 @@ class BlockAllocator:
     Order: pages freed last are allocated first (LIFO), and a fresh allocator starts with 1, 2, 3, ... So the same calls give
     the same pages, a run touches no more distinct pages than its peak needs (unused ones never become resident on a CPU), and
     the pages of a finished sequence are reused in its order. A prefix cache holds references (`share`) and so evicts in its
-    own order.
-
-    All operations cost O(1) per page. Not thread-safe.
-
-    Args:
-        num_pages: pages of the cache, the null page included.
-
-    Raises:
-        ValueError: fewer than two pages.
+    own order. Not thread-safe. Raises ValueError for fewer than two pages.
     """
 
     def __init__(self, num_pages: int) -> None:

@@ -34,8 +34,7 @@ class BlockTable:
 
     Args:
         max_num_seqs: slots. The device has one more row of null pages, which padding rows read and padding changes write.
-        max_num_reqs: maximum number of rows of a batch, padding included.
-        width: pages per row.
+        max_num_reqs: maximum number of rows of a batch, padding included.  width: pages per row.
 
     Attributes:
         host: (max_num_seqs, width) int32 array.

@@ -19,15 +19,11 @@ def freeze_gc(collect: bool = True) -> Iterator[None]:
 
     A collection during capture may free CUDA tensors, which a capturing stream does not allow, and with a model loaded it walks
     millions of objects. So all objects alive on entry are frozen (moved where no collection looks), and automatic collection
-    is disabled.
+    is disabled until the end. ``collect=False`` freezes garbage too: a collection walks all of torch and transformers.
 
-    On exit the objects are unfrozen, and automatic collection is enabled if it was on entry. May be nested: an inner block
-    leaves both to the outer one. Where the application has frozen objects of its own, the block only collects and disables:
-    `gc.unfreeze` would unfreeze theirs too.
-
-    ``collect=False`` freezes garbage too: a collection walks all of torch and transformers.
-
-    The collector is per process: the block holds for all threads, and overlapping blocks of several threads are not supported.
+    May be nested: an inner block leaves all to the outer one. Where the application has frozen objects of its own, the block
+    only collects and disables: `gc.unfreeze` would unfreeze theirs too. The collector is per process: the block holds for all
+    threads, and overlapping blocks of several threads are not supported.
     """
     was_enabled = gc.isenabled()
     freeze = gc.get_freeze_count() < _INTERPRETERS_OWN

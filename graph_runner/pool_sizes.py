@@ -19,10 +19,8 @@ class PoolSizes:
     """The rules for one model and engine.
 
     Args:
-        sites: of the model.
-        page_size: tokens per page.  kv_dtype: of the cache; None: the model's.
-        max_num_seqs, max_num_tokens: of the largest step.
-        max_pages_per_seq: pages of the longest request.
+        kv_dtype: of the cache; None: the model's.
+        max_num_seqs, max_num_tokens: of the largest step.  max_pages_per_seq: pages of the longest request.
         reach: of a model whose layers all have a window; else None.
         window_reach: of the layers with a window, where these have pages of their own; else None.
         lasting: whether a prefix cache keeps pages for later requests.

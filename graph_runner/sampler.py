@@ -26,15 +26,12 @@ class SamplingTensors:
     """How to sample each row of a batch.
 
     Args:
-        temperature: (B,) float32, device; under 1e-5 for a greedy row, whose filters are ignored.
-        top_k: (B,) int32, device; 0 is off.
-        top_p: (B,) float32, device; 1 is off.
-        min_p: (B,) float32, device; 0 is off.
-        seed: (B,) int64, device.
-        position: (B,) int64, device: index of the token to sample, the same whenever this token is sampled again.
-        all_greedy: every row is greedy.
+        temperature: (B,) float32; under 1e-5 for a greedy row, whose filters are ignored.
+        top_k, top_p, min_p: (B,) int32, float32 and float32; off are 0, 1 and 0.
+        seed: (B,) int64.
+        position: (B,) int64: index of the token to sample, the same whenever this token is sampled again.
         any_top_k, any_top_p, any_min_p: whether a row that is not greedy has that filter.
-        banned: None, or (N, 2) int64, device: (row, token) pairs to exclude.
+        banned: None, or (N, 2) int64: (row, token) pairs to exclude.
     """
 
     temperature: Tensor

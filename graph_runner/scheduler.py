@@ -25,8 +25,6 @@ class Scheduler:
     """Continuous batching over one block allocator.
 
     Args:
-        allocator: of the cache's pages.
-        page_size: tokens per page.
         max_num_seqs: maximum number of running requests; each has a slot in 0..max_num_seqs-1.
         max_num_batched_tokens: token budget of a step.
         prefill_chunk_size: maximum number of prompt tokens of one request per step, or None.

@@ -95,7 +95,6 @@ class StepBuffers:
         max_shape: the largest batch.
         max_pages_per_seq: width of a block table row.
         max_num_seqs: slots; the table of newest tokens has one more, which padding rows write.
-        device: where the step runs.
         total_lens: whether the model reads ``total_lens``; see CommonAttentionMetadata.
         graph_draws: whether the model's graph samples rows with a temperature; then only filters need the sampler.
         windows: whether layers with a window have pages of their own (``Request.window_pages``).

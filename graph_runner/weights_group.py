@@ -28,11 +28,9 @@ _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class WeightsGroup:
-    """One rank of the group.
+    """One rank of the group; rank 0 listens at ``master_address``.
 
     Args:
-        master_address, master_port: where rank 0 listens.
-        rank, world_size: of this process, and of all.
         backend: "nccl" or "gloo"; by default nccl for CUDA tensors.
         device: of the tensors.
         timeout: seconds to wait for the others.

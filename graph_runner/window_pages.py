@@ -76,12 +76,8 @@ class WindowPages:
 
     With a prefix cache, a kept page of the other layers may have one of these beside it, by the same key. A request that reads
     n kept pages needs of these only the last ones, within reach of its next token (``usable``). Those that no request holds are
-    *idle*, and given back, least recently used first, when pages are needed; the pages beside them may stay.
-
-    Args:
-        reach: of the layers with a window.
-        num_pages: of these layers, the null page included.
-        page_size: tokens per page.
+    *idle*, and given back, least recently used first, when pages are needed; the pages beside them may stay. ``num_pages``
+    counts the null page.
     """
 
     def __init__(self, reach: Reach, num_pages: int, page_size: int) -> None:

@@ -103,7 +103,7 @@ class AttentionSession(Run):
                     found[backend.name] = why or backend
         return found
 
-    def measure(self) -> None:
+    def run(self) -> None:
         """All of it; a failure becomes a row that says why."""
         for site in self.sites:
             self.say(f"{tuning.describe(site)}, page size {self.args.page_size}")

@@ -8,6 +8,7 @@ times its L2 cache, so that keys come from memory as in a model. Host work befor
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import statistics
@@ -97,6 +98,14 @@ def op_batch(site: AttentionSite, point: Point, *, page_size: int, device: torch
     return OpBatch(**vars(batch), caches=[own, *more])
 
 
+def require(backend: AttentionBackend, site: AttentionSite, device: torch.device, page_size: int,
+            kv_dtype: torch.dtype | None = None) -> None:
+    """Raises NotImplementedError, with the reasons, where the backend does not serve the site."""
+    if why := backend.available(device) or "; ".join(backend.capabilities.reasons_against(
+            site, device=device, page_size=page_size, kv_dtype=kv_dtype, layout="NHD")):
+        raise NotImplementedError(why)
+
+
 @dataclass(frozen=True)
 class Timing:
     """``us`` and ``host_us`` of one call (device and host time; the same on a CPU); ``how``: "graph", "events" or "host"."""
@@ -109,21 +118,15 @@ class Timing:
 def measure(backend: AttentionBackend, batch: OpBatch, graph: bool = True, states: dict[str, Any] | None = None) -> Timing:
     """Time the backend on the batch. Errors of its op propagate. Prompts are served as beside another backend, where there is a
     way for that (``AttentionBackend.prefill``). ``graph``: in a CUDA graph if the backend allows it. ``states``: the step's."""
-    m, device = batch.metadata, batch.q.device
+    m = batch.metadata
     if backend.prefill is not None and m.max_query_len > 1 and not m.has_single_queries:
         backend = replace(backend, make_state=backend.prefill.make_state)
-    decode = m.num_actual_tokens == m.num_reqs and m.max_query_len == 1
-    least = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if decode else CudagraphSupport.ALWAYS
-    captured = graph and device.type == "cuda" and backend.capabilities.cudagraph_support >= least
-    # A backend that plans must know that a graph is captured, to give it buffers that stay.
-    with planned(backend, batch, states=states or {}, graph_key="bench" if captured else None, capturing=captured):
-        given = prepared(backend, batch)
 
-        def call(i: int) -> None:
-            backend.op(batch.q, batch.k, batch.v, *batch.caches[i % len(batch.caches)], *batch.tables, batch.sinks, given,
-                       **batch.options)
+    def call(given: Any, i: int) -> None:
+        backend.op(batch.q, batch.k, batch.v, *batch.caches[i % len(batch.caches)], *batch.tables, batch.sinks, given,
+                   **batch.options)
 
-        return timed(call, device, captured)
+    return _measured(backend, batch, call, graph, states)
 
 
 def measure_latent(backend: AttentionBackend, site: AttentionSite, point: Point, *, page_size: int, device: torch.device,
@@ -141,17 +144,24 @@ def measure_latent(backend: AttentionBackend, site: AttentionSite, point: Point,
         (tokens, heads, site.head_dim), (tokens, sum(latent)), (heads * (nope + site.head_dim_v), latent.rank)))
     kv_b *= latent.rank**-0.5
     tables = (meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens)
-    decode = max(point.query_lens) == 1
-    least = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if decode else CudagraphSupport.ALWAYS
-    captured = point.graph and device.type == "cuda" and backend.capabilities.cudagraph_support >= least
     batch: Any = SimpleNamespace(cache=cache, metadata=meta, site=site, tables=tables)
-    with planned(backend, batch, graph_key="bench" if captured else None, capturing=captured):
-        given = prepared(backend, batch)
 
-        def call(i: int) -> None:
-            op(q, *new.split(latent, dim=1), kv_b, caches[i % len(caches)], *tables, given, scale=site.scale)
+    def call(given: Any, i: int) -> None:
+        op(q, *new.split(latent, dim=1), kv_b, caches[i % len(caches)], *tables, given, scale=site.scale)
 
-        return timed(call, device, captured)
+    return _measured(backend, batch, call, point.graph)
+
+
+def _measured(backend: AttentionBackend, batch: Any, call: Callable[[Any, int], None], graph: bool,
+              states: dict[str, Any] | None = None) -> Timing:
+    """Time of ``call(what the backend prepared, number)``."""
+    m, device = batch.metadata, batch.metadata.seq_lens.device
+    decode = m.num_actual_tokens == m.num_reqs and m.max_query_len == 1
+    least = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if decode else CudagraphSupport.ALWAYS
+    captured = graph and device.type == "cuda" and backend.capabilities.cudagraph_support >= least
+    # A backend that plans must know that a graph is captured, to give it buffers that stay.
+    with planned(backend, batch, states=states or {}, graph_key="bench" if captured else None, capturing=captured):
+        return timed(functools.partial(call, prepared(backend, batch)), device, captured)
 
 
 def timed(call: Callable[[int], Any], device: torch.device, captured: bool = False) -> Timing:

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.graph_runner.bench import rivals as rivals  # registers them
 from quire.graph_runner.bench import workers, workloads
 from quire.graph_runner.bench.models import Models, ModelSpec, config_of
 from quire.graph_runner.bench.report import Row, complete, environment, failure
@@ -102,7 +101,8 @@ class Worker:
         self.warm, self.blocks = (WARM, BLOCKS) if job.scale == 1 else (1, 2)
 
     def run(self) -> Iterator[Row]:
-        yield {"environment": {**environment(self.device, self.bandwidth), "matmul_tflop_per_s": self.rate / 1e12}}
+        yield {"environment": {**environment(self.device), "copy_tb_per_s": self.bandwidth / 1e12,
+                               "matmul_tflop_per_s": self.rate / 1e12}}
         wanted = [cell for cell in cells(self.job.scale) if cell.name in self.job.cells]
         unfit = {cell: why for cell in wanted if (why := self.why_not(cell))}
         yield from (self.row(cell, {"error": f"NotMeasured: {why}"}) for cell, why in unfit.items())

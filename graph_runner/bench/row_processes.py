@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,11 +90,8 @@ def measure_rows(record: Record, tasks: Sequence[RowTask], measure: Callable[[An
     if gpus == 1:
         lane(0)
     else:
-        threads = [threading.Thread(target=lane, args=(gpu,)) for gpu in range(gpus)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(gpus) as pool:
+            list(pool.map(lane, range(gpus)))
     return all(record.has(task.row) for task in left)
 
 

@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from quire.attn_ops.backend import dtype_name
-from quire.graph_runner.bench import rivals as rivals  # registers them
 from quire.graph_runner.bench.host import LENGTHS, cases, host
 from quire.graph_runner.bench.models import Models, ModelSpec, config_of, free_memory, layers_asked
-from quire.graph_runner.bench.record import Result
+from quire.graph_runner.bench.record import Record
 from quire.graph_runner.bench.report import Row, complete, describe, failure, result_line, table
 from quire.graph_runner.bench.start import start
 from quire.graph_runner.bench.systems import SYSTEMS, NotMeasured
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 LOG_WIDTH = 160  # of tables where the output is not a terminal
 
 
-class Run(Result):
+class Run(Record):
     """What all workloads share: device, dtype and options of the engine, and the rows. Raises ValueError for arguments that
     make no sense; a subclass, too, raises it before anything is measured."""
 
@@ -93,7 +92,7 @@ class Session(Run):
             WORKLOADS["decode"].limits(self.sizes)  # raises if the context is too short
         self.measure_bandwidth()
 
-    def measure(self) -> None:
+    def run(self) -> None:
         """All of it; a failure becomes a row that says why."""
         for workload in self.workloads:
             for system in self.systems:
@@ -115,11 +114,8 @@ class Session(Run):
             with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                           TextColumn("left"), TimeRemainingColumn(), console=self.console, transient=True, auto_refresh=False,
                           disable=not self.console.is_terminal) as bar:
-                task = bar.add_task(name, total=total)
-                for row in rows:
+                for row in bar.track(rows, total, description=name):
                     self.complete_and_keep({**common, **row})
-                    bar.advance(task)
-                    bar.refresh()
         except NotMeasured as error:
             self.complete_and_keep({**common, "error": str(error)})
         except Exception as error:
