@@ -73,14 +73,9 @@ class EngineCalls:
     lock: EngineLock
     scheduler: Scheduler
 
-    def _add(self, ask: Ask, inbox: deque[StreamEvent], request_ids: list[int], index: int | None = None) -> None:
-        raise NotImplementedError
-
-    def _step(self) -> None:
-        raise NotImplementedError
-
-    def _abort(self, request_ids: list[int]) -> None:
-        raise NotImplementedError
+    _add: Callable[..., None]
+    _step: Callable[[], None]
+    _abort: Callable[[list[int]], None]
 
     @property
     def limits(self) -> Limits:

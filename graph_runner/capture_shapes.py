@@ -1,4 +1,5 @@
-"""Which steps are captured: decode batches by their rows, mixed ones (prompts, or prompts and decodes) by their tokens.
+"""Which steps are captured, decode batches by their rows, mixed ones (prompts, or prompts and decodes) by their tokens; and
+which run without a graph all the same.
 
 NOTE [How far mixed steps are captured]: a step without a graph takes the host LAUNCH_SECONDS for each weight matrix, whatever
 its size, and the GPU 2 * tokens * elements / FLOPS seconds. Up to the number of tokens at which both are equal a graph saves
@@ -9,13 +10,19 @@ tokens, for Qwen3-0.6B 8,700. Experts count whole, though a token meets a few of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
-from quire.attn_ops.backend import CudagraphSupport
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
 from quire.graph_runner.buckets import decode_buckets, token_buckets
 from quire.graph_runner.config import EngineConfig
+from quire.graph_runner.request import ScheduledBatch
 from quire.graph_runner.step_buffers import BatchShape
 
 #: Tokens up to which mixed steps are captured for every model.
@@ -29,6 +36,9 @@ FAST_GPUS = (9, 10)
 # A token bucket is captured for few rows and for all, since the LM head runs on every row; small ones for all rows only, as the
 # head takes about as long for 128 rows as for 16.
 FEW_ROWS, FEW_ROWS_FROM = 16, 128
+#: Estimates that differ by less do not pay for launching, which a busy host may delay.
+WORTH = 0.97
+REASON = "attention to prompts of such lengths takes less time without a graph"
 
 
 def launch_bound_tokens(parameters: Iterable[torch.Tensor], vocab_size: int) -> int:
@@ -92,3 +102,40 @@ def capture_shapes(config: EngineConfig, support: CudagraphSupport, device: torc
 
 def _listed(sizes: object) -> bool:
     return sizes is not None and not isinstance(sizes, str)
+
+
+@dataclass
+class WithoutGraph:
+    """Which steps of prompts run without the graph that was captured for their shape: the rule for one model and backend.
+
+    A graph holds only kernels that do not depend on lengths. Some backends have faster ones for long prompts
+    (``AttentionBackend.without_graph``). Such a step takes the longer of what the host needs for launching it and what the GPU
+    needs for its matrix products and its attention.
+
+    Args:
+        launch_us: microseconds that the host takes to launch a step, of a slow host if it is not measured.
+        token_us: microseconds of matrix products per token.
+    """
+
+    backend: AttentionBackend
+    sites: Sequence[AttentionSite]
+    device: torch.device
+    launch_us: float
+    token_us: float
+
+    def measure(self, launch: Callable[[], Any]) -> None:
+        """Time ``launch``, which launches a step that ran before. It also waits where the GPU's queue is full, so this is never
+        more than a slow host's time."""
+        began = time.perf_counter()
+        launch()
+        self.launch_us = min(self.launch_us, (time.perf_counter() - began) * 1e6)
+
+    def reason(self, batch: ScheduledBatch, states: Mapping[str, Any]) -> str | None:
+        """Why the batch takes less time without a graph; None: it does not. ``states``: of the backends, by name."""
+        if self.backend.without_graph is None or batch.forward_mode.is_decode():
+            return None
+        new = np.array([row.num_new for row in batch.rows])
+        with_graph, without = self.backend.without_graph(self.sites, self.device, states.get(self.backend.name), new,
+                                                         new + np.array([row.start for row in batch.rows]))
+        products = batch.num_tokens * self.token_us
+        return REASON if max(self.launch_us, products + without) < WORTH * (products + with_graph) else None

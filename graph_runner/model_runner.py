@@ -25,7 +25,14 @@ from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned, 
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
 from quire.graph_runner.adapters import TokenAdapters
-from quire.graph_runner.capture_shapes import MIXED_TOKENS, capture_shapes, launch_bound_tokens, launch_us, token_us
+from quire.graph_runner.capture_shapes import (
+    MIXED_TOKENS,
+    WithoutGraph,
+    capture_shapes,
+    launch_bound_tokens,
+    launch_us,
+    token_us,
+)
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
 from quire.graph_runner.forward_batch import ForwardBatch
@@ -40,7 +47,6 @@ from quire.graph_runner.sampler import draw
 from quire.graph_runner.step_buffers import EDITED, BatchShape, StepBuffers
 from quire.graph_runner.thread_state import isolated
 from quire.graph_runner.window_pages import Reach
-from quire.graph_runner.without_graph import WithoutGraph
 from quire.passes import start_times
 from quire.passes.capture.lora import adapter_names
 from quire.passes.capture.paged_model import PagedModel

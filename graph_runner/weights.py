@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,12 +142,9 @@ class WeightUpdates:
     tokenizer: Any
     scheduler: Any
     lock: EngineLock
+    collect: Callable[..., None]
     _closed: bool
     _weights_group: WeightsGroup | None = None
-
-    def collect(self, leave: int = 0) -> None:
-        """See ``Engine.collect``."""
-        raise NotImplementedError
 
     @locked
     def update_weights_from_tensors(self, named_tensors: NamedTensors) -> None:

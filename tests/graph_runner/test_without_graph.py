@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from quire.attn_ops import registry
-from quire.graph_runner.capture_shapes import launch_us, token_us
+from quire.graph_runner.capture_shapes import REASON, WithoutGraph, launch_us, token_us
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.forward_mode import ForwardMode
-from quire.graph_runner.without_graph import REASON, WithoutGraph
 from tests.tiny import GREEDY, hf_greedy, load_model, tokens
 
 NATIVE = registry.get_backend("torch_native")
