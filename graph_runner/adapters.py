@@ -22,15 +22,12 @@ BASE = "__base__"
 
 def choose(made: Sequence[Request], adapter: str | None, model: torch.nn.Module, traced: TokenAdapters | None,
            others: Iterable[Request]) -> bool:
-    """Give new requests their adapters. Returns whether the model must be traced again before they run.
+    """Give new requests their adapters. Returns whether the model must be traced again before they run. Raises ValueError for
+    an unknown name, or a model whose adapters cannot be chosen.
 
     Args:
-        adapter: what the caller asked for.
         traced: None while the active adapters are those of all requests.
         others: that have none of their own yet; they get the active ones when that ends.
-
-    Raises:
-        ValueError: an unknown name, or a model whose adapters cannot be chosen.
     """
     if adapter is None and traced is None:
         return False
@@ -57,12 +54,8 @@ def _assign(requests: Iterable[Request], names: tuple[str, ...] | None) -> None:
 
 
 class TokenAdapters:
-    """The adapters of each token of a step, as bits on the device at a fixed address.
-
-    Args:
-        names: of the model's adapters; bit i is names[i].
-        max_tokens: of a step.
-    """
+    """The adapters of each token of a step, of at most ``max_tokens`` tokens, as bits on the device at a fixed address; bit i
+    is names[i] of the model's adapters."""
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str], max_tokens: int, device: torch.device) -> None:
         self.names = list(names)

@@ -23,11 +23,7 @@ class Admission:
 
     def check(self, options: RequestOptions, count: int, waiting: int) -> None:
         """Check that ``count`` requests may be added while ``waiting`` wait for a slot (negative: that many slots are free).
-
-        Raises:
-            ValueError: another request has the name.
-            QueueFull: too many would wait.
-        """
+        Raises ValueError if another request has the name, QueueFull if too many would wait."""
         name, most = options.request_id, self.max_waiting
         if name in self._named:
             raise ValueError(f"a request with request_id {name!r} is unfinished; give another one, or abort that one first")

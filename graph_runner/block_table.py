@@ -74,12 +74,8 @@ class BlockTable:
 
     def pack(self, slots: np.ndarray, num_pages: np.ndarray, at: np.ndarray, page: np.ndarray) -> None:
         """Write the changes of a step into ``at`` (capacity,) int64, flat positions in the table, and ``page`` (capacity,)
-        int32. Padding writes the null page into the dummy row.
-
-        Args:
-            slots: (B,) of the step's rows, all different.
-            num_pages: (B,) pages of each row, all passed to ``note``.
-        """
+        int32. Padding writes the null page into the dummy row. ``slots`` (B,): of the step's rows, all different. ``num_pages``
+        (B,): pages of each row, all passed to ``note``."""
         cleared = self._cleared[slots]
         places = self._places(slots, self._sent[slots], num_pages)
         if (behind := self._places(slots, self._cleared_sent[slots], cleared)).shape[0]:

@@ -43,13 +43,8 @@ _SCORING = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_
 
 @dataclass(frozen=True)
 class Score:
-    """Log probabilities of a continuation's tokens, given the prompt and the tokens before.
-
-    Args:
-        token_ids: of the continuation.
-        logprobs: log_softmax of the logits at each of them.
-        ranks: 1 where the token is the likeliest.
-    """
+    """Log probabilities of a continuation's tokens, given the prompt and the tokens before: log_softmax of the logits at each
+    of ``token_ids``, and its rank, 1 where the token is the likeliest."""
 
     token_ids: list[int]
     logprobs: list[float]

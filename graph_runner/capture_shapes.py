@@ -69,13 +69,9 @@ def _matrix_sizes(parameters: Iterable[torch.Tensor], vocab_size: int) -> list[i
 
 def capture_shapes(config: EngineConfig, support: CudagraphSupport, device: torch.device, launch_bound: int
                    ) -> list[BatchShape]:
-    """Shapes to capture: decode batches if the backend allows it, mixed ones too if it allows any batch; all in pieces.
-
-    Args:
-        support: what the backend allows.
-        launch_bound: of the model, by ``launch_bound_tokens``; MIXED_TOKENS where a graph may take longer than launching
-            (``AttentionBackend.same_in_graphs``).
-    """
+    """Shapes to capture: decode batches if the backend allows it (``support``), mixed ones too if it allows any batch; all in
+    pieces. ``launch_bound``: of the model, by ``launch_bound_tokens``; MIXED_TOKENS where a graph may take longer than
+    launching (``AttentionBackend.same_in_graphs``)."""
     sizes, token_sizes, most = (config.cudagraph_capture_sizes, config.cudagraph_token_sizes,
                                 config.max_cudagraph_capture_size)
     found: list[BatchShape] = []

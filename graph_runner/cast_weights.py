@@ -14,7 +14,6 @@ has stepped.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,19 +24,12 @@ from quire.graph_runner.optimizer_steps import optimizer_steps
 
 
 class CastWeights:
-    """Copies in ``dtype`` of a model's floating-point parameters and persistent buffers that have another one.
-
-    Attributes:
-        stand_ins: the copy of each tensor that has one, by the tensor's id.
-        refreshes, seconds: how often the copies were written since they were made, and how long the host took to start that.
-
-    Raises:
-        UnsupportedAttention: a weight that a cast would not convert faithfully; names it.
-    """
+    """Copies in ``dtype`` of a model's floating-point parameters and persistent buffers that have another one. ``stand_ins``:
+    the copy of each tensor that has one, by the tensor's id. Raises UnsupportedAttention, with its name, for a weight that a
+    cast would not convert faithfully."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         self.stand_ins: dict[int, torch.Tensor] = {}
-        self.refreshes, self.seconds = 0, 0.0
         # Of every parameter and buffer: the dictionary of its module, its name, itself and the name to show.
         self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, str]] = []
         self._originals: list[torch.Tensor] = []
@@ -85,10 +77,7 @@ class CastWeights:
     def refresh(self, everything: bool) -> None:
         """Write the copies again. ``everything`` False: only if a change of the originals was counted."""
         if self._copies and (everything or self._seen != _versions(self._originals)):
-            began = time.perf_counter()
             self._copy()
-            self.refreshes += 1
-            self.seconds += time.perf_counter() - began
 
     def _copy(self) -> None:
         self._seen = _versions(self._originals)  # first: an update during the copy is seen at the next step

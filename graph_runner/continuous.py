@@ -84,10 +84,7 @@ class Manager:
         engine: returns the engine; called when the first request comes.
         generation_config: for all requests; ``max_new_tokens=None`` is no limit but the engine's, an ``eos_token_id`` of None
             or -1 is none.
-        config: a ContinuousBatchingConfig.
-
-    Raises:
-        ValueError: an option that quire does not have; names it.
+        config: a ContinuousBatchingConfig. Raises ValueError for an option that quire does not have.
     """
 
     def __init__(self, engine: Callable[[], Engine], generation_config: Any, config: Any) -> None:

@@ -50,13 +50,9 @@ class Served:
 
 def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forward: Any,
                engine: Callable[[], Engine]) -> Served | str:
-    """How to serve a call of ``generate``, or the reason why transformers' own code must.
-
-    Args:
-        kwargs: the arguments by name.
-        own_generate, own_forward: of the instance before it was paged, or None.
-        engine: returns the engine; called if nothing else prevents serving.
-    """
+    """How to serve a call of ``generate`` with the arguments ``kwargs``, or the reason why transformers' own code must.
+    ``own_generate``, ``own_forward``: of the instance before it was paged, or None. ``engine``: returns the engine; called if
+    nothing else prevents serving."""
     given = {k: v for k, v in kwargs.items() if v is not None}
     if "inputs" in given and "input_ids" in given:
         return "it was given both inputs and input_ids"

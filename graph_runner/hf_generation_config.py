@@ -75,15 +75,9 @@ def for_requests(generation_config: Any, prompt_length: int) -> tuple[SamplingPa
 
 
 def for_engine(generation_config: Any, own: Any, prompt_length: Callable[[], int]) -> SamplingParams:
-    """A ``GenerationConfig`` in the place of an engine's SamplingParams, read as ``model.generate`` reads it.
-
-    Args:
-        own: the model's, for options that are None; or None.
-        prompt_length: tokens of the prompt; called where they matter.
-
-    Raises:
-        ValueError: it has options that a request cannot have; and as ``from_generation_config``, with TypeError.
-    """
+    """A ``GenerationConfig`` in the place of an engine's SamplingParams, read as ``model.generate`` reads it. ``own``: the
+    model's, for options that are None; or None. ``prompt_length``: tokens of the prompt; called where they matter. Raises
+    ValueError for options that a request cannot have; and as ``from_generation_config``, with TypeError."""
     config = copy.copy(generation_config)
     for name, value in ({} if own is None else vars(own)).items():
         if name[0] != "_" and getattr(config, name, None) is None:

@@ -268,13 +268,9 @@ class Rows:
 
 def sample(rows: Rows, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
            streamer: Any = None) -> Any:
-    """What ``GenerationMixin._sample`` returns, with logits from the engine.
-
-    Args:
-        rows: not entered yet, with the prompts without padding.
-        input_ids: (rows, length) int, as the processors and criteria get them, padding included.
-        logits_processor, stopping_criteria, generation_config, streamer: as transformers prepared them.
-    """
+    """What ``GenerationMixin._sample`` returns, with logits from the engine. ``rows``: not entered yet, with the prompts
+    without padding. ``input_ids``: (rows, length) int, as the processors and criteria get them, padding included. The rest is
+    as transformers prepared it."""
     config, device = generation_config, input_ids.device
     ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     pad: Any = None if config._pad_token_tensor is None else config._pad_token_tensor.to(device)
@@ -343,13 +339,8 @@ class _Forward:
 
 
 def beam_search(plain: Callable[..., Any], rows: Rows, input_ids: torch.Tensor, **options: Any) -> Any:
-    """What ``plain``, a model's ``_beam_search``, returns, with logits from the engine.
-
-    Args:
-        rows: not entered yet, with the prompts of the beams without padding.
-        input_ids: (rows, length) int, padding included.
-        options: the others of ``plain``, as transformers prepared them, without what is for the model.
-    """
+    """What ``plain``, a model's ``_beam_search``, returns, with logits from the engine. Arguments as of ``sample``;
+    ``options``: the others of ``plain``, without what is for the model."""
     loop, model = plain.__func__, plain.__self__  # type: ignore[attr-defined]
     with rows:
         found = loop(_Forward(model, rows), input_ids, past_key_values=rows, use_cache=True, **options)

@@ -46,13 +46,8 @@ class LogitsEditor:
         self._added = self._counts = self._penalties = torch.empty(0, 0, device=device)
 
     def draw(self, batch: ScheduledBatch, logits: Tensor, sampling: SamplingTensors) -> Sampled:
-        """``sampler.draw`` after the edits of the batch's requests. A row whose processor fails gets INVALID_TOKEN, and its
-        request a ``failure``.
-
-        Args:
-            logits: (B, V), padding included. Not modified.
-            sampling: of the B rows.
-        """
+        """``sampler.draw`` after the edits of the batch's requests, of logits (B, V), padding included, which stay as they are,
+        and the sampling of the B rows. A row whose processor fails gets INVALID_TOKEN, and its request a ``failure``."""
         rows = [(i, row) for i, row in enumerate(batch.rows) if row.samples and row.request.edits is not None]
         places = [self._place(row, logits.shape[1]) for _, row in rows]
         logits = logits.to(torch.float32, copy=True)
@@ -168,13 +163,9 @@ def _with_rows(table: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tens
 
 
 def _penalized(logits: Tensor, counts: Tensor, penalties: Tensor, place: Tensor) -> Tensor:
-    """(k, V) float32 logits with the penalties of their rows; the formulas are in SamplingParams.
-
-    Args:
-        counts: (places, V) int32: how often a token is in the continuation, and _IN_PROMPT.
-        penalties: (places, 3) float32: repetition, frequency, presence.
-        place: (k,) int64, of each row.
-    """
+    """(k, V) float32 logits with the penalties of their rows; the formulas are in SamplingParams. counts (places, V) int32: how
+    often a token is in the continuation, and _IN_PROMPT. penalties (places, 3) float32: repetition, frequency, presence. place
+    (k,) int64, of each row."""
     seen, (repetition, frequency, presence) = counts[place], penalties[place][:, :, None].unbind(1)
     logits = torch.where(seen != 0, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
     count = seen & (_IN_PROMPT - 1)

@@ -31,13 +31,9 @@ class MultimodalItem(NamedTuple):
 
 @dataclass
 class MultimodalInputs:
-    """Inputs of one prompt, or of several (``merge``), other than text.
-
-    Args:
-        items: in the order of the prompt.
-        mrope_positions: (3, L) int64, host: positions of the prompt's tokens in time, height and width; None without mrope.
-        mrope_position_delta: (prompts,) int64, host: what positions after the prompt are ahead of token positions.
-    """
+    """Inputs of one prompt, or of several (``merge``), other than text: ``items`` in the order of the prompt;
+    ``mrope_positions``, (3, L) int64, host: positions of the prompt's tokens in time, height and width, None without mrope;
+    ``mrope_position_delta``, (prompts,) int64, host: what positions after the prompt are ahead of token positions."""
 
     items: list[MultimodalItem] = field(default_factory=list)
     mrope_positions: torch.Tensor | None = None

@@ -89,12 +89,9 @@ class _Sequences:
 def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: AttentionBackend, *, page_size: int,
                   kv_dtype: torch.dtype | None, layout: Layout | None, device: torch.device, vocab_size: int,
                   max_model_len: int, adapters: torch.Tensor | None = None) -> None:
-    """Run the trials. ``adapters``: those that are active in the model, for each token (``Step.adapters``).
-
-    Raises:
-        UnsupportedAttention: tokens of one sequence reach another, or earlier ones, outside attention; or the logits with
-            ``kv_sharing_fast_prefill``, or of the model's own forward, are others.
-    """
+    """Run the trials. ``adapters``: those that are active in the model, for each token (``Step.adapters``). Raises
+    UnsupportedAttention if tokens of one sequence reach another, or earlier ones, outside attention; or if the logits with
+    ``kv_sharing_fast_prefill``, or of the model's own forward, are others."""
     vocab_size = min(vocab_size, paged.num_logits)
     seed = vocab_size + 31 * len(sites)
     ids = _Sequences.draw(paged.model, vocab_size, max_model_len, seed)
@@ -218,11 +215,8 @@ class _Found:
 
 
 def _compare(run: Run, ids: _Sequences, routed: bool, rounding: Callable[[_Found], float]) -> _Found | None:
-    """None: the logits depend on nothing, so that the trial tells nothing.
-
-    Raises:
-        UnsupportedAttention: logits change with what they must not depend on, by more than ``rounding``.
-    """
+    """What changed, or None: the logits depend on nothing, so that the trial tells nothing. Raises UnsupportedAttention if
+    logits change with what they must not depend on, by more than ``rounding``."""
     (one, two), (one_changed, two_beside_changed), (_, two_beside_rare), (two_in_front, _) = (
         run(ids.first, ids.second), run(ids.changed, ids.second), run(ids.rare, ids.second), run(ids.second, ids.first))
     gaps = {"its neighbour in the batch": torch.maximum(_gap(two, two_beside_changed), _gap(two, two_beside_rare)),

@@ -222,11 +222,8 @@ class PagedGenerate(OnInstance):
 
     def init_continuous_batching(self, generation_config: Any = None, continuous_batching_config: Any = None,
                                  workload_hints: Any = None) -> Any:
-        """transformers' continuous batching, by this engine, which a config with other sizes replaces when it is idle.
-
-        Raises:
-            ValueError: an option that quire does not have; names it. RuntimeError: requests run on an engine of other sizes.
-        """
+        """transformers' continuous batching, by this engine, which a config with other sizes replaces when it is idle. Raises
+        ValueError for an option that quire does not have, RuntimeError where requests run on an engine of other sizes."""
         from transformers.generation import ContinuousBatchingConfig
 
         why = own_method(self.model, self._original)

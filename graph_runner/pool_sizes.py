@@ -71,14 +71,9 @@ class PoolSizes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A GPU's memory before the KV cache is made, in bytes.
-
-    Args:
-        total: of the GPU.  free: with the model loaded and nothing else.
-        utilization: the fraction of ``total`` that may be in use.
-        step: what the largest step needs beside its inputs.
-        graphs: what capturing all buckets is estimated to take.
-    """
+    """A GPU's memory before the KV cache is made, in bytes: ``total``, ``free`` with the model loaded and nothing else, what
+    the largest ``step`` needs beside its inputs, and what capturing all ``graphs`` is estimated to take. ``utilization``: the
+    fraction of ``total`` that may be in use."""
 
     total: int
     free: int

@@ -58,16 +58,10 @@ class PrefixStats:
 
 
 class PrefixCache:
-    """Which pages hold which tokens. Holds a reference to each of its pages; those without another owner are *idle*, and
-    freed, least recently used first, when pages are needed.
-
-    Args:
-        model: whose weights are followed.
-        lasting: keep pages of finished requests for later ones. See NOTE [No older than the request].
-
-    Attributes:
-        windows: pages of layers with a window, beside the others'; None: all layers have the same.
-    """
+    """Which pages hold which tokens. Holds a reference to each of its pages; those without another owner are *idle*, and freed,
+    least recently used first, when pages are needed. Follows the weights of ``model``. ``lasting``: keep pages of finished
+    requests for later ones, see NOTE [No older than the request]. ``windows``: pages of layers with a window, beside the
+    others'; None: all layers have the same."""
 
     def __init__(self, allocator: BlockAllocator, page_size: int, model: torch.nn.Module | None = None, *,
                  lasting: bool = False) -> None:
@@ -152,7 +146,6 @@ class PrefixCache:
         stats.hits += saved > 0
         stats.tokens += len(request.token_ids)
         stats.saved_tokens += saved
-        request.num_cached_tokens = max(request.num_cached_tokens, saved)
         request.num_keyed, request.epoch = len(match.pages), self.epoch
         for key in self._keys(request, len(request.token_ids) // self.page_size)[len(match.pages) :]:
             self._coming.setdefault(key, request)

@@ -78,12 +78,8 @@ def each_of(name: str, given: Any, count: int) -> list[Any]:
 
 def pairs_of(prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
              ) -> list[tuple[Prompt, SamplingParams]]:
-    """Each prompt with its params: one SamplingParams for all, or one per prompt.
-
-    Raises:
-        ValueError: the numbers of prompts and params differ.
-        TypeError: params of another type.
-    """
+    """Each prompt with its params: one SamplingParams for all, or one per prompt. Raises ValueError for different numbers of
+    them, TypeError for params of another type."""
     batch = as_prompts(prompts)
     many = isinstance(params, Sequence) and not isinstance(params, str)
     checked: Any = [params_of(p) for p in params] if many else params_of(params)  # type: ignore[union-attr,arg-type]

@@ -199,15 +199,13 @@ def _largest_pivot(
 ) -> Tensor:
     """(B,) float32: the largest value of `dtype`, at least `floor`, that measures at least `target`; else `floor`.
 
-    A radix search from the highest bit down. Floats of one sign compare as their bits do as integers, so each float has a
-    rank (`_rank`) of 16 or 32 bits, found exactly, without sorting, in a fixed number of passes.
+    A radix search from the highest bit down. Floats of one sign compare as their bits do as integers, so each float has a rank
+    (`_rank`) of 16 or 32 bits, found exactly, without sorting, in a fixed number of passes.
 
     Args:
         measure: (pivot (B,) float32, lower bound of the answer (B,) float32) -> (B,): the number or the probability of the
             tokens at or above the pivot; must not grow with the pivot.
-        target: (B,), compared with the measure.
-        floor: (B,) float32, values of `dtype`; a lower bound of the answer.
-        dtype: of the logits: float32 or a 16-bit one.
+        floor: (B,) float32, values of `dtype`, which is that of the logits: float32 or a 16-bit one.
     """
     bits = dtype.itemsize * 8
     step = _BITS_PER_PASS if on_gpu(floor) else 1  # uncompiled, each pivot costs a pass: measure as few as possible

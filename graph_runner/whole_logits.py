@@ -53,12 +53,8 @@ def _takes_logits(code: types.CodeType, call: int) -> bool:
 
 
 def difference(model: Any, given: Mapping[str, Any], own_forward: Any) -> str | None:
-    """Why an engine might not give the logits of the forward, or None.
-
-    Args:
-        given: the arguments by name, without None.
-        own_forward: of the instance before it was paged, or None.
-    """
+    """Why an engine might not give the logits of the forward, or None. ``given``: the arguments by name, without None.
+    ``own_forward``: of the instance before it was paged, or None."""
     if unknown := [name for name in given if name != "input_ids"]:
         return f"it was given {unknown[0]}"
     ids = given.get("input_ids")

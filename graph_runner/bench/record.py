@@ -104,12 +104,8 @@ class Record:
         return not self.rows or any("error" in row for row in self.rows)
 
     def measure(self, name: str, run: Any, needs: float = 0.0, most: float = float("inf")) -> bool:
-        """Call ``run``, which keeps its rows. Returns whether it ended well; if not, a row named ``name`` says why.
-
-        Args:
-            needs: seconds. It is not begun with less time left.
-            most: seconds. It is interrupted after them, too.
-        """
+        """Call ``run``, which keeps its rows. Returns whether it ended well; if not, a row named ``name`` says why. It is not
+        begun with fewer than ``needs`` seconds left, and interrupted after ``most`` seconds, too."""
         began = time.monotonic()
         if self.left <= max(needs, 1.0):
             self.keep({"row": name, "error": f"left out: {max(self.left, 0):.0f} s are left of the time"})

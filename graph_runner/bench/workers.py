@@ -42,15 +42,9 @@ def emit(row: Row) -> None:
 def rows(command: list[str], job: Any, environment: Mapping[str, str], *, deadline: float | None = None,
          log: Path | None = None, shown: bool = False) -> Iterator[Row]:
     """The rows of a Python process, as they come; what it and its child processes print goes to the end of ``log``, or to this
-    process's output (``shown``).
-
-    Args:
-        command: arguments of the interpreter. environment: beside this process's own.
-        deadline: by ``time.time()``; the process is then ended with all that it started, and the rows end.
-
-    Raises:
-        Ended: its exit code was not 0 before the deadline; with what it wrote last.
-    """
+    process's output (``shown``). ``command``: arguments of the interpreter. ``environment``: beside this process's own. At the
+    ``deadline``, by ``time.time()``, the process is ended with all that it started, and the rows end. Raises Ended, with what
+    it wrote last, if its exit code was not 0 before that."""
     read, write = os.pipe()
     with os.fdopen(read) as found, log.open("a+") if log else tempfile.TemporaryFile("w+") as said:
         try:
