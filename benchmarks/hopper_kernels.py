@@ -58,8 +58,6 @@ FORMS = {"gpt-oss-20b": RopeForm(half_tables=True), "llama-8b": RopeForm(interle
          "llama4": RopeForm(interleaved=True, half_tables=True, norm_after=True), "gemma2-9b": RopeForm(norm_offset=1.0)}
 INTS: dict[str, Any] = dict(dtype=torch.int32)
 KV = {"bf16": None, "int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-
-
 HALF, FULL = torch.bfloat16, torch.float32
 
 

@@ -52,14 +52,11 @@ def launch_bound_tokens(parameters: Iterable[torch.Tensor], vocab_size: int) -> 
     return max(MIXED_TOKENS, 1 << (tokens.bit_length() - 1) if tokens else 0)
 
 
-def launch_us(parameters: Iterable[torch.Tensor], vocab_size: int) -> float:
-    """Microseconds that a slow host takes to launch a step without a graph. Arguments: of ``launch_bound_tokens``."""
-    return SLOW_HOST * LAUNCH_SECONDS * 1e6 * len(_matrix_sizes(parameters, vocab_size))
-
-
-def token_us(parameters: Iterable[torch.Tensor], vocab_size: int) -> float:
-    """Microseconds per token of a fast GPU for the matrix products of a long step. Arguments: of ``launch_bound_tokens``."""
-    return 2e6 / FLOPS * sum(_matrix_sizes(parameters, vocab_size))
+def step_us(parameters: Iterable[torch.Tensor], vocab_size: int) -> tuple[float, float]:
+    """Microseconds that a slow host takes to launch a step without a graph, and those per token of a fast GPU for the matrix
+    products of a long step. Arguments: of ``launch_bound_tokens``."""
+    sizes = _matrix_sizes(parameters, vocab_size)
+    return SLOW_HOST * LAUNCH_SECONDS * 1e6 * len(sizes), 2e6 / FLOPS * sum(sizes)
 
 
 def _matrix_sizes(parameters: Iterable[torch.Tensor], vocab_size: int) -> list[int]:

@@ -351,16 +351,14 @@ class Manager:
             return result
 
     def __iter__(self) -> Iterator[Any]:
-        while (result := self.get_result(timeout=0.1)) is not None or self.is_running():
-            if result is not None:
-                yield result
+        return self.request_id_iter(None)
 
-    def request_id_iter(self, request_id: str) -> Iterator[Any]:
-        """The results of a request, the finished one last."""
+    def request_id_iter(self, request_id: str | None) -> Iterator[Any]:
+        """The results of a request, the finished one last; None: of all."""
         while (result := self.get_result(request_id, timeout=0.1)) is not None or self.is_running():
             if result is not None:
                 yield result
-                if result.is_finished():
+                if request_id is not None and result.is_finished():
                     return
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:

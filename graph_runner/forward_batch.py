@@ -27,6 +27,11 @@ def _contains(modality: str) -> Callable[[ForwardBatch], bool]:
     return lambda batch: any(one is not None and one.contains(modality) for one in batch.mm_inputs)
 
 
+def _of_metadata(name: str) -> Any:
+    """A property: what the metadata have under another name."""
+    return property(lambda batch: getattr(batch.metadata, name))
+
+
 @dataclass
 class ForwardBatch:
     """A step's batch. T tokens and B sequences, padding included.
@@ -104,26 +109,13 @@ class ForwardBatch:
             return self.input_ids
         return torch.where(self.token_source >= 0, newest[self.token_source.clamp_min(0)], self.input_ids)
 
-    @property
-    def batch_size(self) -> int:
-        return self.metadata.num_reqs
-
-    @property
-    def seq_lens(self) -> torch.Tensor:
-        return self.metadata.seq_lens
-
-    @property
-    def seq_lens_cpu(self) -> torch.Tensor:
-        return self.metadata.seq_lens_cpu
+    batch_size, num_token_non_padded = _of_metadata("num_reqs"), _of_metadata("num_actual_tokens")
+    seq_lens, seq_lens_cpu = _of_metadata("seq_lens"), _of_metadata("seq_lens_cpu")
+    out_cache_loc = _of_metadata("slot_mapping")
 
     @property
     def seq_lens_sum(self) -> int:
         return int(self.metadata.seq_lens_cpu.sum())
-
-    @property
-    def out_cache_loc(self) -> torch.Tensor:
-        """(T,) int64 slots; -1 for padding."""
-        return self.metadata.slot_mapping
 
     @property
     def extend_seq_lens(self) -> torch.Tensor:
@@ -136,10 +128,6 @@ class ForwardBatch:
     @property
     def extend_start_loc(self) -> torch.Tensor:
         return self.metadata.query_start_loc[:-1]
-
-    @property
-    def num_token_non_padded(self) -> int:
-        return self.metadata.num_actual_tokens
 
     def text_mrope_positions(self, rope_deltas: torch.Tensor) -> torch.Tensor:
         """(3, T) int64: positions of text tokens, equal in time, height and width, each sequence shifted by its delta. Right

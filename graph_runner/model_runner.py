@@ -25,14 +25,7 @@ from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned, 
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
 from quire.graph_runner.adapters import TokenAdapters
-from quire.graph_runner.capture_shapes import (
-    MIXED_TOKENS,
-    WithoutGraph,
-    capture_shapes,
-    launch_bound_tokens,
-    launch_us,
-    token_us,
-)
+from quire.graph_runner.capture_shapes import MIXED_TOKENS, WithoutGraph, capture_shapes, launch_bound_tokens, step_us
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
 from quire.graph_runner.forward_batch import ForwardBatch
@@ -113,7 +106,7 @@ class ModelRunner:
             raise RuntimeError("an engine cannot be made inside quire.step; make it before")
         before = dict(start_times.seconds)
         self._launch_bound = launch_bound_tokens(model.parameters(), self.vocab_size)
-        self._step_us = tuple(us(model.parameters(), self.vocab_size) for us in (launch_us, token_us))
+        self._step_us = step_us(model.parameters(), self.vocab_size)
         options = config.compile_options(self.device)
         ahead = self._compile_ahead() if options.compiler == "inductor" else None
         try:

@@ -20,14 +20,9 @@ class OnInstance:
 
     model: torch.nn.Module
     original: Any  # what was in the ``__dict__`` before; None: nothing
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``OwnCopies``; of what stands for ``generate``."""
-        raise NotImplementedError
-
-    def forward_logits(self, given: dict[str, Any], own_forward: Any) -> torch.Tensor | None:
-        """The logits of a call of the forward, from what stands for ``generate``; None if they are not to be had from it."""
-        raise NotImplementedError
+    # Of what stands for ``generate``: see ``OwnCopies``; and the logits of a call of the forward, or None.
+    init_continuous_batching: Callable[..., Any]
+    forward_logits: Callable[[dict[str, Any], Any], torch.Tensor | None]
 
     def of(self, model: torch.nn.Module) -> OnInstance:
         """The same for another model."""

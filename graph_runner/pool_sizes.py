@@ -9,7 +9,7 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.kv_cache import bytes_per_page
-from quire.graph_runner.window_pages import Reach, WindowPages
+from quire.graph_runner.window_pages import Reach
 
 GIB = 2**30
 
@@ -47,11 +47,12 @@ class PoolSizes:
         return pages
 
     def window_pages(self, num_pages: int) -> int | None:
-        """Pages of layers with a window, where those of the others are ``num_pages``; None: all layers have the same."""
+        """Pages of layers with a window, where those of the others are ``num_pages``; None: all layers have the same. With a
+        lasting prefix cache twice as many as full batches can use, for the ends of what it keeps."""
         if self.window_reach is None:
             return None
-        return min(num_pages, WindowPages.useful_pages(self.window_reach, self.max_num_seqs, self.max_num_tokens,
-                                                       self.page_size, self.lasting))
+        useful = self.window_reach.useful_pages(self.max_num_seqs, self.max_num_tokens, self.page_size)
+        return min(num_pages, useful * (2 if self.lasting else 1))
 
     def pages_in(self, num_bytes: int) -> int:
         """Pages for which ``num_bytes`` suffice. Layers with a window have no more than they can use, and the rest goes to the

@@ -86,12 +86,6 @@ class WindowPages:
         self._key_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
 
-    @staticmethod
-    def useful_pages(reach: Reach, max_num_seqs: int, max_num_batched_tokens: int, page_size: int, lasting: bool) -> int:
-        """Pages that full batches can use, the null page included; with a ``lasting`` prefix cache twice as many, for the ends
-        of what it keeps."""
-        return reach.useful_pages(max_num_seqs, max_num_batched_tokens, page_size) * (2 if lasting else 1)
-
     @property
     def num_idle(self) -> int:
         return len(self._idle)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from quire.attn_ops.backend import dtype_name
 from quire.graph_runner.bench.host import LENGTHS, cases, host
@@ -111,8 +111,7 @@ class Session(Run):
             total, rows = self._rows(workload, system, attention, dict(self.options) if ours else {})
             # An estimate of the time left, on a terminal only. Drawn between rows: a thread that draws would take time from the
             # host's side of a step.
-            with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                          TextColumn("left"), TimeRemainingColumn(), console=self.console, transient=True, auto_refresh=False,
+            with Progress(console=self.console, transient=True, auto_refresh=False,
                           disable=not self.console.is_terminal) as bar:
                 for row in bar.track(rows, total, description=name):
                     self.complete_and_keep({**common, **row})
