@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from quire.graph_runner.logprobs import to_device
+from quire.graph_runner.block_table import to_device
 from quire.graph_runner.request import Request, ScheduledBatch
 from quire.passes.capture.lora import active_adapters, adapter_names, check_adapters
 

@@ -1,8 +1,8 @@
-"""Reference counts of the KV cache's pages."""
+"""Reference counts of the KV cache's pages, and pages that are kept for several requests."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from quire.attn_ops.metadata import NULL_PAGE
@@ -85,3 +85,45 @@ class BlockAllocator:
             raise ValueError(f"page {NULL_PAGE} is the null page, which can be neither shared nor freed")
         if not NULL_PAGE < page < len(self._ref_counts):
             raise ValueError(f"page {page} is unknown: this allocator has the pages 1 to {self.num_total}")
+
+
+class KeptPages:
+    """Pages that several requests may read, each known by a key. Holds a reference to each of its pages; those without another
+    owner are *idle*, and given back, least recently used first, when pages are needed."""
+
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self.allocator = allocator
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """One more owner for each page."""
+        self.allocator.share(pages)
+        for page in pages:
+            self._idle.pop(page, None)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One owner fewer for each page."""
+        self.allocator.free(pages)
+        for page in reversed(pages):  # the end of a sequence is of less use than its beginning, and goes first
+            if page in self._key_of and self.allocator.ref_count(page) == 1:
+                self._idle[page] = None
+
+    def evict(self, count: int) -> None:
+        """Give back the ``count`` idle pages that were used least recently."""
+        for _ in range(min(count, len(self._idle))):
+            self._forget(next(iter(self._idle)))
+
+    def _remember(self, key: bytes, page: int) -> None:
+        self.allocator.share([page])
+        self._page_of[key], self._key_of[page] = page, key
+
+    def _forget(self, page: int) -> None:
+        del self._page_of[self._key_of.pop(page)]
+        self._idle.pop(page, None)
+        self.allocator.free([page])

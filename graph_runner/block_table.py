@@ -29,6 +29,12 @@ def change_capacity(num_tokens: int, num_reqs: int, page_size: int) -> int:
     return min(num_tokens, (num_tokens + num_reqs * (page_size - 1)) // page_size)
 
 
+def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy to the device without waiting for it."""
+    host = torch.from_numpy(values)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
 class BlockTable:
     """Host and device side of the table.
 
@@ -85,7 +91,7 @@ class BlockTable:
             fits = at.shape[0]
             if count > fits:  # pages of earlier steps that failed, or of another row's (``Rows.reorder``)
                 logger.debug("%d new pages in a step with room for %d: the others are sent separately", count, fits)
-                self._write(*(self._sent_now(x[fits:]) for x in (places, pages)))
+                self._write(*(to_device(x[fits:], self.device.device) for x in (places, pages)))
                 places, pages, count = places[:fits], pages[:fits], fits
             at[:count], page[:count] = places, pages
         at[count:], page[count:] = self.dummy_slot * self.width, NULL_PAGE
@@ -109,10 +115,6 @@ class BlockTable:
         """Device work of a step: write its changes, then gather its rows (B,) int64. Fixed addresses, no synchronization."""
         self._write(at, page)
         torch.index_select(self.device, 0, row_slot, out=self.rows[: row_slot.shape[0]])
-
-    def _sent_now(self, values: np.ndarray) -> torch.Tensor:
-        host = torch.from_numpy(values)
-        return (host.pin_memory() if self.device.is_cuda else host).to(self.device.device, non_blocking=True)
 
     def _write(self, at: torch.Tensor, page: torch.Tensor) -> None:
         self.device.view(-1)[at] = page

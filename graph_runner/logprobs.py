@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from quire.attn_ops.ops.logprobs import TokenLogprobs, token_logprobs
+from quire.graph_runner.block_table import to_device
 from quire.graph_runner.request import Logprob, Request, ScheduledBatch
 from quire.graph_runner.sampler import Sampled
 
@@ -49,12 +50,6 @@ class ScoredRows(NamedTuple):
                 targets += row.request.prompt_token_ids[first : first + row.num_scored]
             at += row.num_new
         return cls(to_device(np.array(indices, np.int64), device), to_device(np.array(targets, np.int64), device))
-
-
-def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy to the device without waiting for it."""
-    host = torch.from_numpy(values)
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 class _More(NamedTuple):

@@ -25,6 +25,7 @@ from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned, 
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
 from quire.graph_runner.adapters import TokenAdapters
+from quire.graph_runner.block_table import to_device
 from quire.graph_runner.capture_shapes import MIXED_TOKENS, WithoutGraph, capture_shapes, launch_bound_tokens, step_us
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
@@ -32,7 +33,7 @@ from quire.graph_runner.forward_batch import ForwardBatch
 from quire.graph_runner.gc_freeze import freeze_gc
 from quire.graph_runner.loading import progress_bar, vocab_size
 from quire.graph_runner.logits_editor import LogitsEditor
-from quire.graph_runner.logprobs import RowLogprobs, ScoredRows, StepLogprobs, step_logprobs, to_device
+from quire.graph_runner.logprobs import RowLogprobs, ScoredRows, StepLogprobs, step_logprobs
 from quire.graph_runner.packing_check import TRIAL, check_packing
 from quire.graph_runner.pool_sizes import MemoryPlan, PoolSizes
 from quire.graph_runner.request import ScheduledBatch

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from quire.attn_ops.metadata import PAD_SLOT_ID, CommonAttentionMetadata
-from quire.graph_runner.block_table import BlockTable, change_capacity
+from quire.graph_runner.block_table import BlockTable, change_capacity, to_device
 from quire.graph_runner.forward_batch import ForwardBatch
 from quire.graph_runner.forward_mode import ForwardMode
 from quire.graph_runner.request import Request, ScheduledBatch
@@ -314,7 +314,4 @@ class StepBuffers:
         """(row, token) pairs of the tokens that would end a request before its ``min_tokens``."""
         rows = np.flatnonzero(self._banned_rows(host, len(batch.rows))).tolist()
         pairs = [(i, token) for i in rows for token in batch.rows[i].request.stop_token_ids]
-        if not pairs:
-            return None
-        found = torch.tensor(pairs, dtype=torch.int64)
-        return (found.pin_memory() if self.device.type == "cuda" else found).to(self.device, non_blocking=True)
+        return to_device(np.array(pairs, np.int64), self.device) if pairs else None

@@ -13,14 +13,13 @@ layers of such a model share one table, and all pages are kept.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.kv_cache import pages_for
 from quire.attn_ops.metadata import NULL_PAGE
-from quire.graph_runner.block_allocator import BlockAllocator
+from quire.graph_runner.block_allocator import BlockAllocator, KeptPages
 from quire.graph_runner.request import Request
 
 
@@ -70,7 +69,7 @@ class Reach:
         return first
 
 
-class WindowPages:
+class WindowPages(KeptPages):
     """Pages of the layers with a window, where others see everything. A request has as many of them as of the others
     (``Request.window_pages``), and the null page in the places of those that were given back.
 
@@ -81,14 +80,8 @@ class WindowPages:
     """
 
     def __init__(self, reach: Reach, num_pages: int, page_size: int) -> None:
-        self.reach, self.page_size, self.allocator = reach, page_size, BlockAllocator(num_pages)
-        self._page_of: dict[bytes, int] = {}
-        self._key_of: dict[int, bytes] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
-
-    @property
-    def num_idle(self) -> int:
-        return len(self._idle)
+        super().__init__(BlockAllocator(num_pages))
+        self.reach, self.page_size = reach, page_size
 
     @property
     def num_used(self) -> int:
@@ -103,8 +96,7 @@ class WindowPages:
         if count > self.allocator.num_free:
             for other in running:
                 self.free_behind(other)
-        for _ in range(min(count - self.allocator.num_free, self.num_idle)):
-            self._forget(next(iter(self._idle)))
+        self.evict(count - self.allocator.num_free)
         pages = self.allocator.allocate(count)
         request.window_pages += pages or []
         return pages is not None
@@ -112,7 +104,7 @@ class WindowPages:
     def free_behind(self, request: Request) -> None:
         """Give back the pages that the request's next token and those after it cannot see."""
         request.window_behind = self.reach._free_behind(request.window_pages, request.window_behind, request.num_computed,
-                                                        self._release, self.page_size)
+                                                        self.release, self.page_size)
 
     def share_with(self, source: Request, target: Request, count: int) -> None:
         """Let ``target``, which has none, read the first ``count`` pages of ``source``, as far as that has them."""
@@ -121,14 +113,8 @@ class WindowPages:
 
     def give_back(self, request: Request) -> None:
         """The request holds none any more."""
-        self._release(request.window_pages[request.window_behind :])
+        self.release(request.window_pages[request.window_behind :])
         request.window_pages, request.window_behind = [], 0
-
-    def _release(self, pages: Sequence[int]) -> None:
-        self.allocator.free(pages)
-        for page in reversed(pages):
-            if page in self._key_of and self.allocator.ref_count(page) == 1:
-                self._idle[page] = None
 
     # -- of the prefix cache ----------------------------------------------------------------------------------------
 
@@ -155,26 +141,18 @@ class WindowPages:
         """Let the request, which has no pages, read those with these keys, as many as are ``usable``."""
         first = self._first(len(keys))
         pages = [self._page_of[key] for key in keys[first:]]
-        self.allocator.share(pages)
-        for page in pages:
-            self._idle.pop(page, None)
+        self.hold(pages)
         request.window_pages, request.window_behind = [NULL_PAGE] * first + pages, first
 
     def keep(self, key: bytes, request: Request, i: int) -> None:
         """Keep the request's ``i``-th page for others, if there is none with that key."""
         if i >= request.window_behind and key not in self._page_of and (page := request.window_pages[i]) not in self._key_of:
-            self.allocator.share([page])
-            self._page_of[key], self._key_of[page] = page, key
+            self._remember(key, page)
 
     def forget(self, key: bytes) -> None:
         """Nobody reads the page with that key any more, if there is one."""
         if (page := self._page_of.get(key)) is not None:
             self._forget(page)
-
-    def _forget(self, page: int) -> None:
-        del self._page_of[self._key_of.pop(page)]
-        self._idle.pop(page, None)
-        self.allocator.free([page])
 
 
 def fit_requests(reach: Reach | None, num_pages: int, page_size: int, chunk: int | None, budget: int, max_model_len: int
