@@ -71,7 +71,6 @@ class BeamSearchSequence:
     """A sequence, with vLLM's names.
 
     Args:
-        orig_prompt: the prompt as it was given.
         tokens: token ids of the prompt and the continuation, the end token included.
         logprobs: for each token of the continuation, the log probabilities of the likeliest tokens at its position by token id.
         cum_logprob: log probability of the continuation.

@@ -36,18 +36,10 @@ def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class BlockTable:
-    """Host and device side of the table.
-
-    Args:
-        max_num_seqs: slots. The device has one more row of null pages, which padding rows read and padding changes write.
-        max_num_reqs: maximum number of rows of a batch, padding included.  width: pages per row.
-
-    Attributes:
-        host: (max_num_seqs, width) int32 array.
-        known: pages of each slot in ``host``.
-        device: (max_num_seqs + 1, width) int32 tensor.
-        rows: (max_num_reqs, width) int32 tensor; ``update`` fills its first rows, where the step reads its block table.
-    """
+    """Host and device side of the table, of ``width`` pages per row: ``host``, (max_num_seqs, width) int32, of whose slots
+    ``known`` pages are there; ``device``, (max_num_seqs + 1, width) int32, with a row of null pages that padding rows read and
+    padding changes write; ``rows``, (max_num_reqs, width) int32, padding included, whose first rows ``update`` fills, where the
+    step reads its block table."""
 
     def __init__(self, max_num_seqs: int, max_num_reqs: int, width: int, device: torch.device) -> None:
         self.width, self.dummy_slot = width, max_num_seqs

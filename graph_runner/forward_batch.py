@@ -83,10 +83,8 @@ class ForwardBatch:
                 positions (0 for a text without images).
             mm_inputs: (B,) instead of that: the images of each sequence, with positions for mrope, or None for a text.
 
-        Raises:
-            ValueError: token ids or positions that are not one per token; images not one entry per sequence, or without
-                positions.
-        """
+        Raises ValueError for token ids or positions that are not one per token, and images not one entry per sequence, or
+        without positions."""
         positions = metadata.positions if positions is None else positions
         for name, tensor in (("input_ids", input_ids), ("positions", positions)):
             if tensor.shape != (metadata.num_tokens,):
@@ -191,16 +189,9 @@ class ForwardBatch:
         """This rank's batch, padded for MLPs that all data-parallel ranks run together. For engines of several ranks.
 
         Padding tokens write no slot and are cut from results by ``post_forward_mlp_sync_batch``. Batches of decodes, and idle
-        ones, get as many rows as tokens, for a decode graph, unless ``extends``.
-
-        Args:
-            global_num_tokens: of each rank's batch, before padding.  rank: this one's.
-            attn_tp_size, in_graph: see ``mlp_sync_padding``.
-            extends: some rank has a prompt in its batch. Decodes are then an EXTEND, of one token each.
-
-        Raises:
-            ValueError: this rank's batch has another number of tokens.
-        """
+        ones, get as many rows as tokens, for a decode graph, unless ``extends``: some rank has a prompt in its batch, and
+        decodes are then an EXTEND, of one token each. ``global_num_tokens``: of each rank's batch, before padding, or
+        ValueError is raised. ``attn_tp_size``, ``in_graph``: see ``mlp_sync_padding``."""
         if not 0 <= rank < len(global_num_tokens) or global_num_tokens[rank] != self.metadata.num_tokens:
             raise ValueError(f"rank {rank} has a batch of {self.metadata.num_tokens} tokens, which global_num_tokens "
                              f"{list(global_num_tokens)} does not say")

@@ -24,15 +24,10 @@ _ATTEMPTS = 8  # to trace a model that other threads change meanwhile
 
 
 class LiveModel:
-    """The runner of a model, and the guard of what its trace read.
-
-    Attributes:
-        config: the options, with the lengths and the number of pages that were chosen.
-        runner: of the latest trace.
-        cast: the weights in the dtype that was asked for; None: the model's own are used.
-        num_pages: pages of the KV cache, the same for every trace.
-        adapters: whether each request has adapters of its own.
-    """
+    """The runner of a model, and the guard of what its trace read. ``config``: the options, with the lengths and the number of
+    pages that were chosen. ``runner``: of the latest trace. ``cast``: the weights in the dtype that was asked for; None: the
+    model's own are used. ``num_pages``: pages of the KV cache, the same for every trace. ``adapters``: whether each request has
+    adapters of its own."""
 
     def __init__(self, model: torch.nn.Module, config: EngineConfig) -> None:
         self.model, self.config = model, loading.limited(config, model)

@@ -21,10 +21,8 @@ DEFAULT_LENGTH = 2048  # for a model whose config has no maximum
 
 def load(model: torch.nn.Module | str | Path, tokenizer: Any, dtype: torch.dtype | str | None = None
          ) -> tuple[torch.nn.Module, Any]:
-    """The model and its tokenizer; a path is loaded with transformers, on the GPU if there is one.
-
-    Args:
-        dtype: to load a path in; None: the checkpoint's. A model that is there already stays as it is.
+    """The model and its tokenizer; a path is loaded with transformers, on the GPU if there is one, in ``dtype`` (None: the
+    checkpoint's). A model that is there already stays as it is.
 
     Raises:
         FileNotFoundError: no folder at that path (quire loads from disk; it does not download).

@@ -56,13 +56,10 @@ class _More(NamedTuple):
     """Logits of tokens beside the sampled or scored ones, on their way to the host, where the rest is computed: launches cost
     more than a few numbers.
 
-    Attributes:
-        rows: their indices in the batch, n of them; of each how many of the likeliest tokens it wants (``counts``), the
-            temperature that divides its logits (``heat``), and the logit under which tokens are excluded (``threshold``, None:
-            none are).
-        top: None, or logits and ids, each (n, k), of the likeliest tokens.
-        chosen: None, or logits and ranks, each (n, m), of the tokens with the ids ``ids``.
-    """
+    ``rows``: their indices in the batch, n of them; of each how many of the likeliest tokens it wants (``counts``), the
+    temperature that divides its logits (``heat``), and the logit under which tokens are excluded (``threshold``, None: none
+    are). ``top``: None, or logits and ids, each (n, k), of the likeliest tokens. ``chosen``: None, or logits and ranks, each
+    (n, m), of the tokens with the ids ``ids``."""
 
     rows: list[int]
     counts: list[int]
@@ -162,7 +159,6 @@ def step_logprobs(batch: ScheduledBatch, logits: torch.Tensor, tokens: torch.Ten
         temperature: (B,) ``SamplingParams.logprob_temperature`` of each row.
         in_graph: those of the graph's tokens, from its logits.
         sampled: what rows with filters were drawn from after the graph, if there are any.
-        to_host: starts copying a tensor.
     """
     wanting = [i for i, row in enumerate(batch.rows) if row.samples and row.request.params.wants_logprobs]
     found = StepLogprobs(batch, host_tokens, None, None, None, None, None)

@@ -68,15 +68,9 @@ def mrope_positions(num_tokens: int, items: Sequence[MultimodalItem], *, spatial
     columns of patches after merging; text behind it goes on after the longer side. (For a video with more frames than rows and
     columns, text goes on before the last frame's time: so transformers computes it, and models are run.)
 
-    Args:
-        num_tokens: of the prompt.
-        items: in order, not overlapping.
-        spatial_merge_size: patches per token, in height and in width.
-        time_interval: positions per frame.
-
-    Raises:
-        ValueError: an item outside the prompt or over another one, or with another number of tokens than its grid.
-    """
+    ``items``: in order, not overlapping. ``spatial_merge_size``: patches per token, in height and in width. ``time_interval``:
+    positions per frame. Raises ValueError for an item outside the prompt or over another one, or with another number of tokens
+    than its grid."""
     parts: list[torch.Tensor] = []
     token = position = 0
 

@@ -256,15 +256,9 @@ def check_logprobs(params: SamplingParams, limits: Limits) -> None:
 
 
 class RequestOptions(NamedTuple):
-    """Options of a request other than its prompt and sampling.
-
-    Args:
-        request_id: a name to ``abort`` it by and to find in its output; None: a number is given.
-        priority: requests with a lower number start first, and are preempted last.
-        timeout: seconds after which it fails, or None.
-        score_from: first prompt token whose log probability is wanted; None: as the sampling parameters say.
-        adapter: name of the LoRA adapter (PEFT's) that it has; "__base__" for none; None: the model's active ones.
-    """
+    """Options of a request other than its prompt and sampling, as of ``Engine.stream``: ``request_id`` None: a number is given.
+    ``score_from``: first prompt token whose log probability is wanted; None: as the sampling parameters say. ``adapter``: None:
+    the model's active ones."""
 
     request_id: str | None = None
     priority: int = 0

@@ -53,24 +53,18 @@ class SamplingTensors:
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """Sample one token per row, without a synchronization. See `draw` for the compiled form.
+    """Sample one token per row, without a synchronization: (B,) int64 token ids; INVALID_TOKEN (-1) for a row with a NaN, with
+    nothing but -inf, or to be drawn from +inf. See `draw` for the compiled form; this one is plain PyTorch, except that on CUDA
+    a batch without filters is drawn by the kernel of `sample_tokens`.
 
-    In plain PyTorch, except that on CUDA a batch without filters is drawn by the kernel of `sample_tokens`.
-
-    Greedy rows get the first of the largest logits, as from ``torch.argmax``. Other rows are drawn from
-    ``softmax(logits / temperature)`` after top_k, then top_p, then min_p, the order of vLLM and of Hugging Face's
-    ``generate``. Tokens with logits equal to the last one kept by top_k or top_p are kept too (``generate`` does so in
-    top_k; in top_p it keeps those that its sort puts first).
+    Greedy rows get the first of the largest logits, as from ``torch.argmax``. Other rows are drawn from ``softmax(logits /
+    temperature)`` after top_k, then top_p, then min_p, the order of vLLM and of Hugging Face's ``generate``. Tokens with logits
+    equal to the last one kept by top_k or top_p are kept too (``generate`` does so in top_k; in top_p it keeps those that its
+    sort puts first).
 
     Args:
-        logits: (B, V) of any floating dtype. -inf excludes a token. Not modified.
+        logits: (B, V) of any floating dtype, or ValueError is raised. -inf excludes a token. Not modified.
         params: of the B rows, on the same device.
-
-    Returns:
-        (B,) int64 token ids; INVALID_TOKEN (-1) for a row with a NaN, with nothing but -inf, or to be drawn from +inf.
-
-    Raises:
-        ValueError: logits that are not (B, V) or not floating point.
     """
     return draw(logits, params, lambda piece, logits: piece).tokens
 

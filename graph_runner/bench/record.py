@@ -149,14 +149,9 @@ def _age() -> float:
 
 
 def script(doc: str | None, model: str | None = "tiny", limited: bool = True, **options: Any) -> argparse.ArgumentParser:
-    """The parser of a script: ``--device``, ``--json``, ``--deadline``, and options of its own.
-
-    Args:
-        model: the default of ``--model``, beside which there is ``--layers``; None: neither.
-        limited: whether the script has a ``--deadline``.
-        options: the default of each option, or (default, help), by name. Its type is that of the default; a list stands for a
-            list of numbers with commas, False for a switch.
-    """
+    """The parser of a script: ``--device``, ``--json``, ``--deadline`` if ``limited``, ``--model`` with that default and
+    ``--layers`` unless it is None, and ``options`` of its own: the default of each, or (default, help), by name. An option's
+    type is that of the default; a list stands for a list of numbers with commas, False for a switch."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     if model is not None:

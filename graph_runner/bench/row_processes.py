@@ -39,6 +39,7 @@ def measure_rows(record: Record, tasks: Sequence[RowTask], measure: Callable[[An
                  process_per_group: bool = False, before: Callable[[Any], None] = lambda group: None,
                  complete: Callable[[Row], Row] = lambda row: row) -> bool:
     """Keep a row for each task that has none: what ``measure``, which is imported by name, returns for it, or ``error``.
+    Returns whether the deadline left time for all.
 
     Args:
         limit: seconds for a row.
@@ -46,9 +47,6 @@ def measure_rows(record: Record, tasks: Sequence[RowTask], measure: Callable[[An
         process_per_group: end a process, and so free its memory, after each group.
         before: called with a group before its first row.
         complete: adds derived columns.
-
-    Returns:
-        Whether the deadline left time for all.
     """
     left = [task for task in tasks if not record.has(task.row)]
     print(f"{len(left)} of {len(tasks)} rows to measure", flush=True)
