@@ -262,14 +262,12 @@ def batch_of(cell: Cell, max_len: int, device: torch.device) -> OpBatch:
     return made
 
 
+@or_failure
 def measured(task: tuple[Cell, str, int, str]) -> dict[str, Any]:
     """Time of a system, and the distance from the first system's output."""
-    cell, system, max_len, device = task
-    return or_failure(lambda: numbers_of(cell, batch_of(cell, max_len, torch.device(device)), system))
-
-
-def numbers_of(cell: Cell, batch: OpBatch, system: str) -> dict[str, Any]:
-    device, name = batch.q.device, system.partition(":")[0]
+    cell, system, max_len, where = task
+    batch, name = batch_of(cell, max_len, torch.device(where)), system.partition(":")[0]
+    device = batch.q.device
     with overridden(cell, system):
         if name in RIVALS or name in PARTS:
             run = (RIVALS | PARTS)[name](cell, batch)

@@ -220,15 +220,12 @@ class Task:
     nice: bool = False
 
 
+@or_failure
 def measured(task: Task) -> dict[str, Any]:
-    """The numbers of a row, or its error."""
+    """The numbers of a row."""
+    args = task.args
     if task.nice:
         os.nice(10)
-    return or_failure(lambda: numbers_of(task))
-
-
-def numbers_of(task: Task) -> dict[str, Any]:
-    args = task.args
     params = {name: int(number) for name, number in (each.split("=") for each in args.set.split(",") if each)}
     tuned: Any = contextlib.nullcontext()
     if params:

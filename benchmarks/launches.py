@@ -129,11 +129,8 @@ def collecting() -> Iterator[list[str]]:
 def programs(model: torch.nn.Module, *, small: bool, attention: str = "triton", page_size: int = 16,
              own_experts: bool = False) -> list[str]:
     """Inductor's program for each distinct piece of the model's lowered graph: source code, in the order of the pieces.
-
-    Args:
-        small: the graph for few tokens, else the one for many.
-        own_experts: keep transformers' experts instead of quire's.
-    """
+    ``small``: the graph for few tokens, else the one for many. ``own_experts``: keep transformers' experts instead of
+    quire's."""
     with _paged(model, own_experts) as paged:
         with mock.patch("quire.passes.fusions.routing.DEVICES", ("cpu",)):
             latent = any(site.latent is not None for site in paged.graph.sites)

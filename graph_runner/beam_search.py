@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """vLLM's.
+    """vLLM's. Raises ValueError or TypeError for a value out of range, or of the wrong type.
 
     Args:
         beam_width: beams of a prompt, and sequences in its result, >= 1.
@@ -33,9 +33,6 @@ class BeamSearchParams:
             extends beams by a sampled token too.)
         length_penalty: exponent of the length by which a log probability is divided; more than 0 favours long sequences.
         include_stop_str_in_output: False only, for there are no stop strings; tokens and text have the end token.
-
-    Raises:
-        ValueError, TypeError: a value out of range, or of the wrong type.
     """
 
     beam_width: int

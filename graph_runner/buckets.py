@@ -34,15 +34,9 @@ _TOKEN_LAST_STEP = 512
 
 
 def decode_buckets(max_num_seqs: int, sizes: Iterable[int] | str | None = None) -> list[int]:
-    """Batch sizes, in sequences, of the decode graphs: ascending, without duplicates, up to `max_num_seqs`.
-
-    Args:
-        sizes: the name of a list, or the user's list, in any order, used unchanged; larger batches then have no graph.
-
-    Raises:
-        ValueError: a maximum below 1; an unknown name; `sizes` is empty, or has a size that is not an integer, below 1, or
-            larger than any batch can be.
-    """
+    """Batch sizes, in sequences, of the decode graphs: ascending, without duplicates, up to `max_num_seqs`. `sizes`: the name
+    of a list, or the user's list, in any order, used unchanged; larger batches then have no graph. Raises ValueError for a
+    maximum below 1, an unknown name, and `sizes` that are empty or not integers from 1 to the largest batch."""
     _check_positive("max_num_seqs", max_num_seqs)
     if isinstance(sizes, str):
         found = _named(sizes, max_num_seqs) if sizes != "sglang" else [

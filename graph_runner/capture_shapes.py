@@ -102,13 +102,9 @@ class WithoutGraph:
     """Which steps of prompts run without the graph that was captured for their shape: the rule for one model and backend.
 
     A graph holds only kernels that do not depend on lengths. Some backends have faster ones for long prompts
-    (``AttentionBackend.without_graph``). Such a step takes the longer of what the host needs for launching it and what the GPU
-    needs for its matrix products and its attention.
-
-    Args:
-        launch_us: microseconds that the host takes to launch a step, of a slow host if it is not measured.
-        token_us: microseconds of matrix products per token.
-    """
+    (``AttentionBackend.without_graph``). Such a step takes the longer of what the host needs for launching it (``launch_us``,
+    of a slow host if it is not measured) and what the GPU needs for its matrix products (``token_us`` per token) and its
+    attention."""
 
     backend: AttentionBackend
     sites: Sequence[AttentionSite]

@@ -37,11 +37,8 @@ _WHY = {"num_pages": " (page 0 is the null page)", "max_model_len": " (a prompt 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Validated options of ``quire.Engine``, whose docstring lists them.
-
-    Raises:
-        ValueError: a value of the wrong type or out of range; names the option.
-    """
+    """Validated options of ``quire.Engine``, whose docstring lists them. Raises ValueError, which names the option, for a value
+    of the wrong type or out of range."""
 
     attention: str | Mapping[str, str] = _option(
         "auto", 'attention backend, "auto", or one for each kind of layer: full=NAME,window=NAME (quire.backends() lists them)')

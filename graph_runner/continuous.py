@@ -216,12 +216,8 @@ class Manager:
     def add_request(self, input_ids: Sequence[int], request_id: str | None = None, max_new_tokens: int | None = None,
                     streaming: bool = False, record_timestamps: bool = False, eos_token_id: int | list[int] | None = None,
                     **logit_processor_kwargs: Any) -> str | None:
-        """Queue a request; returns its id, or None after ``stop``. A prompt that cannot be served gives a failed output.
-
-        Raises:
-            ValueError: an id in use, or parameters that quire does not have.
-            queue.Full: ``max_queue_size`` requests wait.
-        """
+        """Queue a request; returns its id, or None after ``stop``. A prompt that cannot be served gives a failed output. Raises
+        ValueError for an id in use, or parameters that quire does not have; queue.Full if ``max_queue_size`` requests wait."""
         from transformers.generation.continuous_batching.requests import GenerationOutput
 
         params = self._of_request(max_new_tokens, eos_token_id, logit_processor_kwargs)

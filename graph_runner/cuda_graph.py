@@ -79,7 +79,6 @@ class CudaGraphRunner:
         before_capture: shape -> None. Host work that ``run`` needs; called outside the capture.
         buckets: shapes to capture, any order. Decode buckets have num_tokens == num_reqs; mixed ones have more tokens. Those
             with cross attention are EncoderShapes.
-        device: of the step; a CPU keeps callables.
         progress: wraps the sequence of buckets while capturing, for a progress bar.
         lazy: capture a bucket when the first batch for it comes (``can_run``), and not at the start.
         pool: memory shared with other runners; one of its own by default.
@@ -125,8 +124,7 @@ class CudaGraphRunner:
         """The captured bucket that ``shape`` is padded to, or None: ``reason`` says why, counted and logged once per reason.
 
         Args:
-            shape: of the live batch.
-            decode: every row has one token.
+            shape: of the live batch.  decode: every row of it has one token.
             hidden: the hidden states that the batch needs.
             encoder_lens: encoder tokens of each live row; without any, no cross attention runs.
             better: () -> why the batch takes less time without the graph that there is; None: it does not.

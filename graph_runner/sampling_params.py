@@ -70,7 +70,6 @@ class SamplingParams:
         detokenize: False returns token ids without text; `stop` needs text.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: end the text with the stop string that ended it instead of before it.
-
         truncate_prompt_tokens: keep the last tokens of a longer prompt, >= 1 of them; None: all.
 
     Not supported, and refused unless left at their defaults: best_of (n sequences are drawn, and all returned), extra_args,

@@ -27,9 +27,7 @@ class Scheduler:
     Args:
         max_num_seqs: maximum number of running requests; each has a slot in 0..max_num_seqs-1.
         max_num_batched_tokens: token budget of a step.
-        prefill_chunk_size: maximum number of prompt tokens of one request per step, or None.
         max_scored: prompt tokens whose log probabilities one step may compute.
-        prefixes: pages that requests share, or None.
 
     Attributes:
         reach: of the model's attention; pages behind it are freed. None: all of a request's pages are needed.

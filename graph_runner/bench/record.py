@@ -29,7 +29,7 @@ class OutOfTime(Exception):
 
 class Record:
     """Rows, printed and written as they come. Measures in turn; a measurement that fails or runs out of time becomes a row with
-    ``error``, and the earlier ones stay.
+    ``error``, and the earlier ones stay. ``show`` makes the line that is printed for a row.
 
     Args:
         path: the JSON file; None: rows are printed only.
@@ -38,9 +38,6 @@ class Record:
             code 124. None: no limit.
         interrupts: False: nothing is interrupted at the deadline, only ``left`` counts down to it.
         facts: of the whole run, for the file.
-
-    Attributes:
-        show: makes the line that is printed for a row.
     """
 
     def __init__(self, path: Path | None, device: torch.device, deadline: float | None = None, interrupts: bool = True,

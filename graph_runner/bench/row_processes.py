@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +20,7 @@ from quire.graph_runner.bench.record import Record
 from quire.graph_runner.bench.report import Row, failure, first_line
 from quire.graph_runner.bench.workers import of_gpu
 
+Task = TypeVar("Task")
 HANGS = 2  # rows of a system that take too long, after which its others are left out
 AT_THE_END = 0.1  # seconds by which the clocks of the deadline and of the process may differ
 _BROKEN = ("took more than", "process ended", "CUDA error")  # errors after which a process can do nothing more
@@ -106,17 +108,22 @@ def _process(measure: Callable[[Any], Row], gpu: int | None) -> Worker:
                 os.environ.update(environment)
 
 
-def or_failure(measure: Callable[[], Row]) -> Row:
-    """What ``measure`` returns, or its error; memory of the GPU that nothing uses is given back."""
-    try:
-        with torch.no_grad():
-            return measure()
-    except Exception as error:
-        return {"error": str(failure(error)["error"])[:300]}
-    finally:
-        if torch.cuda.is_initialized():
-            with contextlib.suppress(Exception):  # after an error of the GPU
-                torch.cuda.empty_cache()
+def or_failure(measure: Callable[[Task], Row]) -> Callable[[Task], Row]:
+    """Decorator: the row, or the error; memory of the GPU that nothing uses is given back."""
+
+    @functools.wraps(measure)
+    def call(task: Task) -> Row:
+        try:
+            with torch.no_grad():
+                return measure(task)
+        except Exception as error:
+            return {"error": str(failure(error)["error"])[:300]}
+        finally:
+            if torch.cuda.is_initialized():
+                with contextlib.suppress(Exception):  # after an error of the GPU
+                    torch.cuda.empty_cache()
+
+    return call
 
 
 def kernel_line(name: str, row: Row, *more: str) -> str:

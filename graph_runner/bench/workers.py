@@ -94,21 +94,19 @@ def run_apart(
     finish: Callable[[list[Row]], None] = lambda rows: None,
 ) -> Record | None:
     """Measure each of ``--ways`` in a process of its own, and write all rows to one file, as each way writes its own. The
-    memory of one is free before the next one starts, and a deadline that ends one leaves the others as they are.
+    memory of one is free before the next one starts, and a deadline that ends one leaves the others as they are. Returns the
+    record of all ways; None in the process of one.
 
     A way gets its share of the time that is left. At its end its processes are killed, and what it has written stays: a row
     without figures then has ``error``, which says what the way was doing (``doing`` of its row).
 
     Args:
         parser: of the script (``record.script``). It gets ``--ways``, and ``--apart``, with which the script starts itself for
-            one of them.
+            one.
         shares: of the time, for each way that the script knows.
         measure: ``(way, record, arguments)``, called in the way's own process. ``record.left`` is its time; nothing interrupts
             it.
         finish: completes the rows of all ways, in place, before they are written.
-
-    Returns:
-        The record of all ways; None in the process of one.
     """
     parser.add_argument("--ways", default=",".join(shares), help="any of: %(default)s (default: all)")
     parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
