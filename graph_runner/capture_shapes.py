@@ -74,7 +74,8 @@ def capture_shapes(config: EngineConfig, support: CudagraphSupport, device: torc
     found: list[BatchShape] = []
     pieces = config.cudagraph_piecewise
     if (pieces or support >= CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE) and (sizes is None or len(sizes)):
-        rows = config.max_num_seqs if most is None or _listed(sizes) else min(most, config.max_num_seqs)
+        listed = sizes is not None and not isinstance(sizes, str)
+        rows = config.max_num_seqs if most is None or listed else min(most, config.max_num_seqs)
         found += [BatchShape(n, n) for n in decode_buckets(rows, sizes)]
     if token_sizes is None:  # by default on a GPU, and with decode graphs only
         fast = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in FAST_GPUS
@@ -91,10 +92,6 @@ def capture_shapes(config: EngineConfig, support: CudagraphSupport, device: torc
             found += [BatchShape(n, min(rows, n - 1)) for n in token_sizes
                       if n > (1 if rows == config.max_num_seqs else FEW_ROWS_FROM)]
     return found
-
-
-def _listed(sizes: object) -> bool:
-    return sizes is not None and not isinstance(sizes, str)
 
 
 @dataclass

@@ -24,6 +24,7 @@ from quire.graph_runner.cli_display import Texts, stream_live, stream_plain
 DEMO = ("Once upon a time,", "The owl", "To make soup, you need", "Dear Anna,", '"Hello, Tom," said Mia.',
         "The moon is up,")
 ERROR_LINES = 9
+IN_JSON = ("index", "prompt", "text", "prompt_token_ids", "token_ids", "finish_reason", "stop_reason", "error")
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -65,18 +66,13 @@ def generate(args: argparse.Namespace) -> int:
         else:
             stream_plain(engine, run, params, args.stream)
         if args.json:
-            print(json.dumps({"outputs": [_as_dict(o) for o in run.outputs if o is not None],
+            print(json.dumps({"outputs": [{name: getattr(o, name) for name in IN_JSON} for o in run.outputs if o is not None],
                               "stats": dataclasses.asdict(engine.stats())}))
         print(run.summary(engine), file=sys.stderr)
     failed = [o for o in run.outputs if o is not None and o.error]
     for output in failed:
         print(f"quire: prompt {output.index + 1}: {output.error}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def _as_dict(output: Any) -> dict[str, Any]:
-    names = ("index", "prompt", "text", "prompt_token_ids", "token_ids", "finish_reason", "stop_reason", "error")
-    return {name: getattr(output, name) for name in names}
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:

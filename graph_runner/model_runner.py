@@ -29,6 +29,7 @@ from quire.graph_runner.block_table import to_device
 from quire.graph_runner.capture_shapes import MIXED_TOKENS, WithoutGraph, capture_shapes, launch_bound_tokens, step_us
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
+from quire.graph_runner.engine_lock import isolated
 from quire.graph_runner.forward_batch import ForwardBatch
 from quire.graph_runner.gc_freeze import freeze_gc
 from quire.graph_runner.loading import progress_bar, vocab_size
@@ -36,10 +37,9 @@ from quire.graph_runner.logits_editor import LogitsEditor
 from quire.graph_runner.logprobs import RowLogprobs, ScoredRows, StepLogprobs, step_logprobs
 from quire.graph_runner.packing_check import TRIAL, check_packing
 from quire.graph_runner.pool_sizes import MemoryPlan, PoolSizes
-from quire.graph_runner.request import ScheduledBatch
+from quire.graph_runner.request import ScheduledBatch, ScheduledRow
 from quire.graph_runner.sampler import draw
 from quire.graph_runner.step_buffers import EDITED, BatchShape, StepBuffers
-from quire.graph_runner.thread_state import isolated
 from quire.graph_runner.window_pages import Reach
 from quire.passes import start_times
 from quire.passes.capture.lora import adapter_names
@@ -73,10 +73,12 @@ class StepResults(NamedTuple):
     logprobs: TokenLogprobs
 
 
+Result = tuple[ScheduledRow, int, RowLogprobs | None]
+
+
 @dataclass(frozen=True)
 class Launched:
-    """A launched step. ``tokens()`` waits for it and returns the sampled token of each row; -1 where the logits had NaN. After
-    that ``logprobs()`` has what each row asked for, or None."""
+    """A launched step."""
 
     batch: ScheduledBatch
     host_tokens: torch.Tensor
@@ -84,12 +86,16 @@ class Launched:
     found: StepLogprobs | None = None
 
     def tokens(self) -> list[int]:
+        """Waits for the step; the sampled token of each row, -1 where the logits had NaN."""
         if self.done is not None:
             self.done.synchronize()
         return self.host_tokens.tolist()
 
-    def logprobs(self) -> Sequence[RowLogprobs | None]:
-        return [None] * len(self.batch.rows) if self.found is None else self.found.rows()
+    def results(self) -> list[Result]:
+        """Waits for the step; each row with its token and the log probabilities that it asked for, or None."""
+        tokens = self.tokens()
+        found = [None] * len(tokens) if self.found is None else self.found.rows()
+        return list(zip(self.batch.rows, tokens, found, strict=True))
 
 
 class ModelRunner:
@@ -368,7 +374,7 @@ class ModelRunner:
 
     @isolated
     def launch(self, batch: ScheduledBatch) -> Launched:
-        """Start a step. Returns at once on a GPU; ``Launched.tokens()`` has the results."""
+        """Start a step. Returns at once on a GPU; ``Launched.results()`` has the results."""
         self.copy_pages(batch.copies, batch.window_copies)
         staged = self.stage(batch, self.bucket_for(batch))
         logits, tokens, in_graph = self.forward(staged)

@@ -30,8 +30,6 @@ from quire.passes.capture.paged_model import find_sites
 
 CONTEXTS = {"cuda": (1024, 8192), "cpu": (128, 1024)}
 CPU_DIVISOR = 32  # of prefill lengths on a CPU
-
-
 NOPE = DIM_V = 128  # numbers of a head without rotary embedding, and of its values: of an MLA layer given by --heads, as in
 # every model of DeepSeek
 
