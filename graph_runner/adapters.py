@@ -22,13 +22,9 @@ BASE = "__base__"
 
 def choose(made: Sequence[Request], adapter: str | None, model: torch.nn.Module, traced: TokenAdapters | None,
            others: Iterable[Request]) -> bool:
-    """Give new requests their adapters. Returns whether the model must be traced again before they run. Raises ValueError for
-    an unknown name, or a model whose adapters cannot be chosen.
-
-    Args:
-        traced: None while the active adapters are those of all requests.
-        others: that have none of their own yet; they get the active ones when that ends.
-    """
+    """Give new requests their adapters. Returns whether the model must be traced again before they run. ``traced``: None while
+    the active adapters are those of all requests. ``others``: that have none of their own yet; they get the active ones when
+    that ends. Raises ValueError for an unknown name, or a model whose adapters cannot be chosen."""
     if adapter is None and traced is None:
         return False
     if adapter is None:

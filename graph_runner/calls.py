@@ -212,9 +212,8 @@ class EngineCalls:
         """What the model's generation config says about sampling, as vLLM's method of this name reads it. ``generate`` without
         parameters takes ``SamplingParams()``."""
         config = getattr(cast("Engine", self).model, "generation_config", None)
-        names = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-                 "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
-        given = {ours: getattr(config, name, None) for name, ours in names.items()}
+        same = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        given = {**{name: getattr(config, name, None) for name in same}, "max_tokens": getattr(config, "max_new_tokens", None)}
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     def chat(self, messages: Prompt | Sequence[Prompt], params: _Params = None, *, chat_template: str | None = None,
@@ -222,12 +221,8 @@ class EngineCalls:
              tools: list[dict[str, Any]] | None = None, chat_template_kwargs: dict[str, Any] | None = None, **options: Any
              ) -> list[RequestOutput]:
         """``generate`` for chats, with vLLM's names: a list of messages, or several. An output's prompt is the chat's text.
-
-        Args:
-            chat_template, add_generation_prompt, continue_final_message, tools: of the tokenizer's ``apply_chat_template``,
-                which also gets ``chat_template_kwargs``.
-            options: those of ``generate``.
-        """
+        ``chat_template``, ``add_generation_prompt``, ``continue_final_message`` and ``tools`` are those of the tokenizer's
+        ``apply_chat_template``, which also gets ``chat_template_kwargs``. ``options``: those of ``generate``."""
         asked = {"chat_template": chat_template, "tools": tools, **(chat_template_kwargs or {})}
         prompts = [chat_prompt(chat, self.tokenizer, add_generation_prompt=add_generation_prompt,
                                continue_final_message=continue_final_message,

@@ -18,9 +18,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.graph_runner.optimizer_steps import optimizer_steps
+
+_count = 0
+_counting = False
 
 
 class CastWeights:
@@ -102,3 +105,18 @@ def _like(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _versions(tensors: list[torch.Tensor]) -> list[Any]:
     return [optimizer_steps(), *((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)]
+
+
+def optimizer_steps() -> int:
+    """Steps of all optimizers of the process since this was first called. Those with ``fused=True``, and others with kernels of
+    their own, change parameters without increasing the version counters that PyTorch has for in-place changes."""
+    global _counting
+    if not _counting:
+        _counting = True
+        register_optimizer_step_post_hook(_stepped)
+    return _count
+
+
+def _stepped(*_: Any) -> None:
+    global _count
+    _count += 1

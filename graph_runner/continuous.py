@@ -79,13 +79,9 @@ def engine_options(config: Any) -> dict[str, Any]:
 
 class Manager:
     """Requests of one generation config on an engine, run by a thread between ``start`` and ``stop``. Threads may share it.
-
-    Args:
-        engine: returns the engine; called when the first request comes.
-        generation_config: for all requests; ``max_new_tokens=None`` is no limit but the engine's, an ``eos_token_id`` of None
-            or -1 is none.
-        config: a ContinuousBatchingConfig. Raises ValueError for an option that quire does not have.
-    """
+    ``engine`` returns the engine, and is called when the first request comes. ``generation_config``: for all requests;
+    ``max_new_tokens=None`` is no limit but the engine's, an ``eos_token_id`` of None or -1 is none. ``config``: a
+    ContinuousBatchingConfig. Raises ValueError for an option that quire does not have."""
 
     def __init__(self, engine: Callable[[], Engine], generation_config: Any, config: Any) -> None:
         self._get_engine, self._config = engine, config

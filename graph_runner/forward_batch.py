@@ -75,16 +75,10 @@ class ForwardBatch:
            rope_deltas: torch.Tensor | None = None, mm_inputs: Sequence[MultimodalInputs | None] | None = None,
            capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
            ) -> ForwardBatch:
-        """The batch of a step's metadata.
-
-        Args:
-            positions: (T,); those of the metadata by default.
-            rope_deltas: (B,) int64 per sequence, for models with mrope: what its text positions are ahead of its token
-                positions (0 for a text without images).
-            mm_inputs: (B,) instead of that: the images of each sequence, with positions for mrope, or None for a text.
-
-        Raises ValueError for token ids or positions that are not one per token, and images not one entry per sequence, or
-        without positions."""
+        """The batch of a step's metadata, with their positions (T,) by default. For models with mrope ``rope_deltas``, (B,)
+        int64 per sequence: what its text positions are ahead of its token positions (0 for a text without images); or
+        ``mm_inputs`` (B,): the images of each sequence, with positions for mrope, or None for a text. Raises ValueError for
+        token ids or positions that are not one per token, and images not one entry per sequence, or without positions."""
         positions = metadata.positions if positions is None else positions
         for name, tensor in (("input_ids", input_ids), ("positions", positions)):
             if tensor.shape != (metadata.num_tokens,):

@@ -53,12 +53,8 @@ def held_here(engine: Any) -> bool:
 
 class Rows:
     """Sequences in the pages of an engine that advance together. A context manager: its slots and pages go back at the end.
-    Raises DoesNotFit, which says what to change.
-
-    Args:
-        prompts: token ids of each row; neighbours with equal ones share their pages.
-        max_tokens: that may be appended to each row.
-    """
+    ``prompts``: token ids of each row; neighbours with equal ones share their pages. ``max_tokens``: that may be appended to
+    each row. Raises DoesNotFit, which says what to change."""
 
     def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
         config, total = engine.config, engine.scheduler.allocator.num_total

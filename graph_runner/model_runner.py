@@ -36,11 +36,10 @@ from quire.graph_runner.loading import progress_bar, vocab_size
 from quire.graph_runner.logits_editor import LogitsEditor
 from quire.graph_runner.logprobs import RowLogprobs, ScoredRows, StepLogprobs, step_logprobs
 from quire.graph_runner.packing_check import TRIAL, check_packing
-from quire.graph_runner.pool_sizes import MemoryPlan, PoolSizes
 from quire.graph_runner.request import ScheduledBatch, ScheduledRow
 from quire.graph_runner.sampler import draw
 from quire.graph_runner.step_buffers import EDITED, BatchShape, StepBuffers
-from quire.graph_runner.window_pages import Reach
+from quire.graph_runner.window_pages import MemoryPlan, PoolSizes, Reach
 from quire.passes import start_times
 from quire.passes.capture.lora import adapter_names
 from quire.passes.capture.paged_model import PagedModel

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from quire.graph_runner.block_allocator import BlockAllocator, KeptPages
-from quire.graph_runner.optimizer_steps import optimizer_steps
+from quire.graph_runner.cast_weights import optimizer_steps
 from quire.graph_runner.request import Request
 from quire.graph_runner.window_pages import WindowPages
 from quire.passes.verify.quantized import parts

@@ -255,11 +255,8 @@ class WeightUpdates:
     @locked
     def save_sharded_model(self, path: str | Path, max_size: int | str = "5GB") -> None:
         """Write the weights as safetensors files of at most ``max_size``, with an index, the config and the tokenizer:
-        ``quire.Engine(path)``, ``from_pretrained`` and ``update_weights_from_disk`` read them.
-
-        Raises:
-            ValueError: a quantized parameter that cannot be written; names it. Nothing is written.
-        """
+        ``quire.Engine(path)``, ``from_pretrained`` and ``update_weights_from_disk`` read them. Raises ValueError, and writes
+        nothing, for a quantized parameter that cannot be written; names it."""
         save_checkpoint(Path(path), self.model, self.tokenizer, max_size)
 
     def _check_open(self) -> None:

@@ -8,7 +8,7 @@ the null page there.
 Where some layers have a window and others see everything (gemma3, gpt_oss, llama4), those with a window have page numbers, a
 block table and slots of their own (``WindowPages``), from which pages are freed; the others keep all of a request's pages. A
 backend that plans on the host must plan with both tables (``AttentionBackend.plans_windows``); with one that does not, all
-layers of such a model share one table, and all pages are kept.
+layers of such a model share one table, and all pages are kept. ``PoolSizes`` says how many pages there are of both kinds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.kv_cache import pages_for
+from quire.attn_ops.kv_cache import bytes_per_page, pages_for
 from quire.attn_ops.metadata import NULL_PAGE
 from quire.graph_runner.block_allocator import BlockAllocator, KeptPages
 from quire.graph_runner.request import Request
+
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -167,3 +171,77 @@ def fit_requests(reach: Reach | None, num_pages: int, page_size: int, chunk: int
     if wanted <= room:
         return max_model_len, chunk
     return (max_model_len, room) if room >= 1 else (whole, chunk)
+
+
+@dataclass(frozen=True)
+class PoolSizes:
+    """The rules for one model and engine: ``max_num_seqs`` and ``max_num_tokens`` of the largest step, ``max_pages_per_seq`` of
+    the longest request. ``kv_dtype``: of the cache; None: the model's. ``reach``: of a model whose layers all have a window;
+    else None. ``window_reach``: of the layers with a window, where these have pages of their own; else None. ``lasting``:
+    whether a prefix cache keeps pages for later requests. ``bytes_beside``: (site, page_size) -> bytes that the attention
+    backend keeps of each page of a layer, beside the KV cache."""
+
+    sites: Sequence[AttentionSite]
+    page_size: int
+    kv_dtype: torch.dtype | None
+    max_num_seqs: int
+    max_num_tokens: int
+    max_pages_per_seq: int
+    reach: Reach | None
+    window_reach: Reach | None
+    lasting: bool
+    bytes_beside: Callable[[AttentionSite, int], int] = lambda site, page_size: 0
+
+    @property
+    def useful(self) -> int:
+        """Pages that full batches can use, the null page included."""
+        pages = self.max_num_seqs * self.max_pages_per_seq + 1
+        if self.reach is not None and not self.lasting:  # a lasting cache keeps what requests gave back
+            pages = min(pages, self.reach.useful_pages(self.max_num_seqs, self.max_num_tokens, self.page_size))
+        return pages
+
+    def window_pages(self, num_pages: int) -> int | None:
+        """Pages of layers with a window, where those of the others are ``num_pages``; None: all layers have the same. With a
+        lasting prefix cache twice as many as full batches can use, for the ends of what it keeps."""
+        if self.window_reach is None:
+            return None
+        useful = self.window_reach.useful_pages(self.max_num_seqs, self.max_num_tokens, self.page_size)
+        return min(num_pages, useful * (2 if self.lasting else 1))
+
+    def pages_in(self, num_bytes: int) -> int:
+        """Pages for which ``num_bytes`` suffice. Layers with a window have no more than they can use, and the rest goes to the
+        others; where there is not even memory for those, all layers have the same."""
+        same = num_bytes // self._page_bytes(self.sites)
+        windows = self.window_pages(max(0, num_bytes))  # of any number of other pages
+        if windows is None or windows > same:
+            return same
+        taken = windows * self._page_bytes([s for s in self.sites if s.bounded])
+        return (num_bytes - taken) // self._page_bytes([s for s in self.sites if not s.bounded])
+
+    def _page_bytes(self, sites: Sequence[AttentionSite]) -> int:
+        """Bytes of one page over these layers, those beside the cache included."""
+        return bytes_per_page(sites, self.page_size, self.kv_dtype) + sum(
+            self.bytes_beside(site, self.page_size) for site in sites)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A GPU's memory before the KV cache is made, in bytes: ``total``, ``free`` with the model loaded and nothing else, what
+    the largest ``step`` needs beside its inputs, and what capturing all ``graphs`` is estimated to take. ``utilization``: the
+    fraction of ``total`` that may be in use."""
+
+    total: int
+    free: int
+    utilization: float
+    step: int
+    graphs: int
+
+    @property
+    def cache(self) -> int:
+        """What is left for the KV cache; may be negative."""
+        return int(self.free - self.step - self.graphs - self.total * (1 - self.utilization))
+
+    def __str__(self) -> str:
+        return (f"{self.free / GIB:.1f} GiB free of {self.total / GIB:.1f}, the largest step needs {self.step / GIB:.1f} GiB, "
+                f"CUDA graphs about {self.graphs / GIB:.1f} GiB, and {self.total * (1 - self.utilization) / GIB:.1f} GiB stay "
+                f"unused (gpu_memory_utilization={self.utilization})")

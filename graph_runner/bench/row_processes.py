@@ -40,16 +40,11 @@ class RowTask:
 def measure_rows(record: Record, tasks: Sequence[RowTask], measure: Callable[[Any], Row], *, limit: float, gpus: int = 1,
                  process_per_group: bool = False, before: Callable[[Any], None] = lambda group: None,
                  complete: Callable[[Row], Row] = lambda row: row) -> bool:
-    """Keep a row for each task that has none: what ``measure``, which is imported by name, returns for it, or ``error``.
-    Returns whether the deadline left time for all.
+    """Keep a row for each task that has none: what ``measure``, which is imported by name, returns for it within ``limit``
+    seconds, or ``error``; ``complete`` adds derived columns. Returns whether the deadline left time for all.
 
-    Args:
-        limit: seconds for a row.
-        gpus: as many processes at once, each with a GPU; the groups are divided among them.
-        process_per_group: end a process, and so free its memory, after each group.
-        before: called with a group before its first row.
-        complete: adds derived columns.
-    """
+    As many processes as ``gpus`` run at once, each with a GPU; the groups are divided among them. ``process_per_group``: end a
+    process, and so free its memory, after each group. ``before``: called with a group before its first row."""
     left = [task for task in tasks if not record.has(task.row)]
     print(f"{len(left)} of {len(tasks)} rows to measure", flush=True)
     groups = list(dict.fromkeys(task.group for task in left))
