@@ -40,11 +40,18 @@ def measurements(path: Path) -> list[Measurement]:
             raise ValueError(f"{path}: not one plain site")
         heads, kv_heads, dim = map(int, site.groups()[:3])
         shape = ShapeClass(site[4], site[4], dim, dim, heads // kv_heads, mine[0]["page_size"], "NHD", ())
-        packages = {name: environment["versions"][CALLED.get(name, name)] for name in get_backend(backend).packages}
         times = {kind: {row["point"]: row["us"] for row in mine if row["kind"] == kind} for kind in ("decode", "extend")}
-        found.append(Measurement(environment["device"], environment["versions"]["torch"], backend, packages, shape, kv_heads,
-                                 None, None, times["decode"], times["extend"], environment["date"][:10]))
+        found.append(made(environment, backend, shape, kv_heads, times))
     return found
+
+
+def made(environment: dict[str, Any], backend: str, shape: ShapeClass, kv_heads: int, times: dict[str, dict[str, float]]
+         ) -> Measurement:
+    """``times``: microseconds by point, of "decode" and "extend"."""
+    versions = {package: str(version).partition("+")[0] for package, version in environment["versions"].items()}
+    packages = {package: versions[CALLED.get(package, package)] for package in get_backend(backend).packages}
+    return Measurement(environment["device"], versions["torch"], backend, packages, shape, kv_heads, None, None,
+                       times["decode"], times["extend"], environment["date"][:10])
 
 
 def latent(environment: dict[str, Any], rows: list[dict[str, Any]]) -> list[Measurement]:
@@ -54,12 +61,9 @@ def latent(environment: dict[str, Any], rows: list[dict[str, Any]]) -> list[Meas
         shape = re.fullmatch(r"decode (\d+x\d+) H=(\d+)", row["shape"])
         if shape is not None and "us" in row:
             times.setdefault((row["system"], int(shape[2])), {})[shape[1]] = row["us"]
-    versions = environment["versions"]
-    return [Measurement(
-        environment["device"], versions["torch"], name,
-        {package: versions[CALLED.get(package, package)] for package in get_backend(name).packages},
-        ShapeClass("bfloat16", "bfloat16", 512 + 64, 512, heads, environment["page_size"], "NHD", (LATENT,)), 1, None, None,
-        us, {}, environment["date"][:10]) for (name, heads), us in times.items()]
+    return [made(environment, name, ShapeClass("bfloat16", "bfloat16", 512 + 64, 512, heads, environment["page_size"], "NHD",
+                                               (LATENT,)), 1, {"decode": us, "extend": {}})
+            for (name, heads), us in times.items()]
 
 
 def grid(environment: dict[str, Any], rows: list[dict[str, Any]]) -> list[Measurement]:
@@ -69,13 +73,9 @@ def grid(environment: dict[str, Any], rows: list[dict[str, Any]]) -> list[Measur
         if "us" in row and row["system"] in all_backends() and row["kv"] == "bfloat16" and row["window"] is None:
             kinds = times.setdefault((row["system"], row["group"], row["dim"]), {"decode": {}, "extend": {}})
             kinds[row["kind"]][f"{row['batch']}x{row['context']}"] = row["us"]
-    versions = {package: str(version).partition("+")[0] for package, version in environment["versions"].items()}
-    return [Measurement(
-        environment["device"], versions["torch"], name,
-        {package: versions[CALLED.get(package, package)] for package in get_backend(name).packages},
-        ShapeClass("bfloat16", "bfloat16", dim, dim, group, environment["page_size"], "NHD", ()), environment["kv_heads"], None,
-        None, kinds["decode"], kinds["extend"], environment["date"][:10])
-        for (name, group, dim), kinds in times.items() if kinds["decode"]]
+    return [made(environment, name, ShapeClass("bfloat16", "bfloat16", dim, dim, group, environment["page_size"], "NHD", ()),
+                 environment["kv_heads"], kinds)
+            for (name, group, dim), kinds in times.items() if kinds["decode"]]
 
 
 def main() -> None:

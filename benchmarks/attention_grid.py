@@ -36,7 +36,7 @@ from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.conformance.batches import planned, prepared
 from quire.attn_ops.kernels.host import Caches, kernel_module
 from quire.attn_ops.registry import all_backends
-from quire.graph_runner.bench.attention_op import OpBatch, Point, extend_point, measure, op_batch, timed, work
+from quire.graph_runner.bench.attention_op import OpBatch, Point, extend_point, measure, op_batch, require, timed, work
 from quire.graph_runner.bench.models import free_memory
 from quire.graph_runner.bench.record import script, started
 from quire.graph_runner.bench.row_processes import RowTask, kernel_line, measure_rows, or_failure
@@ -262,14 +262,12 @@ def batch_of(cell: Cell, max_len: int, device: torch.device) -> OpBatch:
     return made
 
 
+@or_failure
 def measured(task: tuple[Cell, str, int, str]) -> dict[str, Any]:
     """Time of a system, and the distance from the first system's output."""
-    cell, system, max_len, device = task
-    return or_failure(lambda: numbers_of(cell, batch_of(cell, max_len, torch.device(device)), system))
-
-
-def numbers_of(cell: Cell, batch: OpBatch, system: str) -> dict[str, Any]:
-    device, name = batch.q.device, system.partition(":")[0]
+    cell, system, max_len, where = task
+    batch, name = batch_of(cell, max_len, torch.device(where)), system.partition(":")[0]
+    device = batch.q.device
     with overridden(cell, system):
         if name in RIVALS or name in PARTS:
             run = (RIVALS | PARTS)[name](cell, batch)
@@ -277,9 +275,7 @@ def numbers_of(cell: Cell, batch: OpBatch, system: str) -> dict[str, Any]:
             us = timed(run, device, captured=name in RIVALS).us
         else:
             backend = all_backends()[name]
-            if why := backend.available(device) or backend.capabilities.reasons_against(
-                    cell.site, device=device, page_size=PAGE, kv_dtype=batch.cache.dtype, layout="NHD"):
-                raise NotImplementedError(str(why))
+            require(backend, cell.site, device, PAGE, batch.cache.dtype)
             with planned(backend, batch):
                 out = backend.op(batch.q, batch.k, batch.v, *batch.caches[0], *batch.tables, None, prepared(backend, batch),
                                  **batch.options).clone()

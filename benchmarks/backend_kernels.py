@@ -45,7 +45,7 @@ from quire.attn_ops.conformance.batches import planned, prepared
 from quire.attn_ops.conformance.lanes import Ended, Worker
 from quire.attn_ops.kernels.host import kernel_module
 from quire.attn_ops.registry import get_backend
-from quire.graph_runner.bench.attention_op import OpBatch, Point, measure, measure_latent, op_batch, timed, work
+from quire.graph_runner.bench.attention_op import OpBatch, Point, measure, measure_latent, op_batch, require, timed, work
 from quire.graph_runner.bench.models import free_memory
 from quire.graph_runner.bench.record import dtype_of, script, started
 from quire.graph_runner.bench.report import markdown_table
@@ -100,19 +100,11 @@ def shapes(piece: str, divide: int, heads: list[int]) -> list[Shape]:
     return [decode(b, 32 * k) for b in (1, 8)]
 
 
-def against(backend: AttentionBackend, site: AttentionSite, args: argparse.Namespace) -> None:
-    """Raises NotImplementedError where the backend does not serve the site."""
-    reasons = backend.available(args.device) or "; ".join(backend.capabilities.reasons_against(
-        site, device=args.device, page_size=args.page_size, layout="NHD"))
-    if reasons:
-        raise NotImplementedError(reasons)
-
-
 def attention(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, Any]:
     """Time and floor of the paged op."""
     backend = get_backend(_with_channels(system, args))
     site = AttentionSite(0, HEADS, KV_HEADS, DIM, DIM, args.dtype, DIM**-0.5, window=shape.window)
-    against(backend, site, args)
+    require(backend, site, args.device, args.page_size)
     batch = op_batch(site, shape, page_size=args.page_size, device=args.device, max_len=args.room)
     if pages := shape.shared // args.page_size:
         batch.metadata.block_table_tensor[:, :pages] = batch.metadata.block_table_tensor[0, :pages]
@@ -210,7 +202,7 @@ def latent(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, Any
     backend, device, heads, dim = get_backend(system), args.device, shape.heads, NOPE + LATENT.rope
     site = AttentionSite(layer=0, num_heads=heads, num_kv_heads=heads, head_dim=dim, head_dim_v=DIM_V, dtype=args.dtype,
                          scale=dim**-0.5, latent=LATENT)
-    against(backend, site, args)
+    require(backend, site, args.device, args.page_size)
     decodes = shape.kind == "decode"
     timing = measure_latent(backend, site, replace(shape, graph=decodes), page_size=args.page_size, device=device,
                             max_len=args.room)
@@ -228,15 +220,12 @@ class Task:
     nice: bool = False
 
 
+@or_failure
 def measured(task: Task) -> dict[str, Any]:
-    """The numbers of a row, or its error."""
+    """The numbers of a row."""
+    args = task.args
     if task.nice:
         os.nice(10)
-    return or_failure(lambda: numbers_of(task))
-
-
-def numbers_of(task: Task) -> dict[str, Any]:
-    args = task.args
     params = {name: int(number) for name, number in (each.split("=") for each in args.set.split(",") if each)}
     tuned: Any = contextlib.nullcontext()
     if params:

@@ -29,10 +29,10 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoTokenizer
 
 import quire
-from quire.graph_runner.bench import apart
 from quire.graph_runner.bench.record import Record, model_of, script
 from quire.graph_runner.bench.report import Row
-from quire.graph_runner.bench.rivals import require_vllm
+from quire.graph_runner.bench.systems import require_vllm
+from quire.graph_runner.bench.workers import run_apart
 from quire.graph_runner.loading import TINY_MODEL
 from quire.integrations.lm_eval import QuireLM
 
@@ -112,7 +112,7 @@ def compare(rows: list[Row]) -> None:
 
 def main() -> None:
     parser = script(__doc__, documents=32, examples=(200, "tokens that all documents begin with"), new_tokens=32, batch=8)
-    if (record := apart.run(parser, SHARES, measure, compare)) is not None:
+    if (record := run_apart(parser, SHARES, measure, compare)) is not None:
         for row in record.rows:
             row.pop("scores", None)
         record.write()

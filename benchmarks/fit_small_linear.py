@@ -111,7 +111,7 @@ def table(paths: list[Path]) -> dict[str, dict[str, list[int]]]:
     return out
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweeps", type=Path, nargs="+")
     parser.add_argument("--save", action="store_true")
@@ -136,8 +136,7 @@ def main() -> int:
         for device, found_there in table(args.sweeps).items():
             devices[device] = dict(sorted((devices.get(device, {}) | found_there).items()))
         STORE.save(devices, STORE.shipped)
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

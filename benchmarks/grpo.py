@@ -33,10 +33,10 @@ from transformers.generation import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 import quire
-from quire.graph_runner.bench import apart
 from quire.graph_runner.bench.record import Record, model_of, script, spec_of
-from quire.graph_runner.bench.rivals import require_vllm, save_config, shut_down
 from quire.graph_runner.bench.steps import random_tokens, seconds, synchronize
+from quire.graph_runner.bench.systems import require_vllm, save_config, shut_down
+from quire.graph_runner.bench.workers import run_apart
 
 TRAINING_S = 30.0  # of a way's time, left for the update when a rollout is cut
 WARM_UP_TOKENS = 8
@@ -228,7 +228,7 @@ def measure(name: str, results: Record, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    apart.run(script(__doc__, "qwen3-0.6b", prompts=64, group=(8, "completions of each prompt"), prompt_tokens=128,
+    run_apart(script(__doc__, "qwen3-0.6b", prompts=64, group=(8, "completions of each prompt"), prompt_tokens=128,
                      new_tokens=512, micro_batch=16, steps=(2, "as far as time allows"),
                      vllm_memory=(0.4, "share of the GPU's memory for vLLM")), SHARES, measure)
 

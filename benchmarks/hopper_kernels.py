@@ -58,8 +58,6 @@ FORMS = {"gpt-oss-20b": RopeForm(half_tables=True), "llama-8b": RopeForm(interle
          "llama4": RopeForm(interleaved=True, half_tables=True, norm_after=True), "gemma2-9b": RopeForm(norm_offset=1.0)}
 INTS: dict[str, Any] = dict(dtype=torch.int32)
 KV = {"bf16": None, "int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-
-
 HALF, FULL = torch.bfloat16, torch.float32
 
 
@@ -356,13 +354,9 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     yield from others()
 
 
-def as_an_h200() -> None:
-    host.num_sms = lambda device: SMS  # type: ignore[assignment]
-
-
 def main() -> None:
     """Compile all cases, or those whose name contains one of the arguments; print a line per kernel."""
-    as_an_h200()
+    host.num_sms = lambda device: SMS  # type: ignore[assignment]
     failed, words = 0, [word for word in sys.argv[1:] if word != "--loops"]
     with compiling(loops="--loops" in sys.argv) as found:
         for name, launch in cases():

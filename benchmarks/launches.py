@@ -129,31 +129,32 @@ def collecting() -> Iterator[list[str]]:
 def programs(model: torch.nn.Module, *, small: bool, attention: str = "triton", page_size: int = 16,
              own_experts: bool = False) -> list[str]:
     """Inductor's program for each distinct piece of the model's lowered graph: source code, in the order of the pieces.
-
-    Args:
-        small: the graph for few tokens, else the one for many.
-        own_experts: keep transformers' experts instead of quire's.
-    """
-    with (mock.patch("quire.attn_ops.ops.sampling.uses_kernel", lambda logits: True),
-          mock.patch("quire.passes.capture.hf_experts.wanted", lambda model: not own_experts)):
-        paged = PagedModel(model, QuireOptions(compiler="eager", fusions="all"), draws=True)
-    try:
+    ``small``: the graph for few tokens, else the one for many. ``own_experts``: keep transformers' experts instead of
+    quire's."""
+    with _paged(model, own_experts) as paged:
         with mock.patch("quire.passes.fusions.routing.DEVICES", ("cpu",)):
             latent = any(site.latent is not None for site in paged.graph.sites)
             lowered, _ = paged.graph.lowered(LoweringTarget(get_backend(attention), page_size, latent=latent), "all", small)
         with collecting() as found, torch.no_grad():
             compile_by_regions(lowered, generate)
+    return found
+
+
+@contextlib.contextmanager
+def _paged(model: torch.nn.Module, own_experts: bool = False) -> Iterator[PagedModel]:
+    """The model, traced as for a GPU, whose sampling has a kernel."""
+    with (mock.patch("quire.attn_ops.ops.sampling.uses_kernel", lambda logits: True),
+          mock.patch("quire.passes.capture.hf_experts.wanted", lambda model: not own_experts)):
+        paged = PagedModel(model, QuireOptions(compiler="eager", fusions="all"), draws=True)
+    try:
+        yield paged
     finally:
         paged.close()
-    return found
 
 
 def compile_ahead(model: torch.nn.Module, ahead: CompileAhead, *, attention: str = "triton", page_size: int = 16) -> None:
     """Pass both graphs of the model to ``ahead``, as if compiled on an H200."""
-    with (mock.patch("quire.attn_ops.ops.sampling.uses_kernel", lambda logits: True),
-          mock.patch("quire.passes.capture.hf_experts.wanted", lambda model: True)):
-        paged = PagedModel(model, QuireOptions(compiler="eager", fusions="all"), draws=True)
-    try:
+    with _paged(model) as paged:
         for small in (False, True):
             lowered, _ = paged.graph.lowered(LoweringTarget(get_backend(attention), page_size), "all", small)
             with watched(lowered.gm.graph, []) as assumed:
@@ -165,8 +166,6 @@ def compile_ahead(model: torch.nn.Module, ahead: CompileAhead, *, attention: str
                     ahead.start(nodes, moved, roles, lambda shape: (shape.tokens <= MAX_TOKENS) == small)
 
             compile_by_regions(lowered, lambda gm, inputs: gm.forward, always=True, look=look)
-    finally:
-        paged.close()
 
 
 def launches(program: str) -> list[str]:

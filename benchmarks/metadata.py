@@ -18,14 +18,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from quire.attn_ops.metadata import (
-    CommonAttentionMetadata,
-    create_ubatch_slices,
-    make_local_attention_virtual_batches,
-    split_attn_metadata,
-    split_decodes_and_prefills,
-)
+from quire.attn_ops import metadata
 from quire.graph_runner.bench.record import Record
+from quire.graph_runner.bench.report import this_command
 from quire.graph_runner.forward_batch import ForwardBatch
 from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch, ScheduledRow
 from quire.graph_runner.sampling_params import SamplingParams
@@ -78,19 +73,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     torch.set_num_threads(1)
-    record, slow = Record(parser.parse_args().json, torch.device("cpu")), 0
+    record, slow = Record(parser.parse_args().json, torch.device("cpu"), command=this_command()), 0
     for name, query_lens in CASES.items():
         table = np.arange(1, 1 + len(query_lens) * (LENGTH // PAGE), dtype=np.int32).reshape(len(query_lens), -1)
         seqs = [LENGTH] * len(query_lens)
-        meta = CommonAttentionMetadata.build(query_lens, seqs, table, page_size=PAGE)
-        half = create_ubatch_slices(meta.query_start_loc_cpu, 2)
+        meta = metadata.CommonAttentionMetadata.build(query_lens, seqs, table, page_size=PAGE)
+        half = metadata.create_ubatch_slices(meta.query_start_loc_cpu, 2)
         functions: dict[str, Callable[[], object]] = {
             "the engine's step": engine_step(query_lens),
-            "CommonAttentionMetadata.build": lambda q=query_lens, s=seqs, t=table: CommonAttentionMetadata.build(
+            "CommonAttentionMetadata.build": lambda q=query_lens, s=seqs, t=table: metadata.CommonAttentionMetadata.build(
                 q, s, t, page_size=PAGE),
-            "split_decodes_and_prefills": lambda m=meta: split_decodes_and_prefills(m),
-            "split_attn_metadata, 2 parts": lambda m=meta, h=half: split_attn_metadata(h, m),
-            "make_local_attention_virtual_batches": lambda m=meta: make_local_attention_virtual_batches(512, m),
+            "split_decodes_and_prefills": lambda m=meta: metadata.split_decodes_and_prefills(m),
+            "split_attn_metadata, 2 parts": lambda m=meta, h=half: metadata.split_attn_metadata(h, m),
+            "make_local_attention_virtual_batches": lambda m=meta: metadata.make_local_attention_virtual_batches(512, m),
         }
         for what, function in functions.items():
             times = _times_ms(function)

@@ -6,8 +6,7 @@ no graph of a batch with prompts.
 
 A mixed step decodes ``--decodes`` sequences beside a prompt, and has as many tokens as its bucket (``--tokens``). Without
 ``cudagraph_piecewise`` decode steps have graphs where the backend allows it, as by default. Both ways should sample the same
-tokens; a row says how many differ (rounding may, as the kernels' shapes do). Rows are written to ``--json`` at once; what
-``--deadline`` (seconds from the start of the process) leaves no time for becomes a row with ``error``, and the exit code 1.
+tokens; a row says how many differ (rounding may, as the kernels' shapes do). With an ``error`` in a row the exit code is 1.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def time_all(shape: LinearShape, m: int, wide: bool, device: torch.device, recor
         yield row
 
 
-def main() -> int:
+def main() -> None:
     parser = script(__doc__, None, wide=(False, "the kernels for up to 256 tokens"), tokens=[1, 8, 32],
                     models=("llama-8b", ", ".join(MODELS)),
                     codes=("", "dtypes of quantized weights instead of bf16: int8,float8_e4m3fn, with --wide int4"),
@@ -216,8 +216,7 @@ def main() -> int:
     if args.table:
         devices, name = dict(STORE.load(args.table) or {}), record.environment["device"]
         STORE.save({**devices, name: dict(sorted((devices.get(name, {}) | table).items()))}, args.table)
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -10,10 +10,9 @@ Rollouts in bfloat16 of a float32 model: time to write the copy again, beside an
 ``mixed`` is for models whose layers have windows or see everything: ``one_table_mib`` is what the same requests would hold if
 all layers kept all of their pages, computed from the pages that the full layers hold.
 
-Prints one JSON line per row, and writes each to ``--json`` at once. KV pages in use are counted after the last step: what the
-requests hold (``held_mib``); ``idle_mib`` is what they gave back and equal beginnings may still read. ``start_s`` is the time
-to make model and engine. Only the batch size that is measured is captured. What ``--deadline`` (seconds from the start of the
-process) leaves no time for becomes a row with ``error``; the exit code is then 1.
+KV pages in use are counted after the last step: what the requests hold (``held_mib``); ``idle_mib`` is what they gave back and
+equal beginnings may still read. ``start_s`` is the time to make model and engine. Only the batch size that is measured is
+captured. With an ``error`` in a row the exit code is 1.
 """
 
 from __future__ import annotations

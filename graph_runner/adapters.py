@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from quire.graph_runner.logprobs import to_device
+from quire.graph_runner.block_table import to_device
 from quire.graph_runner.request import Request, ScheduledBatch
 from quire.passes.capture.lora import active_adapters, adapter_names, check_adapters
 
@@ -22,16 +22,9 @@ BASE = "__base__"
 
 def choose(made: Sequence[Request], adapter: str | None, model: torch.nn.Module, traced: TokenAdapters | None,
            others: Iterable[Request]) -> bool:
-    """Give new requests their adapters. Returns whether the model must be traced again before they run.
-
-    Args:
-        adapter: what the caller asked for.
-        traced: None while the active adapters are those of all requests.
-        others: that have none of their own yet; they get the active ones when that ends.
-
-    Raises:
-        ValueError: an unknown name, or a model whose adapters cannot be chosen.
-    """
+    """Give new requests their adapters. Returns whether the model must be traced again before they run. ``traced``: None while
+    the active adapters are those of all requests. ``others``: that have none of their own yet; they get the active ones when
+    that ends. Raises ValueError for an unknown name, or a model whose adapters cannot be chosen."""
     if adapter is None and traced is None:
         return False
     if adapter is None:
@@ -57,12 +50,8 @@ def _assign(requests: Iterable[Request], names: tuple[str, ...] | None) -> None:
 
 
 class TokenAdapters:
-    """The adapters of each token of a step, as bits on the device at a fixed address.
-
-    Args:
-        names: of the model's adapters; bit i is names[i].
-        max_tokens: of a step.
-    """
+    """The adapters of each token of a step, of at most ``max_tokens`` tokens, as bits on the device at a fixed address; bit i
+    is names[i] of the model's adapters."""
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str], max_tokens: int, device: torch.device) -> None:
         self.names = list(names)
@@ -96,6 +85,3 @@ def after_trace(requests: Iterable[Request], model: torch.nn.Module, traced: Tok
     _assign([r for r in own if r.adapters == active], None)
     return [(r, "the model has changed, and adapters cannot be chosen for each request any more") for r in own
             if r.adapters is not None]
-
-
-__all__ = ["BASE", "TokenAdapters", "after_trace", "choose"]

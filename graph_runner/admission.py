@@ -14,11 +14,7 @@ class QueueFull(RuntimeError):
 
 
 class Admission:
-    """The names and deadlines of unfinished requests.
-
-    Args:
-        max_waiting: requests that may wait for a slot, or None.
-    """
+    """The names and deadlines of unfinished requests. ``max_waiting``: requests that may wait for a slot, or None."""
 
     def __init__(self, max_waiting: int | None) -> None:
         self.max_waiting = max_waiting
@@ -27,11 +23,7 @@ class Admission:
 
     def check(self, options: RequestOptions, count: int, waiting: int) -> None:
         """Check that ``count`` requests may be added while ``waiting`` wait for a slot (negative: that many slots are free).
-
-        Raises:
-            ValueError: another request has the name.
-            QueueFull: too many would wait.
-        """
+        Raises ValueError if another request has the name, QueueFull if too many would wait."""
         name, most = options.request_id, self.max_waiting
         if name in self._named:
             raise ValueError(f"a request with request_id {name!r} is unfinished; give another one, or abort that one first")
@@ -65,6 +57,3 @@ class Admission:
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             _, number, seconds = heapq.heappop(self._deadlines)
             yield number, seconds
-
-
-__all__ = ["Admission", "QueueFull"]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """vLLM's.
+    """vLLM's. Raises ValueError or TypeError for a value out of range, or of the wrong type.
 
     Args:
         beam_width: beams of a prompt, and sequences in its result, >= 1.
@@ -33,9 +33,6 @@ class BeamSearchParams:
             extends beams by a sampled token too.)
         length_penalty: exponent of the length by which a log probability is divided; more than 0 favours long sequences.
         include_stop_str_in_output: False only, for there are no stop strings; tokens and text have the end token.
-
-    Raises:
-        ValueError, TypeError: a value out of range, or of the wrong type.
     """
 
     beam_width: int
@@ -71,7 +68,6 @@ class BeamSearchSequence:
     """A sequence, with vLLM's names.
 
     Args:
-        orig_prompt: the prompt as it was given.
         tokens: token ids of the prompt and the continuation, the end token included.
         logprobs: for each token of the continuation, the log probabilities of the likeliest tokens at its position by token id.
         cum_logprob: log probability of the continuation.
@@ -198,6 +194,3 @@ def _entries(ids: Sequence[int], values: Sequence[float], tokenizer: Any) -> dic
         raise RuntimeError("the logits of a beam contain NaN, or are all -inf; the model overflowed")
     return {token: Logprob(logprob, rank, None if tokenizer is None else tokenizer.decode([token]))
             for rank, (token, logprob) in enumerate(zip(ids, values, strict=True), 1) if logprob > -math.inf}
-
-
-__all__ = ["BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "beam_search"]

@@ -1,8 +1,8 @@
-"""Reference counts of the KV cache's pages."""
+"""Reference counts of the KV cache's pages, and pages that are kept for several requests."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from quire.attn_ops.metadata import NULL_PAGE
@@ -16,15 +16,7 @@ class BlockAllocator:
     Order: pages freed last are allocated first (LIFO), and a fresh allocator starts with 1, 2, 3, ... So the same calls give
     the same pages, a run touches no more distinct pages than its peak needs (unused ones never become resident on a CPU), and
     the pages of a finished sequence are reused in its order. A prefix cache holds references (`share`) and so evicts in its
-    own order.
-
-    All operations cost O(1) per page. Not thread-safe.
-
-    Args:
-        num_pages: pages of the cache, the null page included.
-
-    Raises:
-        ValueError: fewer than two pages.
+    own order. Not thread-safe. Raises ValueError for fewer than two pages.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -44,20 +36,12 @@ class BlockAllocator:
         return len(self._free)
 
     def ref_count(self, page: int) -> int:
-        """Owners of a page; 0 when it is free.
-
-        Raises:
-            ValueError: the null page, or a page that the cache does not have.
-        """
+        """Owners of a page; 0 when it is free. Raises ValueError for the null page, or a page that the cache does not have."""
         self._check(page)
         return self._ref_counts[page]
 
     def allocate(self, n: int) -> list[int] | None:
-        """Take `n` free pages, each with one owner; None when fewer are free.
-
-        Raises:
-            ValueError: `n` is negative.
-        """
+        """Take `n` free pages, each with one owner; None when fewer are free. Raises ValueError if `n` is negative."""
         if n < 0:
             raise ValueError(f"cannot allocate {n} pages; n must be at least 0")
         first = len(self._free) - n
@@ -71,11 +55,8 @@ class BlockAllocator:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """Add one owner to each page, once per occurrence.
-
-        Raises:
-            ValueError: the null page, an unknown page, or a free page. No count has changed then.
-        """
+        """Add one owner to each page, once per occurrence. Raises ValueError for the null page, an unknown page, or a free
+        page. No count has changed then."""
         for page in pages:
             self._check(page)
             if not self._ref_counts[page]:
@@ -84,12 +65,8 @@ class BlockAllocator:
             self._ref_counts[page] += 1
 
     def free(self, pages: Sequence[int]) -> None:
-        """Remove one owner from each page, once per occurrence; a page without owners is free.
-
-        Raises:
-            ValueError: the null page, an unknown page, or one freed more often than it has owners ("double free"). No count
-                has changed then.
-        """
+        """Remove one owner from each page, once per occurrence; a page without owners is free. Raises ValueError for the null
+        page, an unknown page, or one freed more often than it has owners ("double free"). No count has changed then."""
         counts, total = self._ref_counts, len(self._ref_counts)
         once = len(pages) < 2 or len(set(pages)) == len(pages)
         if not once or not all(NULL_PAGE < page < total and counts[page] for page in pages):
@@ -110,4 +87,43 @@ class BlockAllocator:
             raise ValueError(f"page {page} is unknown: this allocator has the pages 1 to {self.num_total}")
 
 
-__all__ = ["BlockAllocator"]
+class KeptPages:
+    """Pages that several requests may read, each known by a key. Holds a reference to each of its pages; those without another
+    owner are *idle*, and given back, least recently used first, when pages are needed."""
+
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self.allocator = allocator
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """One more owner for each page."""
+        self.allocator.share(pages)
+        for page in pages:
+            self._idle.pop(page, None)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One owner fewer for each page."""
+        self.allocator.free(pages)
+        for page in reversed(pages):  # the end of a sequence is of less use than its beginning, and goes first
+            if page in self._key_of and self.allocator.ref_count(page) == 1:
+                self._idle[page] = None
+
+    def evict(self, count: int) -> None:
+        """Give back the ``count`` idle pages that were used least recently."""
+        for _ in range(min(count, len(self._idle))):
+            self._forget(next(iter(self._idle)))
+
+    def _remember(self, key: bytes, page: int) -> None:
+        self.allocator.share([page])
+        self._page_of[key], self._key_of[page] = page, key
+
+    def _forget(self, page: int) -> None:
+        del self._page_of[self._key_of.pop(page)]
+        self._idle.pop(page, None)
+        self.allocator.free([page])

@@ -29,20 +29,17 @@ def change_capacity(num_tokens: int, num_reqs: int, page_size: int) -> int:
     return min(num_tokens, (num_tokens + num_reqs * (page_size - 1)) // page_size)
 
 
+def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy to the device without waiting for it."""
+    host = torch.from_numpy(values)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
 class BlockTable:
-    """Host and device side of the table.
-
-    Args:
-        max_num_seqs: slots. The device has one more row of null pages, which padding rows read and padding changes write.
-        max_num_reqs: maximum number of rows of a batch, padding included.
-        width: pages per row.
-
-    Attributes:
-        host: (max_num_seqs, width) int32 array.
-        known: pages of each slot in ``host``.
-        device: (max_num_seqs + 1, width) int32 tensor.
-        rows: (max_num_reqs, width) int32 tensor; ``update`` fills its first rows, where the step reads its block table.
-    """
+    """Host and device side of the table, of ``width`` pages per row: ``host``, (max_num_seqs, width) int32, of whose slots
+    ``known`` pages are there; ``device``, (max_num_seqs + 1, width) int32, with a row of null pages that padding rows read and
+    padding changes write; ``rows``, (max_num_reqs, width) int32, padding included, whose first rows ``update`` fills, where the
+    step reads its block table."""
 
     def __init__(self, max_num_seqs: int, max_num_reqs: int, width: int, device: torch.device) -> None:
         self.width, self.dummy_slot = width, max_num_seqs
@@ -75,12 +72,8 @@ class BlockTable:
 
     def pack(self, slots: np.ndarray, num_pages: np.ndarray, at: np.ndarray, page: np.ndarray) -> None:
         """Write the changes of a step into ``at`` (capacity,) int64, flat positions in the table, and ``page`` (capacity,)
-        int32. Padding writes the null page into the dummy row.
-
-        Args:
-            slots: (B,) of the step's rows, all different.
-            num_pages: (B,) pages of each row, all passed to ``note``.
-        """
+        int32. Padding writes the null page into the dummy row. ``slots`` (B,): of the step's rows, all different. ``num_pages``
+        (B,): pages of each row, all passed to ``note``."""
         cleared = self._cleared[slots]
         places = self._places(slots, self._sent[slots], num_pages)
         if (behind := self._places(slots, self._cleared_sent[slots], cleared)).shape[0]:
@@ -90,7 +83,7 @@ class BlockTable:
             fits = at.shape[0]
             if count > fits:  # pages of earlier steps that failed, or of another row's (``Rows.reorder``)
                 logger.debug("%d new pages in a step with room for %d: the others are sent separately", count, fits)
-                self._write(*(self._sent_now(x[fits:]) for x in (places, pages)))
+                self._write(*(to_device(x[fits:], self.device.device) for x in (places, pages)))
                 places, pages, count = places[:fits], pages[:fits], fits
             at[:count], page[:count] = places, pages
         at[count:], page[count:] = self.dummy_slot * self.width, NULL_PAGE
@@ -115,12 +108,5 @@ class BlockTable:
         self._write(at, page)
         torch.index_select(self.device, 0, row_slot, out=self.rows[: row_slot.shape[0]])
 
-    def _sent_now(self, values: np.ndarray) -> torch.Tensor:
-        host = torch.from_numpy(values)
-        return (host.pin_memory() if self.device.is_cuda else host).to(self.device.device, non_blocking=True)
-
     def _write(self, at: torch.Tensor, page: torch.Tensor) -> None:
         self.device.view(-1)[at] = page
-
-
-__all__ = ["BlockTable", "change_capacity"]

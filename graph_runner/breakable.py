@@ -29,12 +29,7 @@ from quire.attn_ops.breaks import breaking
 def record_in_segments(begin: Callable[[], Any], end: Callable[[Any], Callable[[], Any]], run: Callable[[], Any]
                        ) -> tuple[Callable[[], Any], int]:
     """Record ``run`` in pieces, cut at each paged op; returns what replays it, and the number of pieces. Attention is not run
-    meanwhile.
-
-    Args:
-        begin: starts recording and returns the graph.
-        end: stops recording a graph and returns what replays it.
-    """
+    meanwhile. ``begin`` starts recording and returns the graph, ``end`` stops recording a graph and returns what replays it."""
     steps: list[Callable[[], Any]] = []
     graph: Any = begin()
 
@@ -73,6 +68,3 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     storage = torch._C._construct_storage_from_data_pointer(there.data_ptr(), tensor.device, there.nbytes())
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
         storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-__all__ = ["alias", "record_in_segments"]

@@ -34,17 +34,9 @@ _TOKEN_LAST_STEP = 512
 
 
 def decode_buckets(max_num_seqs: int, sizes: Iterable[int] | str | None = None) -> list[int]:
-    """Batch sizes, in sequences, of the decode graphs: ascending, without duplicates.
-
-    Args:
-        max_num_seqs: maximum number of sequences in a batch, >= 1; without `sizes` the last bucket.
-        sizes: the user's list, in any order, used unchanged; a batch larger than its largest size has no graph. Or the name of
-            a list.
-
-    Raises:
-        ValueError: a maximum below 1; an unknown name; `sizes` is empty, or has a size that is not an integer, below 1, or
-            larger than any batch can be.
-    """
+    """Batch sizes, in sequences, of the decode graphs: ascending, without duplicates, up to `max_num_seqs`. `sizes`: the name
+    of a list, or the user's list, in any order, used unchanged; larger batches then have no graph. Raises ValueError for a
+    maximum below 1, an unknown name, and `sizes` that are empty or not integers from 1 to the largest batch."""
     _check_positive("max_num_seqs", max_num_seqs)
     if isinstance(sizes, str):
         found = _named(sizes, max_num_seqs) if sizes != "sglang" else [
@@ -57,17 +49,8 @@ def decode_buckets(max_num_seqs: int, sizes: Iterable[int] | str | None = None) 
 
 
 def token_buckets(max_num_batched_tokens: int, sizes: Iterable[int] | str | None = None) -> list[int]:
-    """Token counts of the graphs of mixed prefill and decode batches: ascending, without duplicates. Without `sizes`: 4 to 32
-    by 4, to 256 by 16, to 512 by 32, to 1024 by 64, to 2048 by 128, to 4096 by 256, then by 512, and the maximum.
-
-    Args:
-        max_num_batched_tokens: maximum number of tokens in a step, >= 1.
-        sizes: the user's list, in any order, used unchanged; a step with more tokens than its largest has no graph. Or the
-            name of a list.
-
-    Raises:
-        ValueError: as for `decode_buckets`.
-    """
+    """Token counts of the graphs of mixed prefill and decode batches, else as `decode_buckets`. Without `sizes`: 4 to 32 by 4,
+    to 256 by 16, to 512 by 32, to 1024 by 64, to 2048 by 128, to 4096 by 256, then by 512, and the maximum."""
     _check_positive("max_num_batched_tokens", max_num_batched_tokens)
     if isinstance(sizes, str) and sizes != "sglang":
         return sorted({*_named(sizes, max_num_batched_tokens), max_num_batched_tokens})
@@ -118,6 +101,3 @@ def _validated(sizes: Iterable[int], largest: int, what: str, limit: str) -> lis
 def _check_positive(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-
-
-__all__ = ["POLICIES", "Policy", "decode_buckets", "pick_bucket", "token_buckets"]

@@ -43,13 +43,8 @@ _SCORING = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_
 
 @dataclass(frozen=True)
 class Score:
-    """Log probabilities of a continuation's tokens, given the prompt and the tokens before.
-
-    Args:
-        token_ids: of the continuation.
-        logprobs: log_softmax of the logits at each of them.
-        ranks: 1 where the token is the likeliest.
-    """
+    """Log probabilities of a continuation's tokens, given the prompt and the tokens before: log_softmax of the logits at each
+    of ``token_ids``, and its rank, 1 where the token is the likeliest."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -73,14 +68,9 @@ class EngineCalls:
     lock: EngineLock
     scheduler: Scheduler
 
-    def _add(self, ask: Ask, inbox: deque[StreamEvent], request_ids: list[int], index: int | None = None) -> None:
-        raise NotImplementedError
-
-    def _step(self) -> None:
-        raise NotImplementedError
-
-    def _abort(self, request_ids: list[int]) -> None:
-        raise NotImplementedError
+    _add: Callable[..., None]
+    _step: Callable[[], None]
+    _abort: Callable[[list[int]], None]
 
     @property
     def limits(self) -> Limits:
@@ -222,9 +212,8 @@ class EngineCalls:
         """What the model's generation config says about sampling, as vLLM's method of this name reads it. ``generate`` without
         parameters takes ``SamplingParams()``."""
         config = getattr(cast("Engine", self).model, "generation_config", None)
-        names = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-                 "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
-        given = {ours: getattr(config, name, None) for name, ours in names.items()}
+        same = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        given = {**{name: getattr(config, name, None) for name in same}, "max_tokens": getattr(config, "max_new_tokens", None)}
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     def chat(self, messages: Prompt | Sequence[Prompt], params: _Params = None, *, chat_template: str | None = None,
@@ -232,12 +221,8 @@ class EngineCalls:
              tools: list[dict[str, Any]] | None = None, chat_template_kwargs: dict[str, Any] | None = None, **options: Any
              ) -> list[RequestOutput]:
         """``generate`` for chats, with vLLM's names: a list of messages, or several. An output's prompt is the chat's text.
-
-        Args:
-            chat_template, add_generation_prompt, continue_final_message, tools: of the tokenizer's ``apply_chat_template``,
-                which also gets ``chat_template_kwargs``.
-            options: those of ``generate``.
-        """
+        ``chat_template``, ``add_generation_prompt``, ``continue_final_message`` and ``tools`` are those of the tokenizer's
+        ``apply_chat_template``, which also gets ``chat_template_kwargs``. ``options``: those of ``generate``."""
         asked = {"chat_template": chat_template, "tools": tools, **(chat_template_kwargs or {})}
         prompts = [chat_prompt(chat, self.tokenizer, add_generation_prompt=add_generation_prompt,
                                continue_final_message=continue_final_message,
@@ -372,6 +357,3 @@ def progress(total: int, use_tqdm: bool | Callable[..., Any] | None) -> Iterator
                 made.update(task, completed=done)
 
         yield advance
-
-
-__all__ = ["EngineCalls", "Score", "progress"]

@@ -14,30 +14,25 @@ has stepped.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.graph_runner.optimizer_steps import optimizer_steps
+
+_count = 0
+_counting = False
 
 
 class CastWeights:
-    """Copies in ``dtype`` of a model's floating-point parameters and persistent buffers that have another one.
-
-    Attributes:
-        stand_ins: the copy of each tensor that has one, by the tensor's id.
-        refreshes, seconds: how often the copies were written since they were made, and how long the host took to start that.
-
-    Raises:
-        UnsupportedAttention: a weight that a cast would not convert faithfully; names it.
-    """
+    """Copies in ``dtype`` of a model's floating-point parameters and persistent buffers that have another one. ``stand_ins``:
+    the copy of each tensor that has one, by the tensor's id. Raises UnsupportedAttention, with its name, for a weight that a
+    cast would not convert faithfully."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         self.stand_ins: dict[int, torch.Tensor] = {}
-        self.refreshes, self.seconds = 0, 0.0
         # Of every parameter and buffer: the dictionary of its module, its name, itself and the name to show.
         self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, str]] = []
         self._originals: list[torch.Tensor] = []
@@ -85,10 +80,7 @@ class CastWeights:
     def refresh(self, everything: bool) -> None:
         """Write the copies again. ``everything`` False: only if a change of the originals was counted."""
         if self._copies and (everything or self._seen != _versions(self._originals)):
-            began = time.perf_counter()
             self._copy()
-            self.refreshes += 1
-            self.seconds += time.perf_counter() - began
 
     def _copy(self) -> None:
         self._seen = _versions(self._originals)  # first: an update during the copy is seen at the next step
@@ -115,4 +107,16 @@ def _versions(tensors: list[torch.Tensor]) -> list[Any]:
     return [optimizer_steps(), *((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)]
 
 
-__all__ = ["CastWeights"]
+def optimizer_steps() -> int:
+    """Steps of all optimizers of the process since this was first called. Those with ``fused=True``, and others with kernels of
+    their own, change parameters without increasing the version counters that PyTorch has for in-place changes."""
+    global _counting
+    if not _counting:
+        _counting = True
+        register_optimizer_step_post_hook(_stepped)
+    return _count
+
+
+def _stepped(*_: Any) -> None:
+    global _count
+    _count += 1

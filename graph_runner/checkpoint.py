@@ -28,11 +28,8 @@ class CheckpointError(ValueError):
 
 
 def files_of(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint.
-
-    Raises:
-        FileNotFoundError: none, or one that the index names is missing. CheckpointError: a whole one beside one in shards.
-    """
+    """The safetensors files of a checkpoint. Raises FileNotFoundError if there is none, or one that the index names is missing;
+    CheckpointError for a whole one beside one in shards."""
     index = path / INDEX
     holds: dict[str, str] = {}
     if index.is_file():
@@ -54,12 +51,9 @@ def files_of(path: Path) -> list[Path]:
 
 
 def read_checkpoint(path: Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint in host memory, by the names of ``model``.
-
-    Raises:
-        FileNotFoundError: see ``files_of``. CheckpointError: a file cut short, or with a broken header, or two files with the
-            same parameter; a parameter that the model has not; a quantized checkpoint for a model that is not. Names them.
-    """
+    """All tensors of a checkpoint in host memory, by the names of ``model``. Raises FileNotFoundError as ``files_of``;
+    CheckpointError, with their names, for a file cut short, or with a broken header, or two files with the same parameter; a
+    parameter that the model has not; a quantized checkpoint for a model that is not."""
     values: dict[str, torch.Tensor] = {}
     held_by: dict[str, str] = {}
     for file in files_of(path):
@@ -137,12 +131,9 @@ def _converted(path: Path, model: Any) -> dict[str, torch.Tensor]:
 
 
 def save_checkpoint(path: Path, model: Any, tokenizer: Any, max_size: int | str) -> None:
-    """Write a model in shards; transformers models with their config, and the tokenizer if there is one.
-
-    Raises:
-        CheckpointError: a parameter whose codes and scales safetensors cannot hold, unless transformers quantized the model and
-            knows how to write it; names it, and writes nothing.
-    """
+    """Write a model in shards; transformers models with their config, and the tokenizer if there is one. Raises CheckpointError
+    for a parameter whose codes and scales safetensors cannot hold, unless transformers quantized the model and knows how to
+    write it, and writes nothing."""
     if getattr(getattr(model, "config", None), "quantization_config", None) is None:
         for name, tensor in model.state_dict(keep_vars=True).items():
             if is_traceable_wrapper_subclass(tensor):
@@ -185,6 +176,3 @@ def _save(path: Path, model: Any, max_size: int | str) -> None:
                 seen.add(id(tensor))
                 state[name] = tensor.detach().to("cpu", copy=True).contiguous()
         save_torch_state_dict(state, str(path), max_shard_size=max_size)
-
-
-__all__ = ["CheckpointError", "files_of", "read_checkpoint", "save_checkpoint"]

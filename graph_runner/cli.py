@@ -24,6 +24,7 @@ from quire.graph_runner.cli_display import Texts, stream_live, stream_plain
 DEMO = ("Once upon a time,", "The owl", "To make soup, you need", "Dear Anna,", '"Hello, Tom," said Mia.',
         "The moon is up,")
 ERROR_LINES = 9
+IN_JSON = ("index", "prompt", "text", "prompt_token_ids", "token_ids", "finish_reason", "stop_reason", "error")
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -65,7 +66,7 @@ def generate(args: argparse.Namespace) -> int:
         else:
             stream_plain(engine, run, params, args.stream)
         if args.json:
-            print(json.dumps({"outputs": [_as_dict(o) for o in run.outputs if o is not None],
+            print(json.dumps({"outputs": [{name: getattr(o, name) for name in IN_JSON} for o in run.outputs if o is not None],
                               "stats": dataclasses.asdict(engine.stats())}))
         print(run.summary(engine), file=sys.stderr)
     failed = [o for o in run.outputs if o is not None and o.error]
@@ -74,17 +75,9 @@ def generate(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _as_dict(output: Any) -> dict[str, Any]:
-    names = ("index", "prompt", "text", "prompt_token_ids", "token_ids", "finish_reason", "stop_reason", "error")
-    return {name: getattr(output, name) for name in names}
-
-
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine options of ``quire generate``: those of --engine, --attention and --page-size.
-
-    Raises:
-        ValueError: an unknown option, a bad value, or two different values of one option.
-    """
+    """The engine options of ``quire generate``: those of --engine, --attention and --page-size. Raises ValueError for an
+    unknown option, a bad value, or two different values of one option."""
     from quire.graph_runner.config import check_options
 
     options = dict(args.engine)
@@ -170,10 +163,39 @@ def bench(args: argparse.Namespace) -> int:
     return run(args, args.argv[1:])
 
 
+def _model_and_texts(args: argparse.Namespace, seed: int) -> tuple[Any, Any, list[list[int]]]:
+    """Of ``quire calibrate`` and ``quire quality``: the model, its tokenizer, and the texts as token ids."""
+    from quire.graph_runner.loading import model_of_command
+    from quire.graph_runner.quality import token_texts
+
+    _no_loading_bar()
+    model, tokenizer = model_of_command(args.model, text=True)
+    text = None if args.text is None else Path(args.text).read_text()
+    return model, tokenizer, token_texts(model, tokenizer, text, args.length, seed)
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    """``quire calibrate``."""
+    from quire.graph_runner.quality import calibrate as measure
+
+    found = measure(*_model_and_texts(args, seed=0), args.out)
+    print(f"{args.out}: channels of {len(found['channels'])} layers by importance, measured on {found['tokens']} tokens")
+    return 0
+
+
+def quality(args: argparse.Namespace) -> int:
+    """``quire quality``."""
+    from quire.graph_runner.quality import compare
+
+    texts = _model_and_texts(args, seed=100)  # not those that channels are measured on
+    for found in compare(*texts, args.attention, args.prefill):
+        print(found)
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     from quire.graph_runner.bench.main import add_arguments, engine_option
     from quire.graph_runner.config import option_help
-    from quire.graph_runner.quality_commands import add_commands
 
     parser = argparse.ArgumentParser(prog="quire", description=__doc__, formatter_class=argparse.RawTextHelpFormatter,
                                      allow_abbrev=False)
@@ -227,7 +249,17 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("backends", backends, "list the attention backends: usable here or why not, and what each can do")
     sub.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
 
-    add_commands(command)
+    sub = command("calibrate", calibrate, "measure which channels of the keys matter, for approximate attention backends")
+    sub.add_argument("--out", required=True, metavar="FILE", help="where to write the channels, as JSON")
+    other = command("quality", quality, "run a text through attention backends, and compare each with the first")
+    other.add_argument("--prefill", action="store_true",
+                       help="prefill each part of the text whole (default: decode it token by token)")
+    other.add_argument("--attention", action="append", required=True, metavar="NAME", help="a backend; give two or more")
+    for both in (sub, other):
+        both.add_argument("--model", **model)
+        both.add_argument("--text", metavar="FILE", help="text to run (default: what the model itself writes)")
+        both.add_argument("--length", type=int, default=1024, metavar="N", help="tokens of a part of the text (default: 1024)")
+
     add_arguments(command("bench", bench, "measure decoding, mixed traffic, prefill, start-up and the attention kernels"))
     return parser
 

@@ -104,6 +104,3 @@ def stream_plain(engine: Any, run: Texts, params: Any, stream: bool) -> None:
     else:
         for i, (prompt, text) in enumerate(zip(run.prompts, run.texts, strict=True)):
             print(f"[{i + 1}] {prompt}{text}\n")
-
-
-__all__ = ["Texts", "stream_live", "stream_plain"]

@@ -37,11 +37,8 @@ _WHY = {"num_pages": " (page 0 is the null page)", "max_model_len": " (a prompt 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Validated options of ``quire.Engine``, whose docstring lists them.
-
-    Raises:
-        ValueError: a value of the wrong type or out of range; names the option.
-    """
+    """Validated options of ``quire.Engine``, whose docstring lists them. Raises ValueError, which names the option, for a value
+    of the wrong type or out of range."""
 
     attention: str | Mapping[str, str] = _option(
         "auto", 'attention backend, "auto", or one for each kind of layer: full=NAME,window=NAME (quire.backends() lists them)')
@@ -143,11 +140,8 @@ class EngineConfig:
         return cls(**options)
 
     def compile_options(self, device: torch.device) -> QuireOptions:
-        """The options of the passes, with "auto" resolved for ``device``. On a CPU the lowered graph runs op by op.
-
-        Raises:
-            ValueError: an unknown compiler, fusion or dtype.
-        """
+        """The options of the passes, with "auto" resolved for ``device``. On a CPU the lowered graph runs op by op. Raises
+        ValueError for an unknown compiler, fusion or dtype."""
         from quire.passes.options import QuireOptions
 
         on_gpu = device.type == "cuda"
@@ -230,11 +224,8 @@ def _described(kind: Any) -> str:
 
 
 def kv_dtype(name: str | torch.dtype) -> torch.dtype | None:
-    """The dtype of the KV cache; None for "auto". "fp8" and "fp8_e4m3" are float8_e4m3fn, "fp8_e5m2" is float8_e5m2.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """The dtype of the KV cache; None for "auto". "fp8" and "fp8_e4m3" are float8_e4m3fn, "fp8_e5m2" is float8_e5m2. Raises
+    ValueError for an unknown name."""
     import torch
 
     from quire.attn_ops.kv_quant import ALIASES
@@ -295,7 +286,3 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     except TypeError as error:
         raise ValueError(str(error)) from None
     return dict(options)
-
-
-__all__ = ["EngineConfig", "EngineOptions", "check_options", "compute_dtype", "documents_options", "kv_dtype",
-           "option_help", "parse_option"]

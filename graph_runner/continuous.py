@@ -57,11 +57,8 @@ def _graphs(varlen: bool | None, decode: bool | None) -> dict[str, Any]:
 
 
 def engine_options(config: Any) -> dict[str, Any]:
-    """The engine's options that a ``ContinuousBatchingConfig`` asks for: those that differ from its defaults.
-
-    Raises:
-        ValueError: a field that quire does not have; names it.
-    """
+    """The engine's options that a ``ContinuousBatchingConfig`` asks for: those that differ from its defaults. Raises ValueError
+    for a field that quire does not have."""
     found: dict[str, Any] = {}
     refused = []
     for field in dataclasses.fields(config):
@@ -82,16 +79,9 @@ def engine_options(config: Any) -> dict[str, Any]:
 
 class Manager:
     """Requests of one generation config on an engine, run by a thread between ``start`` and ``stop``. Threads may share it.
-
-    Args:
-        engine: returns the engine; called when the first request comes.
-        generation_config: for all requests; ``max_new_tokens=None`` is no limit but the engine's, an ``eos_token_id`` of None
-            or -1 is none.
-        config: a ContinuousBatchingConfig.
-
-    Raises:
-        ValueError: an option that quire does not have; names it.
-    """
+    ``engine`` returns the engine, and is called when the first request comes. ``generation_config``: for all requests;
+    ``max_new_tokens=None`` is no limit but the engine's, an ``eos_token_id`` of None or -1 is none. ``config``: a
+    ContinuousBatchingConfig. Raises ValueError for an option that quire does not have."""
 
     def __init__(self, engine: Callable[[], Engine], generation_config: Any, config: Any) -> None:
         self._get_engine, self._config = engine, config
@@ -222,12 +212,8 @@ class Manager:
     def add_request(self, input_ids: Sequence[int], request_id: str | None = None, max_new_tokens: int | None = None,
                     streaming: bool = False, record_timestamps: bool = False, eos_token_id: int | list[int] | None = None,
                     **logit_processor_kwargs: Any) -> str | None:
-        """Queue a request; returns its id, or None after ``stop``. A prompt that cannot be served gives a failed output.
-
-        Raises:
-            ValueError: an id in use, or parameters that quire does not have.
-            queue.Full: ``max_queue_size`` requests wait.
-        """
+        """Queue a request; returns its id, or None after ``stop``. A prompt that cannot be served gives a failed output. Raises
+        ValueError for an id in use, or parameters that quire does not have; queue.Full if ``max_queue_size`` requests wait."""
         from transformers.generation.continuous_batching.requests import GenerationOutput
 
         params = self._of_request(max_new_tokens, eos_token_id, logit_processor_kwargs)
@@ -357,22 +343,17 @@ class Manager:
             return result
 
     def __iter__(self) -> Iterator[Any]:
-        while (result := self.get_result(timeout=0.1)) is not None or self.is_running():
-            if result is not None:
-                yield result
+        return self.request_id_iter(None)
 
-    def request_id_iter(self, request_id: str) -> Iterator[Any]:
-        """The results of a request, the finished one last."""
+    def request_id_iter(self, request_id: str | None) -> Iterator[Any]:
+        """The results of a request, the finished one last; None: of all."""
         while (result := self.get_result(request_id, timeout=0.1)) is not None or self.is_running():
             if result is not None:
                 yield result
-                if result.is_finished():
+                if request_id is not None and result.is_finished():
                     return
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
         """Call ``callback`` in the running event loop with each result of a request, instead of queueing it."""
         with self._changed:
             self._handlers[request_id] = callback, asyncio.get_running_loop()
-
-
-__all__ = ["Manager", "engine_options"]

@@ -79,7 +79,6 @@ class CudaGraphRunner:
         before_capture: shape -> None. Host work that ``run`` needs; called outside the capture.
         buckets: shapes to capture, any order. Decode buckets have num_tokens == num_reqs; mixed ones have more tokens. Those
             with cross attention are EncoderShapes.
-        device: of the step; a CPU keeps callables.
         progress: wraps the sequence of buckets while capturing, for a progress bar.
         lazy: capture a bucket when the first batch for it comes (``can_run``), and not at the start.
         pool: memory shared with other runners; one of its own by default.
@@ -125,8 +124,7 @@ class CudaGraphRunner:
         """The captured bucket that ``shape`` is padded to, or None: ``reason`` says why, counted and logged once per reason.
 
         Args:
-            shape: of the live batch.
-            decode: every row has one token.
+            shape: of the live batch.  decode: every row of it has one token.
             hidden: the hidden states that the batch needs.
             encoder_lens: encoder tokens of each live row; without any, no cross attention runs.
             better: () -> why the batch takes less time without the graph that there is; None: it does not.
@@ -185,11 +183,8 @@ class CudaGraphRunner:
         return None
 
     def capture(self) -> None:
-        """Capture every bucket, or none yet if ``lazy``. See NOTE [Largest first, one pool].
-
-        Raises:
-            RuntimeError: out of memory; says what to change. Earlier captures are dropped.
-        """
+        """Capture every bucket, or none yet if ``lazy``. See NOTE [Largest first, one pool]. Raises RuntimeError, which says
+        what to change, if memory runs out. Earlier captures are dropped."""
         if self.lazy:
             return
         try:
@@ -250,12 +245,9 @@ class CudaGraphRunner:
         self.stats.captured += 1
 
     def replay(self, bucket: Bucket) -> Any:
-        """Run the bucket's graph on the static buffers; the output is valid until the next replay of any bucket of the pool,
-        or for good with ``keep_outputs``.
-
-        Raises:
-            RuntimeError: the bucket was not captured, or (with ``inputs``) a tensor that its graph reads has moved.
-        """
+        """Run the bucket's graph on the static buffers; the output is valid until the next replay of any bucket of the pool, or
+        for good with ``keep_outputs``. Raises RuntimeError if the bucket was not captured, or (with ``inputs``) a tensor that
+        its graph reads has moved."""
         if bucket not in self._entries:
             raise RuntimeError(f"the step {tuple(bucket)} was not captured: capture it at the start, or make the runner lazy")
         if self._inputs is not None:
@@ -274,6 +266,3 @@ class CudaGraphRunner:
         self._entries.clear()
         self._addresses.clear()
         self._pool = self._shared or GraphPool()
-
-
-__all__ = ["CudaGraphRunner", "EncoderShape", "GraphStats"]

@@ -22,16 +22,11 @@ _UNFINISHED = "\ufffd"  # what decoders print for an incomplete character
 
 
 class Detokenizer:
-    """Incremental text of one request.
+    """Incremental text of one request, by a tokenizer's ``decode(ids, skip_special_tokens=...)``.
 
     ``text`` is the continuation so far, the concatenation of all returned pieces. ``stopped_by`` is the stop string that ended
-    it, or None; ``error`` is the message of the tokenizer's exception, or None. Either ends the text.
-
-    Args:
-        tokenizer: has ``decode(ids, skip_special_tokens=...)``.
-        skip_special_tokens: leave special tokens out.
-        stop: strings that end the text before them, or with ``include_stop`` after them.
-    """
+    it, or None; ``error`` is the message of the tokenizer's exception, or None. Either ends the text. ``stop``: strings that
+    end the text before them, or with ``include_stop`` after them."""
 
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], skip_special_tokens: bool,
                  stop: Sequence[str] = (), include_stop: bool = False) -> None:
@@ -145,6 +140,3 @@ class Detokenizer:
 def _same(a: str, b: str) -> int:
     """Length of the common prefix."""
     return len(a) if b.startswith(a) else len(os.path.commonprefix([a, b]))
-
-
-__all__ = ["Detokenizer"]

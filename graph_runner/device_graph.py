@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -71,14 +72,24 @@ class CpuGraphs:
     def record(self, run: Callable[[], Any], pool: Any) -> Recorded:
         return Recorded(run)
 
-    def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
-        return Recorded(run)
+    record_in_segments = record
 
     def free_bytes(self) -> int:
         return 0
 
     def release(self) -> None:
         pass
+
+
+def _recorded(graph: Any, recording: AbstractContextManager[Any], run: Callable[[], Any]) -> Recorded:
+    with recording:
+        output = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return output
+
+    return Recorded(replay)
 
 
 class CudaGraphs:
@@ -102,14 +113,7 @@ class CudaGraphs:
 
     def record(self, run: Callable[[], Any], pool: Any) -> Recorded:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=side_stream(self.device)):
-            output = run()
-
-        def replay() -> Any:
-            graph.replay()
-            return output
-
-        return Recorded(replay)
+        return _recorded(graph, torch.cuda.graph(graph, pool=pool, stream=side_stream(self.device)), run)
 
     def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
         def begin() -> torch.cuda.CUDAGraph:
@@ -161,14 +165,7 @@ class NpuGraphs:
 
     def record(self, run: Callable[[], Any], pool: Any) -> Recorded:
         graph = self._npu.NPUGraph()
-        with self._npu.graph(graph, pool=pool, auto_dispatch_capture=True):
-            output = run()
-
-        def replay() -> Any:
-            graph.replay()
-            return output
-
-        return Recorded(replay)
+        return _recorded(graph, self._npu.graph(graph, pool=pool, auto_dispatch_capture=True), run)
 
     def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
         raise RuntimeError("piecewise graphs are not supported on an NPU: make the engine without cudagraph_piecewise")
@@ -189,11 +186,7 @@ def register_device_graphs(device_type: str, graphs: type[DeviceGraphs]) -> None
 
 
 def device_graphs(device: torch.device) -> DeviceGraphs:
-    """The graphs of a device.
-
-    Raises:
-        RuntimeError: none are registered for it, or its package is missing.
-    """
+    """The graphs of a device. Raises RuntimeError if none are registered for it, or its package is missing."""
     if device.type not in _DEVICES:
         raise RuntimeError(f"no graphs are known for {device.type}; there are those of {', '.join(_DEVICES)}. Register a class "
                            "with quire.graph_runner.device_graph.register_device_graphs")
@@ -215,7 +208,3 @@ class GraphPool:
         if not self._made:
             self._handle, self._made = graphs.new_pool(), True
         return self._handle
-
-
-__all__ = ["CpuGraphs", "CudaGraphs", "DeviceGraphs", "GraphPool", "NpuGraphs", "Recorded", "device_graphs",
-           "register_device_graphs"]

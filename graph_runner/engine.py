@@ -21,20 +21,11 @@ from quire.graph_runner.config import EngineConfig, EngineOptions, documents_opt
 from quire.graph_runner.engine_lock import EngineLock, locked
 from quire.graph_runner.gc_freeze import ServingFreeze
 from quire.graph_runner.live_model import LiveModel
-from quire.graph_runner.logprobs import SCORED_ROWS, RowLogprobs
-from quire.graph_runner.model_runner import Launched, ModelRunner
+from quire.graph_runner.logprobs import SCORED_ROWS
+from quire.graph_runner.model_runner import Launched, ModelRunner, Result
 from quire.graph_runner.prefix_cache import PrefixCache
 from quire.graph_runner.prompts import Prompt
-from quire.graph_runner.request import (
-    Ask,
-    FinishReason,
-    Limits,
-    Request,
-    RequestOptions,
-    ScheduledRow,
-    StreamEvent,
-    make_requests,
-)
+from quire.graph_runner.request import Ask, FinishReason, Limits, Request, RequestOptions, StreamEvent, make_requests
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.scheduler import NeedsDrain, Scheduler
 from quire.graph_runner.stats import Counters
@@ -78,7 +69,7 @@ class Engine(EngineCalls, WeightUpdates):
         self._depth = int(self.runner.device.type == "cuda" if config.async_stepping is None else config.async_stepping)
         self._random = random.Random(config.seed)
         self._in_flight: deque[Launched] = deque()
-        self._results: deque[tuple[ScheduledRow, int, RowLogprobs | None]] = deque()  # of a finished step, not handled yet
+        self._results: deque[Result] = deque()  # of a finished step, not handled yet
         self._gc, self.lock = ServingFreeze(), EngineLock()
         self.requests: dict[int, Request] = {}
         self.counters, self._admission = Counters(), Admission(config.max_waiting)
@@ -95,11 +86,8 @@ class Engine(EngineCalls, WeightUpdates):
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None,
                     priority: int = 0, timeout: float | None = None, adapter: str | None = None) -> list[int]:
         """Queue a prompt; returns the ids of its requests (``params.n`` of them), whose events ``step`` returns. See ``stream``
-        for the arguments.
-
-        Raises:
-            ValueError, TypeError, QueueFull: the prompt cannot be served; says why. Nothing else is affected.
-        """
+        for the arguments. Raises ValueError, TypeError or QueueFull if the prompt cannot be served. Nothing else is
+        affected."""
         ids: list[int] = []
         options = RequestOptions(request_id, priority, timeout, adapter=adapter)
         self._add(Ask(prompt, self._params_of(prompt, params), options), self._events, ids)
@@ -229,7 +217,7 @@ class Engine(EngineCalls, WeightUpdates):
         while self._results or len(self._in_flight) > leave:
             if not self._results:
                 step = self._in_flight[0]
-                results = zip(step.batch.rows, step.tokens(), step.logprobs(), strict=True)
+                results = step.results()
                 self._in_flight.popleft()
                 self._results.extend(results)
             while self._results:  # if interrupted, the next call continues here
@@ -294,6 +282,3 @@ class Engine(EngineCalls, WeightUpdates):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-__all__ = ["Engine"]

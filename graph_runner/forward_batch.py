@@ -8,7 +8,7 @@ for MLPs that all ranks run together, the halves of a batch for two-batch overla
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -20,6 +20,16 @@ from quire.attn_ops.metadata import CommonAttentionMetadata, UBatchSlice, create
 from quire.attn_ops.metadata.prefix_chunks import MAX_CHUNK_CAPACITY, PrefixChunks
 from quire.graph_runner.forward_mode import CaptureHiddenMode, ForwardMode
 from quire.graph_runner.multimodal import MultimodalInputs
+
+
+def _contains(modality: str) -> Callable[[ForwardBatch], bool]:
+    """A method: whether a sequence has an input of this kind."""
+    return lambda batch: any(one is not None and one.contains(modality) for one in batch.mm_inputs)
+
+
+def _of_metadata(name: str) -> Any:
+    """A property: what the metadata have under another name."""
+    return property(lambda batch: getattr(batch.metadata, name))
 
 
 @dataclass
@@ -65,18 +75,10 @@ class ForwardBatch:
            rope_deltas: torch.Tensor | None = None, mm_inputs: Sequence[MultimodalInputs | None] | None = None,
            capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
            ) -> ForwardBatch:
-        """The batch of a step's metadata.
-
-        Args:
-            positions: (T,); those of the metadata by default.
-            rope_deltas: (B,) int64 per sequence, for models with mrope: what its text positions are ahead of its token
-                positions (0 for a text without images).
-            mm_inputs: (B,) instead of that: the images of each sequence, with positions for mrope, or None for a text.
-
-        Raises:
-            ValueError: token ids or positions that are not one per token; images not one entry per sequence, or without
-                positions.
-        """
+        """The batch of a step's metadata, with their positions (T,) by default. For models with mrope ``rope_deltas``, (B,)
+        int64 per sequence: what its text positions are ahead of its token positions (0 for a text without images); or
+        ``mm_inputs`` (B,): the images of each sequence, with positions for mrope, or None for a text. Raises ValueError for
+        token ids or positions that are not one per token, and images not one entry per sequence, or without positions."""
         positions = metadata.positions if positions is None else positions
         for name, tensor in (("input_ids", input_ids), ("positions", positions)):
             if tensor.shape != (metadata.num_tokens,):
@@ -99,26 +101,13 @@ class ForwardBatch:
             return self.input_ids
         return torch.where(self.token_source >= 0, newest[self.token_source.clamp_min(0)], self.input_ids)
 
-    @property
-    def batch_size(self) -> int:
-        return self.metadata.num_reqs
-
-    @property
-    def seq_lens(self) -> torch.Tensor:
-        return self.metadata.seq_lens
-
-    @property
-    def seq_lens_cpu(self) -> torch.Tensor:
-        return self.metadata.seq_lens_cpu
+    batch_size, num_token_non_padded = _of_metadata("num_reqs"), _of_metadata("num_actual_tokens")
+    seq_lens, seq_lens_cpu = _of_metadata("seq_lens"), _of_metadata("seq_lens_cpu")
+    out_cache_loc = _of_metadata("slot_mapping")
 
     @property
     def seq_lens_sum(self) -> int:
         return int(self.metadata.seq_lens_cpu.sum())
-
-    @property
-    def out_cache_loc(self) -> torch.Tensor:
-        """(T,) int64 slots; -1 for padding."""
-        return self.metadata.slot_mapping
 
     @property
     def extend_seq_lens(self) -> torch.Tensor:
@@ -131,10 +120,6 @@ class ForwardBatch:
     @property
     def extend_start_loc(self) -> torch.Tensor:
         return self.metadata.query_start_loc[:-1]
-
-    @property
-    def num_token_non_padded(self) -> int:
-        return self.metadata.num_actual_tokens
 
     def text_mrope_positions(self, rope_deltas: torch.Tensor) -> torch.Tensor:
         """(3, T) int64: positions of text tokens, equal in time, height and width, each sequence shifted by its delta. Right
@@ -167,17 +152,9 @@ class ForwardBatch:
         given = [one for one in self.mm_inputs if one is not None]
         return MultimodalInputs.merge(given) if given else None
 
-    def _contains(self, modality: str) -> bool:
-        return any(one is not None and one.contains(modality) for one in self.mm_inputs)
-
-    def contains_image_inputs(self) -> bool:
-        return self._contains("image")
-
-    def contains_video_inputs(self) -> bool:
-        return self._contains("video")
-
-    def contains_audio_inputs(self) -> bool:
-        return self._contains("audio")
+    contains_image_inputs = _contains("image")
+    contains_video_inputs = _contains("video")
+    contains_audio_inputs = _contains("audio")
 
     def contains_mm_inputs(self) -> bool:
         return any(one is not None and one.items for one in self.mm_inputs)
@@ -206,16 +183,9 @@ class ForwardBatch:
         """This rank's batch, padded for MLPs that all data-parallel ranks run together. For engines of several ranks.
 
         Padding tokens write no slot and are cut from results by ``post_forward_mlp_sync_batch``. Batches of decodes, and idle
-        ones, get as many rows as tokens, for a decode graph, unless ``extends``.
-
-        Args:
-            global_num_tokens: of each rank's batch, before padding.  rank: this one's.
-            attn_tp_size, in_graph: see ``mlp_sync_padding``.
-            extends: some rank has a prompt in its batch. Decodes are then an EXTEND, of one token each.
-
-        Raises:
-            ValueError: this rank's batch has another number of tokens.
-        """
+        ones, get as many rows as tokens, for a decode graph, unless ``extends``: some rank has a prompt in its batch, and
+        decodes are then an EXTEND, of one token each. ``global_num_tokens``: of each rank's batch, before padding, or
+        ValueError is raised. ``attn_tp_size``, ``in_graph``: see ``mlp_sync_padding``."""
         if not 0 <= rank < len(global_num_tokens) or global_num_tokens[rank] != self.metadata.num_tokens:
             raise ValueError(f"rank {rank} has a batch of {self.metadata.num_tokens} tokens, which global_num_tokens "
                              f"{list(global_num_tokens)} does not say")
@@ -325,6 +295,3 @@ class PPProxyTensors:
 
     def __repr__(self) -> str:
         return f"PPProxyTensors({', '.join(f'{name}: {tuple(t.shape)} {t.dtype}' for name, t in self.tensors.items())})"
-
-
-__all__ = ["DpPaddingMode", "ForwardBatch", "PPProxyTensors", "mlp_sync_padding", "two_batch_split"]

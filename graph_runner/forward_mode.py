@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import IntEnum, auto
 
 
-def _among(*names: str) -> Callable[[ForwardMode], bool]:
+def _among(*names: str) -> Callable[[IntEnum], bool]:
     """A method: whether the mode is one of these."""
     return lambda mode: mode.name in names
 
@@ -54,14 +54,6 @@ class CaptureHiddenMode(IntEnum):
     LAST = 1
     FULL = 2
 
-    def need_capture(self) -> bool:
-        return self is not CaptureHiddenMode.NULL
-
-    def is_last(self) -> bool:
-        return self is CaptureHiddenMode.LAST
-
-    def is_full(self) -> bool:
-        return self is CaptureHiddenMode.FULL
-
-
-__all__ = ["CaptureHiddenMode", "ForwardMode"]
+    need_capture = _among("LAST", "FULL")
+    is_last = _among("LAST")
+    is_full = _among("FULL")

@@ -19,15 +19,11 @@ def freeze_gc(collect: bool = True) -> Iterator[None]:
 
     A collection during capture may free CUDA tensors, which a capturing stream does not allow, and with a model loaded it walks
     millions of objects. So all objects alive on entry are frozen (moved where no collection looks), and automatic collection
-    is disabled.
+    is disabled until the end. ``collect=False`` freezes garbage too: a collection walks all of torch and transformers.
 
-    On exit the objects are unfrozen, and automatic collection is enabled if it was on entry. May be nested: an inner block
-    leaves both to the outer one. Where the application has frozen objects of its own, the block only collects and disables:
-    `gc.unfreeze` would unfreeze theirs too.
-
-    ``collect=False`` freezes garbage too: a collection walks all of torch and transformers.
-
-    The collector is per process: the block holds for all threads, and overlapping blocks of several threads are not supported.
+    May be nested: an inner block leaves all to the outer one. Where the application has frozen objects of its own, the block
+    only collects and disables: `gc.unfreeze` would unfreeze theirs too. The collector is per process: the block holds for all
+    threads, and overlapping blocks of several threads are not supported.
     """
     was_enabled = gc.isenabled()
     freeze = gc.get_freeze_count() < _INTERPRETERS_OWN
@@ -46,21 +42,17 @@ def freeze_gc(collect: bool = True) -> Iterator[None]:
 
 
 class ServingFreeze:
-    """Freezes the objects that are alive while an engine serves, so that a collection walks only newer ones.
-
-    With a model loaded a full collection walks millions of objects, and no step is launched meanwhile. The collector stays on:
-    it collects what serving and the caller make.
+    """Freezes the objects that are alive while an engine serves, so that a collection walks only newer ones: with a model
+    loaded a full collection walks millions of objects, and no step is launched meanwhile. The collector stays on for what
+    serving and the caller make.
 
     The engine calls ``turn`` in every step and ``release`` when it has no requests left. Only the TURNS-th turn freezes:
     shorter runs are not worth it, as each freeze resets the collector's counters. Garbage among the frozen objects waits for
-    ``release``, which collects everything once in COLLECT_SECONDS.
+    ``release``, which collects everything once in COLLECT_SECONDS. An engine may stop stepping with requests left: an error, a
+    stream that is no longer read, and may be garbage itself, frozen. So a timer unfreezes and collects everything if no step
+    came for STALE_SECONDS.
 
-    An engine may stop stepping with requests left: a stream that is no longer read, an error. A dropped stream may even be
-    garbage itself, frozen, in a cycle that only the collector finds. So a timer checks whether the engine still steps; if it
-    has not for STALE_SECONDS, everything is unfrozen and collected.
-
-    Does nothing where the collector is off, or where the application or another engine has frozen objects.
-    """
+    Does nothing where the collector is off, or where the application or another engine has frozen objects."""
 
     TURNS = 16
     STALE_SECONDS = 5.0
@@ -113,6 +105,3 @@ class ServingFreeze:
     def _collect(self) -> None:
         gc.collect()
         self._collected = time.monotonic()
-
-
-__all__ = ["ServingFreeze", "freeze_gc"]

@@ -13,9 +13,8 @@ from quire.graph_runner.engine import Engine
 from quire.graph_runner.hf_generation_config import IN_LOCKSTEP, from_generation_config
 from quire.graph_runner.lockstep import DoesNotFit, Rows
 from quire.graph_runner.on_instance import OwnCopies
-from quire.graph_runner.own_forward import reads_inputs
+from quire.graph_runner.own_forward import reads_inputs, training_difference
 from quire.graph_runner.sampling_params import SamplingParams
-from quire.graph_runner.training_mode import training_difference
 from quire.passes.capture.reads import is_code_of
 
 # Arguments of ``generate`` beside the generation config: those that ``understand`` reads, those that transformers makes
@@ -51,13 +50,9 @@ class Served:
 
 def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forward: Any,
                engine: Callable[[], Engine]) -> Served | str:
-    """How to serve a call of ``generate``, or the reason why transformers' own code must.
-
-    Args:
-        kwargs: the arguments by name.
-        own_generate, own_forward: of the instance before it was paged, or None.
-        engine: returns the engine; called if nothing else prevents serving.
-    """
+    """How to serve a call of ``generate`` with the arguments ``kwargs``, or the reason why transformers' own code must.
+    ``own_generate``, ``own_forward``: of the instance before it was paged, or None. ``engine``: returns the engine; called if
+    nothing else prevents serving."""
     given = {k: v for k, v in kwargs.items() if v is not None}
     if "inputs" in given and "input_ids" in given:
         return "it was given both inputs and input_ids"
@@ -194,6 +189,3 @@ def _of_integers(x: Any) -> bool:
     """Whether ``x`` is None, an integer or a sequence of integers."""
     each = x if isinstance(x, (list, tuple)) else [x]
     return x is None or bool(each) and all(type(i) is int for i in each)
-
-
-__all__ = ["Job", "Served", "own_method", "prompts_of", "understand"]

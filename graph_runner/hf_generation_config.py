@@ -11,27 +11,21 @@ from quire.graph_runner.sampling_params import SamplingParams
 
 
 def from_generation_config(generation_config: Any, prompt_length: int) -> tuple[SamplingParams, list[str]]:
-    """Translate a ``GenerationConfig``.
+    """Translate a ``GenerationConfig``, or any object with its attributes, where missing ones count as None. Merge the model's
+    own config into it first (``generate`` does). ``prompt_length``: tokens of the prompt, which ``max_length`` and
+    ``min_length`` include.
 
-    Options that are None get the defaults of ``generate``: greedy, 20 new tokens, and when sampling temperature 1 and
-    **top_k 50**. An ``eos_token_id`` replaces the model's own, as in ``generate``: it becomes ``stop_token_ids``, with
+    Options that are None get the defaults of ``generate``: greedy, 20 new tokens, and when sampling temperature 1 and **top_k
+    50**. An ``eos_token_id`` replaces the model's own, as in ``generate``: it becomes ``stop_token_ids``, with
     ``ignore_eos=True``.
 
-    Args:
-        generation_config: any object with the attributes of a ``GenerationConfig``; missing ones count as None. Merge the
-            model's own config into it first (``generate`` does).
-        prompt_length: tokens of the prompt, which ``max_length`` and ``min_length`` include.
+    Returns the params, and the names of the options that are set, would change the output (tokens, or what else is returned)
+    and are not in the params; those in ``IN_LOCKSTEP`` are honoured by ``lockstep.py``. Not among the names: options that
+    change only the speed (caches, compilation, lossless speculation), those without effect beside the others (``top_h`` without
+    sampling, ``length_penalty`` without beams), and ``return_dict_in_generate``.
 
-    Returns:
-        The params, and the names of the options that are set, would change the output (tokens, or what else is returned) and
-        are not in the params; those in ``IN_LOCKSTEP`` are honoured by ``lockstep.py``. Not among the names: options that
-        change only the speed (caches, compilation, lossless speculation), those without effect beside the others (``top_h``
-        without sampling, ``length_penalty`` without beams), and ``return_dict_in_generate``.
-
-    Raises:
-        ValueError, TypeError: as for SamplingParams; ValueError for do_sample with temperature 0 or a negative top_k, as in
-            ``generate``.
-    """
+    Raises ValueError or TypeError as SamplingParams does; ValueError for do_sample with temperature 0 or a negative top_k, as
+    in ``generate``."""
     def option(name: str, default: Any = None) -> Any:
         value = getattr(generation_config, name, None)
         return default if value is None else value
@@ -75,15 +69,9 @@ def for_requests(generation_config: Any, prompt_length: int) -> tuple[SamplingPa
 
 
 def for_engine(generation_config: Any, own: Any, prompt_length: Callable[[], int]) -> SamplingParams:
-    """A ``GenerationConfig`` in the place of an engine's SamplingParams, read as ``model.generate`` reads it.
-
-    Args:
-        own: the model's, for options that are None; or None.
-        prompt_length: tokens of the prompt; called where they matter.
-
-    Raises:
-        ValueError: it has options that a request cannot have; and as ``from_generation_config``, with TypeError.
-    """
+    """A ``GenerationConfig`` in the place of an engine's SamplingParams, read as ``model.generate`` reads it. ``own``: the
+    model's, for options that are None; or None. ``prompt_length``: tokens of the prompt; called where they matter. Raises
+    ValueError for options that a request cannot have; and as ``from_generation_config``, with TypeError."""
     config = copy.copy(generation_config)
     for name, value in ({} if own is None else vars(own)).items():
         if name[0] != "_" and getattr(config, name, None) is None:
@@ -201,6 +189,3 @@ def _unknown_options(generation_config: Any) -> list[str]:
         name for name, default in declared.items()
         if not name.startswith("_") and name not in known and getattr(generation_config, name, default) != default
     ]
-
-
-__all__ = ["IN_LOCKSTEP", "for_engine", "for_requests", "from_generation_config", "is_generation_config"]

@@ -24,15 +24,10 @@ _ATTEMPTS = 8  # to trace a model that other threads change meanwhile
 
 
 class LiveModel:
-    """The runner of a model, and the guard of what its trace read.
-
-    Attributes:
-        config: the options, with the lengths and the number of pages that were chosen.
-        runner: of the latest trace.
-        cast: the weights in the dtype that was asked for; None: the model's own are used.
-        num_pages: pages of the KV cache, the same for every trace.
-        adapters: whether each request has adapters of its own.
-    """
+    """The runner of a model, and the guard of what its trace read. ``config``: the options, with the lengths and the number of
+    pages that were chosen. ``runner``: of the latest trace. ``cast``: the weights in the dtype that was asked for; None: the
+    model's own are used. ``num_pages``: pages of the KV cache, the same for every trace. ``adapters``: whether each request has
+    adapters of its own."""
 
     def __init__(self, model: torch.nn.Module, config: EngineConfig) -> None:
         self.model, self.config = model, loading.limited(config, model)
@@ -46,11 +41,8 @@ class LiveModel:
         self._longest = self.limits()[0]
 
     def _trace(self) -> None:
-        """Make the runner, again where another thread changed the model while it was traced.
-
-        Raises:
-            UnsupportedAttention: it cannot be served. RuntimeError: it changed each time.
-        """
+        """Make the runner, again where another thread changed the model while it was traced. Raises UnsupportedAttention if it
+        cannot be served, RuntimeError if it changed each time."""
         loading.check_model(self.model)
         changed: str | None = None
         self.cast: CastWeights | None
@@ -126,11 +118,8 @@ class LiveModel:
 
     def trace_again(self, change: str, own_adapters: bool = False) -> None:
         """Replace the runner by one for the model as it is now; no step may be in flight. ``own_adapters``: from now on each
-        request has adapters of its own, as long as the model allows it.
-
-        Raises:
-            RuntimeError: the model cannot be served any more. ``change`` then returns the same change; call this again.
-        """
+        request has adapters of its own, as long as the model allows it. Raises RuntimeError if the model cannot be served any
+        more. ``change`` then returns the same change; call this again."""
         logger.warning("%s changed (%s): tracing it again", type(self.model).__name__, change)
         self._stale, before = change, self.adapters
         self.adapters |= own_adapters
@@ -147,6 +136,3 @@ class LiveModel:
             raise RuntimeError(f"the model was changed after the engine traced it ({change}), and cannot be served as it is "
                                f"now: {str(error).rstrip('.')}. Undo the change, or close the engine") from error
         self._stale = None
-
-
-__all__ = ["LiveModel"]

@@ -21,10 +21,8 @@ DEFAULT_LENGTH = 2048  # for a model whose config has no maximum
 
 def load(model: torch.nn.Module | str | Path, tokenizer: Any, dtype: torch.dtype | str | None = None
          ) -> tuple[torch.nn.Module, Any]:
-    """The model and its tokenizer; a path is loaded with transformers, on the GPU if there is one.
-
-    Args:
-        dtype: to load a path in; None: the checkpoint's. A model that is there already stays as it is.
+    """The model and its tokenizer; a path is loaded with transformers, on the GPU if there is one, in ``dtype`` (None: the
+    checkpoint's). A model that is there already stays as it is.
 
     Raises:
         FileNotFoundError: no folder at that path (quire loads from disk; it does not download).
@@ -64,11 +62,8 @@ def load(model: torch.nn.Module | str | Path, tokenizer: Any, dtype: torch.dtype
 
 
 def readable(path: Any, load: Callable[[], T]) -> T:
-    """The result of ``load``, which reads the files at ``path``.
-
-    Raises:
-        ValueError: missing or corrupt weights, invalid JSON, a setting of the wrong type.
-    """
+    """The result of ``load``, which reads the files at ``path``. Raises ValueError for missing or corrupt weights, invalid
+    JSON, a setting of the wrong type."""
     from huggingface_hub import errors
     from safetensors import SafetensorError
 
@@ -82,11 +77,8 @@ def readable(path: Any, load: Callable[[], T]) -> T:
 
 
 def model_of_command(path: str | None, text: bool = False) -> tuple[Any, Any]:
-    """The model at a path of the command line, or the shipped one, and its tokenizer.
-
-    Raises:
-        ValueError: see ``readable``; no tokenizer where ``text`` needs one. Others as ``load``.
-    """
+    """The model at a path of the command line, or the shipped one, and its tokenizer. Raises ValueError as ``readable``, and
+    without a tokenizer where ``text`` needs one; others as ``load``."""
     model, tokenizer = readable(path or TINY_MODEL, lambda: load(path or TINY_MODEL, None))
     if text and tokenizer is None:
         raise ValueError(f"{path} has no tokenizer (tokenizer.json or tokenizer_config.json)")
@@ -118,11 +110,8 @@ def _check_checkpoint(path: Path, config: Any) -> None:
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Refuse a model that is not a causal LM, before anything else is read from it.
-
-    Raises:
-        UnsupportedAttention: says why.
-    """
+    """Refuse a model that is not a causal LM, before anything else is read from it. Raises UnsupportedAttention, which says
+    why."""
     config = getattr(model, "config", None)
     if config is not None:
         check_config(config)
@@ -138,11 +127,8 @@ def check_model(model: torch.nn.Module) -> None:
 
 
 def limited(config: EngineConfig, model: torch.nn.Module) -> EngineConfig:
-    """``config`` with ``max_model_len`` set, and no larger steps than its requests can fill.
-
-    Raises:
-        ValueError: ``max_model_len`` is more than the model has positions.
-    """
+    """``config`` with ``max_model_len`` set, and no larger steps than its requests can fill. Raises ValueError if
+    ``max_model_len`` is more than the model has positions."""
     length = model_length(model, config.max_model_len)
     if config.num_pages is not None and config.max_model_len is None:  # else the engine limits it, where pages are not reused
         length = max(2, min(length, (config.num_pages - 1) * config.page_size))

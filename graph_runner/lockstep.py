@@ -3,7 +3,7 @@
 The rows of such a call advance together, one token per step, as in transformers' own loop: a logits processor or a stopping
 criterion gets the whole batch, and may read any row of it. transformers prepares the call (it merges configs, builds processors
 and criteria), then runs ``type(model)._sample`` or ``_beam_search``, for which a paged model's class calls ``sample`` here or
-``beams.beam_search``. Steps of the engine's other callers run in between.
+``beam_search``. Steps of the engine's other callers run in between.
 
 Rows with equal prompts share the prompt's pages, which are computed once, and a beam that has several continuations shares its
 full pages with them. Only the partial last page is copied: a row never writes a page that another one reads.
@@ -16,6 +16,7 @@ import os.path
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,18 +53,8 @@ def held_here(engine: Any) -> bool:
 
 class Rows:
     """Sequences in the pages of an engine that advance together. A context manager: its slots and pages go back at the end.
-
-    Args:
-        engine: whose cache and graphs are used.
-        prompts: token ids of each row; neighbours with equal ones share their pages.
-        max_tokens: that may be appended to each row.
-
-    Attributes:
-        requests: of each row.
-
-    Raises:
-        DoesNotFit: says what to change.
-    """
+    ``prompts``: token ids of each row; neighbours with equal ones share their pages. ``max_tokens``: that may be appended to
+    each row. Raises DoesNotFit, which says what to change."""
 
     def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
         config, total = engine.config, engine.scheduler.allocator.num_total
@@ -267,13 +258,9 @@ class Rows:
 
 def sample(rows: Rows, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
            streamer: Any = None) -> Any:
-    """What ``GenerationMixin._sample`` returns, with logits from the engine.
-
-    Args:
-        rows: not entered yet, with the prompts without padding.
-        input_ids: (rows, length) int, as the processors and criteria get them, padding included.
-        logits_processor, stopping_criteria, generation_config, streamer: as transformers prepared them.
-    """
+    """What ``GenerationMixin._sample`` returns, with logits from the engine. ``rows``: not entered yet, with the prompts
+    without padding. ``input_ids``: (rows, length) int, as the processors and criteria get them, padding included. The rest is
+    as transformers prepared it."""
     config, device = generation_config, input_ids.device
     ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     pad: Any = None if config._pad_token_tensor is None else config._pad_token_tensor.to(device)
@@ -313,4 +300,40 @@ def output_dict(sequences: Any, scores: Any = None, logits: Any = None) -> Any:
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)
 
 
-__all__ = ["DoesNotFit", "Rows", "held_here", "output_dict", "sample"]
+class _Forward:
+    """Stands for ``model`` in transformers' beam search, for a call whose beams are ``rows``. That loop reaches the model by
+    these few methods; length penalties, early stopping, end tokens and sampled beams stay transformers' own."""
+
+    def __init__(self, model: Any, rows: Rows) -> None:
+        self._model, self._rows = model, rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def _prefill(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=self._rows.logits()[:, None])
+
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+        return {"input_ids": input_ids}
+
+    def __call__(self, input_ids: torch.Tensor, **kwargs: Any) -> SimpleNamespace:
+        self._rows.append(input_ids[:, -1].tolist())
+        return self._prefill(input_ids)
+
+    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return model_kwargs
+
+    def _reorder_cache(self, cache: Any, beam_idx: torch.Tensor) -> Any:
+        self._rows.reorder(beam_idx.tolist())
+        return cache
+
+
+def beam_search(plain: Callable[..., Any], rows: Rows, input_ids: torch.Tensor, **options: Any) -> Any:
+    """What ``plain``, a model's ``_beam_search``, returns, with logits from the engine. Arguments as of ``sample``;
+    ``options``: the others of ``plain``, without what is for the model."""
+    loop, model = plain.__func__, plain.__self__  # type: ignore[attr-defined]
+    with rows:
+        found = loop(_Forward(model, rows), input_ids, past_key_values=rows, use_cache=True, **options)
+    if hasattr(found, "past_key_values"):
+        found.past_key_values = None  # keys and values were in the engine's pages
+    return found

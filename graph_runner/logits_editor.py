@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.graph_runner.block_table import to_device
 from quire.graph_runner.logits_edits import LogitsEdits
-from quire.graph_runner.logprobs import to_device
 from quire.graph_runner.request import Request, ScheduledBatch, ScheduledRow
-from quire.graph_runner.sampler import Sampled, Sampler, SamplingTensors, compiled_on_cuda, without
+from quire.graph_runner.sampler import Sampled, SamplingTensors, compiled_on_cuda, draw, without
 
 _IN_PROMPT = 1 << 30  # beside the count of a token in the continuation
 
@@ -37,25 +37,17 @@ class _Place:
 
 
 class LogitsEditor:
-    """Draws the tokens of batches with edits. One per runner; not used by batches without.
+    """Draws the tokens of batches with edits. One per runner; not used by batches without. ``in_processor``: a request's own
+    code runs. It must not start a step, whose inputs would replace those of the step at work."""
 
-    Attributes:
-        in_processor: a request's own code runs. It must not start a step, whose inputs would replace those of the step at work.
-    """
-
-    def __init__(self, sampler: Sampler, device: torch.device) -> None:
-        self._sampler, self._device, self.in_processor = sampler, device, False
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.in_processor = device, False
         self._places: dict[int, _Place] = {}  # by slot; only those that some request with edits has had
         self._added = self._counts = self._penalties = torch.empty(0, 0, device=device)
 
     def draw(self, batch: ScheduledBatch, logits: Tensor, sampling: SamplingTensors) -> Sampled:
-        """``Sampler.draw`` after the edits of the batch's requests. A row whose processor fails gets INVALID_TOKEN, and its
-        request a ``failure``.
-
-        Args:
-            logits: (B, V), padding included. Not modified.
-            sampling: of the B rows.
-        """
+        """``sampler.draw`` after the edits of the batch's requests, of logits (B, V), padding included, which stay as they are,
+        and the sampling of the B rows. A row whose processor fails gets INVALID_TOKEN, and its request a ``failure``."""
         rows = [(i, row) for i, row in enumerate(batch.rows) if row.samples and row.request.edits is not None]
         places = [self._place(row, logits.shape[1]) for _, row in rows]
         logits = logits.to(torch.float32, copy=True)
@@ -77,7 +69,7 @@ class LogitsEditor:
             at, place = penalized
             piece = compiled_on_cuda(_penalized, logits)
             logits.index_copy_(0, at, piece(logits.index_select(0, at), self._counts, self._penalties, place))
-        sampled = self._sampler.draw(logits, sampling)
+        sampled = draw(logits, sampling)
         tokens = self._traced(rows, sampled.tokens)
         if penalized is not None:
             at, place = penalized
@@ -171,17 +163,10 @@ def _with_rows(table: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tens
 
 
 def _penalized(logits: Tensor, counts: Tensor, penalties: Tensor, place: Tensor) -> Tensor:
-    """(k, V) float32 logits with the penalties of their rows; the formulas are in SamplingParams.
-
-    Args:
-        counts: (places, V) int32: how often a token is in the continuation, and _IN_PROMPT.
-        penalties: (places, 3) float32: repetition, frequency, presence.
-        place: (k,) int64, of each row.
-    """
+    """(k, V) float32 logits with the penalties of their rows; the formulas are in SamplingParams. counts (places, V) int32: how
+    often a token is in the continuation, and _IN_PROMPT. penalties (places, 3) float32: repetition, frequency, presence. place
+    (k,) int64, of each row."""
     seen, (repetition, frequency, presence) = counts[place], penalties[place][:, :, None].unbind(1)
     logits = torch.where(seen != 0, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
     count = seen & (_IN_PROMPT - 1)
     return logits - frequency * count - presence * (count > 0)
-
-
-__all__ = ["LogitsEditor"]

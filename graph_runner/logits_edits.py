@@ -36,11 +36,8 @@ class LogitsEdits:
 
     @classmethod
     def of(cls, params: SamplingParams, tokenizer: Any, num_logits: int) -> LogitsEdits | None:
-        """The edits that ``params`` ask for, or None.
-
-        Raises:
-            ValueError: token ids without logits, or bad words without a tokenizer. TypeError: a processor of another form.
-        """
+        """The edits that ``params`` ask for, or None. Raises ValueError for token ids without logits, or bad words without a
+        tokenizer; TypeError for a processor of another form."""
         for name in ("allowed_token_ids", "trace_decode_token_ids", "logit_bias"):
             outside = [token for token in getattr(params, name) or () if token >= num_logits]
             if outside:
@@ -102,6 +99,3 @@ def _row_function(processor: Any) -> Callable[[Sequence[int], Sequence[int], Ten
         return lambda prompt, output, logits: processor(output, logits)
     raise TypeError(f"logits_processors are called with (output_token_ids, logits) or (prompt_token_ids, output_token_ids, "
                     f"logits), and {processor!r} takes {needed} arguments")
-
-
-__all__ = ["LogitsEdits"]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from quire.attn_ops.ops.logprobs import TokenLogprobs, token_logprobs
+from quire.graph_runner.block_table import to_device
 from quire.graph_runner.request import Logprob, Request, ScheduledBatch
 from quire.graph_runner.sampler import Sampled
 
@@ -51,23 +52,14 @@ class ScoredRows(NamedTuple):
         return cls(to_device(np.array(indices, np.int64), device), to_device(np.array(targets, np.int64), device))
 
 
-def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy to the device without waiting for it."""
-    host = torch.from_numpy(values)
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
-
-
 class _More(NamedTuple):
     """Logits of tokens beside the sampled or scored ones, on their way to the host, where the rest is computed: launches cost
     more than a few numbers.
 
-    Attributes:
-        rows: their indices in the batch, n of them; of each how many of the likeliest tokens it wants (``counts``), the
-            temperature that divides its logits (``heat``), and the logit under which tokens are excluded (``threshold``, None:
-            none are).
-        top: None, or logits and ids, each (n, k), of the likeliest tokens.
-        chosen: None, or logits and ranks, each (n, m), of the tokens with the ids ``ids``.
-    """
+    ``rows``: their indices in the batch, n of them; of each how many of the likeliest tokens it wants (``counts``), the
+    temperature that divides its logits (``heat``), and the logit under which tokens are excluded (``threshold``, None: none
+    are). ``top``: None, or logits and ids, each (n, k), of the likeliest tokens. ``chosen``: None, or logits and ranks, each
+    (n, m), of the tokens with the ids ``ids``."""
 
     rows: list[int]
     counts: list[int]
@@ -167,7 +159,6 @@ def step_logprobs(batch: ScheduledBatch, logits: torch.Tensor, tokens: torch.Ten
         temperature: (B,) ``SamplingParams.logprob_temperature`` of each row.
         in_graph: those of the graph's tokens, from its logits.
         sampled: what rows with filters were drawn from after the graph, if there are any.
-        to_host: starts copying a tensor.
     """
     wanting = [i for i, row in enumerate(batch.rows) if row.samples and row.request.params.wants_logprobs]
     found = StepLogprobs(batch, host_tokens, None, None, None, None, None)
@@ -218,6 +209,3 @@ def _more(asks: Sequence[tuple[int, int, Sequence[int] | None, float]], logits: 
         ranks = [(x > values[:, j : j + 1]).sum(-1) + 1 for j in range(most)]
         chosen = to_host(values), to_host(torch.stack(ranks, 1))
     return _More(rows, counts, np.array(heat, np.float32), None if bound is None else to_host(bound), top, ids, chosen)
-
-
-__all__ = ["SCORED_ROWS", "RowLogprobs", "ScoredRows", "StepLogprobs", "step_logprobs", "to_device"]

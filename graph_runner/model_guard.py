@@ -85,14 +85,9 @@ class _Tensor(NamedTuple):
 
 class _Glance(NamedTuple):
     """Quick check of a module that has no hooks and no forward of its own: if all this is unchanged, so are its facts, which
-    take ten times as long to compare.
-
-    Args:
-        names: of all attributes.
-        same: attributes that must be the same objects: plain values, and what is compared as an object.
-        kinds: attributes that are not compared as long as they are of these types.
-        tensors: see ``ModelGuard._tensors``.
-    """
+    take ten times as long to compare. ``names``: of all attributes. ``same``: those that must be the same objects: plain
+    values, and what is compared as an object. ``kinds``: those that are not compared as long as they are of these types.
+    ``tensors``: see ``ModelGuard._tensors``."""
 
     names: frozenset[str]
     same: Mapping[str, Any]
@@ -431,6 +426,3 @@ def _find_configs(where: str, holder: Any, found: dict[int, tuple[str, Any]]) ->
         if _is_config(name, value) and id(value) not in found:
             found[id(value)] = f"{where}.{name}", value
             _find_configs(f"{where}.{name}", value, found)
-
-
-__all__ = ["ModelGuard", "buffer_versions"]

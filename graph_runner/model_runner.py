@@ -8,7 +8,6 @@ copies the tokens, and log probabilities where they are wanted, back to the host
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,22 +25,21 @@ from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned, 
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
 from quire.graph_runner.adapters import TokenAdapters
-from quire.graph_runner.capture_shapes import MIXED_TOKENS, capture_shapes, launch_bound_tokens, launch_us, token_us
+from quire.graph_runner.block_table import to_device
+from quire.graph_runner.capture_shapes import MIXED_TOKENS, WithoutGraph, capture_shapes, launch_bound_tokens, step_us
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
+from quire.graph_runner.engine_lock import isolated
 from quire.graph_runner.forward_batch import ForwardBatch
 from quire.graph_runner.gc_freeze import freeze_gc
 from quire.graph_runner.loading import progress_bar, vocab_size
 from quire.graph_runner.logits_editor import LogitsEditor
-from quire.graph_runner.logprobs import RowLogprobs, ScoredRows, StepLogprobs, step_logprobs, to_device
+from quire.graph_runner.logprobs import RowLogprobs, ScoredRows, StepLogprobs, step_logprobs
 from quire.graph_runner.packing_check import TRIAL, check_packing
-from quire.graph_runner.pool_sizes import MemoryPlan, PoolSizes
-from quire.graph_runner.request import ScheduledBatch
-from quire.graph_runner.sampler import Sampler
+from quire.graph_runner.request import ScheduledBatch, ScheduledRow
+from quire.graph_runner.sampler import draw
 from quire.graph_runner.step_buffers import EDITED, BatchShape, StepBuffers
-from quire.graph_runner.thread_state import isolated
-from quire.graph_runner.window_pages import Reach
-from quire.graph_runner.without_graph import WithoutGraph
+from quire.graph_runner.window_pages import MemoryPlan, PoolSizes, Reach
 from quire.passes import start_times
 from quire.passes.capture.lora import adapter_names
 from quire.passes.capture.paged_model import PagedModel
@@ -74,10 +72,12 @@ class StepResults(NamedTuple):
     logprobs: TokenLogprobs
 
 
+Result = tuple[ScheduledRow, int, RowLogprobs | None]
+
+
 @dataclass(frozen=True)
 class Launched:
-    """A launched step. ``tokens()`` waits for it and returns the sampled token of each row; -1 where the logits had NaN. After
-    that ``logprobs()`` has what each row asked for, or None."""
+    """A launched step."""
 
     batch: ScheduledBatch
     host_tokens: torch.Tensor
@@ -85,27 +85,24 @@ class Launched:
     found: StepLogprobs | None = None
 
     def tokens(self) -> list[int]:
+        """Waits for the step; the sampled token of each row, -1 where the logits had NaN."""
         if self.done is not None:
             self.done.synchronize()
         return self.host_tokens.tolist()
 
-    def logprobs(self) -> Sequence[RowLogprobs | None]:
-        return [None] * len(self.batch.rows) if self.found is None else self.found.rows()
+    def results(self) -> list[Result]:
+        """Waits for the step; each row with its token and the log probabilities that it asked for, or None."""
+        tokens = self.tokens()
+        found = [None] * len(tokens) if self.found is None else self.found.rows()
+        return list(zip(self.batch.rows, tokens, found, strict=True))
 
 
 class ModelRunner:
     """See the module's docstring. Reads the options that are for it from ``config``, whose ``max_model_len`` is set.
-
-    Args:
-        adapters: each request has adapters of its own (``graph_runner/adapters.py``).
-
-    Raises:
-        UnsupportedAttention: the model cannot be served.
-    """
+    ``adapters``: each request has adapters of its own (``graph_runner/adapters.py``). Raises UnsupportedAttention if the model
+    cannot be served."""
 
     @isolated
-    @torch.inference_mode(False)  # its tensors outlive the caller's mode
-    @torch.no_grad()
     def __init__(self, model: torch.nn.Module, config: EngineConfig, adapters: bool = False) -> None:
         names = adapter_names(model) if adapters else None
         self.adapters = None if names is None else TokenAdapters(model, names, max(
@@ -115,7 +112,7 @@ class ModelRunner:
             raise RuntimeError("an engine cannot be made inside quire.step; make it before")
         before = dict(start_times.seconds)
         self._launch_bound = launch_bound_tokens(model.parameters(), self.vocab_size)
-        self._step_us = tuple(us(model.parameters(), self.vocab_size) for us in (launch_us, token_us))
+        self._step_us = step_us(model.parameters(), self.vocab_size)
         options = config.compile_options(self.device)
         ahead = self._compile_ahead() if options.compiler == "inductor" else None
         try:
@@ -154,8 +151,7 @@ class ModelRunner:
             with start_times.timed("prefill kernels"):
                 self.backend.warm_up(self.sites, self.device, wait_seconds(config.attention == "auto"))  # logs what is missing
         self._without_graph = WithoutGraph(self.backend, self.sites, self.device, *self._step_us)
-        self.sampler = Sampler()
-        self.editor = LogitsEditor(self.sampler, self.device)
+        self.editor = LogitsEditor(self.device)
         width = pages_for(self.max_model_len, config.page_size)
         largest, cuda = self._largest, self.device.type == "cuda"
         self.paged.check_sizes(*largest)
@@ -376,10 +372,8 @@ class ModelRunner:
                 self.cache.copy_pages(pages[:, 0], pages[:, 1], layers)
 
     @isolated
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def launch(self, batch: ScheduledBatch) -> Launched:
-        """Start a step. Returns at once on a GPU; ``Launched.tokens()`` has the results."""
+        """Start a step. Returns at once on a GPU; ``Launched.results()`` has the results."""
         self.copy_pages(batch.copies, batch.window_copies)
         staged = self.stage(batch, self.bucket_for(batch))
         logits, tokens, in_graph = self.forward(staged)
@@ -389,8 +383,8 @@ class ModelRunner:
         if sampling is not None:
             # The other rows keep the graph's token, which does not depend on the rest of the batch.
             edited = (staged.host["resample"][:rows] & EDITED).any()
-            draw = functools.partial(self.editor.draw, batch) if edited else self.sampler.draw
-            sampled = draw(logits[: shape.num_reqs], sampling)
+            own = logits[: shape.num_reqs]
+            sampled = self.editor.draw(batch, own, sampling) if edited else draw(own, sampling)
             tokens = torch.where(made.inputs["resample"] != 0, sampled.tokens, tokens)
             self._store(made, tokens)
         host_tokens = self._host_tokens[self._next_host_tokens][:rows]
@@ -413,8 +407,6 @@ class ModelRunner:
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
     @isolated
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def logits_of(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run a step whose rows sample nothing. (rows + N, V): logits of each row's last token, then of N scored prompt tokens,
         valid until the next step."""
@@ -431,6 +423,3 @@ class ModelRunner:
                 delattr(self, name)
         if hasattr(self, "paged"):
             self.paged.close()
-
-
-__all__ = ["CPU_KV_BYTES", "Launched", "ModelRunner", "StagedStep", "StepResults"]

@@ -31,13 +31,9 @@ class MultimodalItem(NamedTuple):
 
 @dataclass
 class MultimodalInputs:
-    """Inputs of one prompt, or of several (``merge``), other than text.
-
-    Args:
-        items: in the order of the prompt.
-        mrope_positions: (3, L) int64, host: positions of the prompt's tokens in time, height and width; None without mrope.
-        mrope_position_delta: (prompts,) int64, host: what positions after the prompt are ahead of token positions.
-    """
+    """Inputs of one prompt, or of several (``merge``), other than text: ``items`` in the order of the prompt;
+    ``mrope_positions``, (3, L) int64, host: positions of the prompt's tokens in time, height and width, None without mrope;
+    ``mrope_position_delta``, (prompts,) int64, host: what positions after the prompt are ahead of token positions."""
 
     items: list[MultimodalItem] = field(default_factory=list)
     mrope_positions: torch.Tensor | None = None
@@ -72,15 +68,9 @@ def mrope_positions(num_tokens: int, items: Sequence[MultimodalItem], *, spatial
     columns of patches after merging; text behind it goes on after the longer side. (For a video with more frames than rows and
     columns, text goes on before the last frame's time: so transformers computes it, and models are run.)
 
-    Args:
-        num_tokens: of the prompt.
-        items: in order, not overlapping.
-        spatial_merge_size: patches per token, in height and in width.
-        time_interval: positions per frame.
-
-    Raises:
-        ValueError: an item outside the prompt or over another one, or with another number of tokens than its grid.
-    """
+    ``items``: in order, not overlapping. ``spatial_merge_size``: patches per token, in height and in width. ``time_interval``:
+    positions per frame. Raises ValueError for an item outside the prompt or over another one, or with another number of tokens
+    than its grid."""
     parts: list[torch.Tensor] = []
     token = position = 0
 
@@ -107,6 +97,3 @@ def mrope_positions(num_tokens: int, items: Sequence[MultimodalItem], *, spatial
         token, position = token + item.num_tokens, position + max(rows, columns)
     text(num_tokens - token)
     return torch.cat(parts, dim=1)
-
-
-__all__ = ["MultimodalInputs", "MultimodalItem", "mrope_positions"]

@@ -20,14 +20,9 @@ class OnInstance:
 
     model: torch.nn.Module
     original: Any  # what was in the ``__dict__`` before; None: nothing
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``OwnCopies``; of what stands for ``generate``."""
-        raise NotImplementedError
-
-    def forward_logits(self, given: dict[str, Any], own_forward: Any) -> torch.Tensor | None:
-        """The logits of a call of the forward, from what stands for ``generate``; None if they are not to be had from it."""
-        raise NotImplementedError
+    # Of what stands for ``generate``: see ``OwnCopies``; and the logits of a call of the forward, or None.
+    init_continuous_batching: Callable[..., Any]
+    forward_logits: Callable[[dict[str, Any], Any], torch.Tensor | None]
 
     def of(self, model: torch.nn.Module) -> OnInstance:
         """The same for another model."""
@@ -117,6 +112,3 @@ def restore_attribute(model: torch.nn.Module, name: str, original: Any) -> None:
     model.__dict__.pop(name, None)
     if original is not None:
         object.__setattr__(model, name, original)
-
-
-__all__ = ["SAMPLING", "OnInstance", "OwnCopies", "restore_attribute", "set_own_copies"]

@@ -89,12 +89,9 @@ class _Sequences:
 def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: AttentionBackend, *, page_size: int,
                   kv_dtype: torch.dtype | None, layout: Layout | None, device: torch.device, vocab_size: int,
                   max_model_len: int, adapters: torch.Tensor | None = None) -> None:
-    """Run the trials. ``adapters``: those that are active in the model, for each token (``Step.adapters``).
-
-    Raises:
-        UnsupportedAttention: tokens of one sequence reach another, or earlier ones, outside attention; or the logits with
-            ``kv_sharing_fast_prefill``, or of the model's own forward, are others.
-    """
+    """Run the trials. ``adapters``: those that are active in the model, for each token (``Step.adapters``). Raises
+    UnsupportedAttention if tokens of one sequence reach another, or earlier ones, outside attention; or if the logits with
+    ``kv_sharing_fast_prefill``, or of the model's own forward, are others."""
     vocab_size = min(vocab_size, paged.num_logits)
     seed = vocab_size + 31 * len(sites)
     ids = _Sequences.draw(paged.model, vocab_size, max_model_len, seed)
@@ -218,11 +215,8 @@ class _Found:
 
 
 def _compare(run: Run, ids: _Sequences, routed: bool, rounding: Callable[[_Found], float]) -> _Found | None:
-    """None: the logits depend on nothing, so that the trial tells nothing.
-
-    Raises:
-        UnsupportedAttention: logits change with what they must not depend on, by more than ``rounding``.
-    """
+    """What changed, or None: the logits depend on nothing, so that the trial tells nothing. Raises UnsupportedAttention if
+    logits change with what they must not depend on, by more than ``rounding``."""
     (one, two), (one_changed, two_beside_changed), (_, two_beside_rare), (two_in_front, _) = (
         run(ids.first, ids.second), run(ids.changed, ids.second), run(ids.rare, ids.second), run(ids.second, ids.first))
     gaps = {"its neighbour in the batch": torch.maximum(_gap(two, two_beside_changed), _gap(two, two_beside_rare)),
@@ -275,6 +269,19 @@ def _is_precise(paged: PagedModel, dtype: torch.dtype) -> bool:
                for w in weights) and all(v.dtype.itemsize > 2 for v in floats)
 
 
+def _by_itself(paged: PagedModel, ids: torch.Tensor, positions: torch.Tensor | None, mode: InFloat32, how: str
+               ) -> torch.Tensor | None:
+    """Logits (T, V) of the model's own forward; None: it does not run so."""
+    try:
+        with mode:
+            return paged.by_itself(ids, positions).float()
+    except ChangedWhileTraced:
+        raise
+    except Exception as error:
+        logger.info("packing check: the model does not run %s: %s: %s", how, type(error).__name__, error)
+        return None
+
+
 def _check_own_positions(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) -> torch.Tensor | None:
     """Refuse a model whose own positions are not 0, 1, 2, ... (RoBERTa's begin at padding_idx + 1). The same kernels run with
     and without positions, so a difference is not rounding. Returns its logits with positions; None: it does not run so."""
@@ -285,13 +292,8 @@ def _check_own_positions(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) 
     except Exception as error:
         logger.info("packing check: the model does not run by itself: %s: %s", type(error).__name__, error)
         return None
-    try:
-        with mode:
-            own = paged.by_itself(ids, None).float()
-    except ChangedWhileTraced:
-        raise
-    except Exception as error:  # it may need them, or something else that the engine does without
-        logger.info("packing check: the model does not run by itself without positions: %s: %s", type(error).__name__, error)
+    own = _by_itself(paged, ids, None, mode, "by itself without positions")
+    if own is None:  # it may need them, or something else that the engine does without
         return plain
     limit = (_ROUNDING_OF_HALVES if mode.kept else _ROUNDING[torch.float32]) * _largest(own)
     most = _gap(own, plain).max().item()
@@ -309,14 +311,8 @@ def _check_own_positions(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) 
 def _check_one_token(paged: PagedModel, ids: torch.Tensor, plain: torch.Tensor, mode: InFloat32) -> None:
     """Refuse a model that computes something else for a row of one token: a trace for rows of any length does not show it, as
     Dynamo takes lengths other than 1 for granted. ``plain``: logits of all ``ids``."""
-    first = plain[:1]
-    try:
-        with mode:
-            one = paged.by_itself(ids[:1], torch.zeros_like(ids[:1])).float()
-    except ChangedWhileTraced:
-        raise
-    except Exception as error:
-        logger.info("packing check: the model does not run on one token: %s: %s", type(error).__name__, error)
+    first, one = plain[:1], _by_itself(paged, ids[:1], torch.zeros_like(ids[:1]), mode, "on one token")
+    if one is None:
         return
     limit = (_ROUNDING_OF_HALVES if mode.kept else _ROUNDING[torch.float32]) * _largest(first)
     most = _gap(one, first).max().item()
@@ -349,6 +345,3 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _largest(x: torch.Tensor) -> float:
     """The largest finite number by its absolute value; 0 if there is none."""
     return x.abs().masked_fill(~x.isfinite(), 0.0).max().item() if x.numel() else 0.0
-
-
-__all__ = ["TRIAL", "check_packing"]

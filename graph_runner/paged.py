@@ -26,7 +26,6 @@ import torch
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.step import current_step
 from quire.graph_runner import lockstep
-from quire.graph_runner.beams import beam_search
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.continuous import Manager, engine_options
 from quire.graph_runner.engine import Engine
@@ -218,16 +217,13 @@ class PagedGenerate(OnInstance):
                 rest["streamer"] = streamer
             return plain(input_ids, **prepared, **rest)
         if plain.__name__ == "_beam_search":
-            return beam_search(plain, rows, input_ids, **prepared)
+            return lockstep.beam_search(plain, rows, input_ids, **prepared)
         return lockstep.sample(rows, input_ids, **prepared, streamer=streamer)
 
     def init_continuous_batching(self, generation_config: Any = None, continuous_batching_config: Any = None,
                                  workload_hints: Any = None) -> Any:
-        """transformers' continuous batching, by this engine, which a config with other sizes replaces when it is idle.
-
-        Raises:
-            ValueError: an option that quire does not have; names it. RuntimeError: requests run on an engine of other sizes.
-        """
+        """transformers' continuous batching, by this engine, which a config with other sizes replaces when it is idle. Raises
+        ValueError for an option that quire does not have, RuntimeError where requests run on an engine of other sizes."""
         from transformers.generation import ContinuousBatchingConfig
 
         why = own_method(self.model, self._original)
@@ -323,6 +319,3 @@ def _decorate(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[
             raise unwrapped(error, self) from error
 
     return wrapper
-
-
-__all__ = ["AdaptedGenerate", "PagedGenerate", "adapted_model", "paged"]

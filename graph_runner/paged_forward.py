@@ -36,11 +36,8 @@ class PagedForward(OnInstance):
         functools.update_wrapper(self, type(model).forward)
 
     def _prove(self) -> None:
-        """Trace the model once, and again when it has changed: its graph shows whether tokens meet outside attention.
-
-        Raises:
-            UnsupportedAttention: an uncompiled step would be wrong, or the model cannot be traced.
-        """
+        """Trace the model once, and again when it has changed: its graph shows whether tokens meet outside attention. Raises
+        UnsupportedAttention if an uncompiled step would be wrong, or the model cannot be traced."""
         modes = [m.training for m in self.model.modules()]
         if self._proved is not None and self._modes == modes and self._proved.change() is None:
             return
@@ -115,6 +112,3 @@ def own_forward(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         object.__setattr__(model, "forward", standing)
-
-
-__all__ = ["PagedForward", "own_forward"]

@@ -18,15 +18,13 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from quire.graph_runner.block_allocator import BlockAllocator
-from quire.graph_runner.optimizer_steps import optimizer_steps
+from quire.graph_runner.block_allocator import BlockAllocator, KeptPages
+from quire.graph_runner.cast_weights import optimizer_steps
 from quire.graph_runner.request import Request
 from quire.graph_runner.window_pages import WindowPages
 from quire.passes.verify.quantized import parts
@@ -57,34 +55,21 @@ class PrefixStats:
     saved_tokens: int = 0
 
 
-class PrefixCache:
-    """Which pages hold which tokens. Holds a reference to each of its pages; those without another owner are *idle*, and
-    freed, least recently used first, when pages are needed.
-
-    Args:
-        model: whose weights are followed.
-        lasting: keep pages of finished requests for later ones. See NOTE [No older than the request].
-
-    Attributes:
-        windows: pages of layers with a window, beside the others'; None: all layers have the same.
-    """
+class PrefixCache(KeptPages):
+    """Which pages hold which tokens. Follows the weights of ``model``. ``lasting``: keep pages of finished requests for later
+    ones, see NOTE [No older than the request]. ``windows``: pages of layers with a window, beside the others'; None: all layers
+    have the same."""
 
     def __init__(self, allocator: BlockAllocator, page_size: int, model: torch.nn.Module | None = None, *,
                  lasting: bool = False) -> None:
-        self.allocator, self.page_size, self.model, self.lasting = allocator, page_size, model, lasting
+        super().__init__(allocator)
+        self.page_size, self.model, self.lasting = page_size, model, lasting
         self.windows: WindowPages | None = None
         self._weights = weights_version(model)
         self.stats, self.epoch = PrefixStats(), 0  # the epoch: how often it was cleared
-        self._page_of: dict[bytes, int] = {}
-        self._key_of: dict[int, bytes] = {}
         self._since: dict[int, int] = {}  # page -> the first step that computed something in it or before it
-        self._idle: OrderedDict[int, None] = OrderedDict()
         self._coming: dict[bytes, Request] = {}  # keys that running requests will compute
         self._tails: dict[bytes, Request] = {}  # key before the last page of a prompt -> request that has computed it
-
-    @property
-    def num_idle(self) -> int:
-        return len(self._idle)
 
     def follow_weights(self) -> None:
         """Forget all pages if the weights have changed."""
@@ -152,16 +137,9 @@ class PrefixCache:
         stats.hits += saved > 0
         stats.tokens += len(request.token_ids)
         stats.saved_tokens += saved
-        request.num_cached_tokens = max(request.num_cached_tokens, saved)
         request.num_keyed, request.epoch = len(match.pages), self.epoch
         for key in self._keys(request, len(request.token_ids) // self.page_size)[len(match.pages) :]:
             self._coming.setdefault(key, request)
-
-    def hold(self, pages: Sequence[int]) -> None:
-        """One more owner for each page."""
-        self.allocator.share(pages)
-        for page in pages:
-            self._idle.pop(page, None)
 
     def computed(self, request: Request) -> None:
         """The request's tokens up to ``num_computed`` are in the cache, or will be before any later work: the step that
@@ -176,8 +154,8 @@ class PrefixCache:
             if old is not None and not self.lasting:  # too old for the request, and for all that come
                 self._forget(old)
             if key not in self._page_of and page not in self._key_of and i >= request.num_behind:
-                self.allocator.share([page])
-                self._page_of[key], self._key_of[page], self._since[page] = page, key, request.computed_since
+                self._remember(key, page)
+                self._since[page] = request.computed_since
             if self.windows is not None and key in self._page_of:
                 self.windows.keep(key, request, i)
         request.num_keyed = max(request.num_keyed, count)
@@ -197,18 +175,6 @@ class PrefixCache:
             del self._tails[key]
         self.release(request.pages[request.num_behind :])
 
-    def release(self, pages: Sequence[int]) -> None:
-        """One owner fewer for each page."""
-        self.allocator.free(pages)
-        for page in reversed(pages):  # the end of a sequence is of less use than its beginning, and goes first
-            if page in self._key_of and self.allocator.ref_count(page) == 1:
-                self._idle[page] = None
-
-    def evict(self, count: int) -> None:
-        """Give back the ``count`` idle pages that were used least recently."""
-        for _ in range(min(count, len(self._idle))):
-            self._forget(next(iter(self._idle)))
-
     def clear(self) -> None:
         """Forget all pages. Requests keep theirs, to themselves."""
         self.epoch += 1
@@ -222,12 +188,10 @@ class PrefixCache:
         self._coming.clear()
 
     def _forget(self, page: int) -> None:
-        key = self._key_of.pop(page)
-        del self._page_of[key], self._since[page]
         if self.windows is not None:
-            self.windows.forget(key)
-        self._idle.pop(page, None)
-        self.allocator.free([page])
+            self.windows.forget(self._key_of[page])
+        del self._since[page]
+        super()._forget(page)
 
 
 def _root(request: Request) -> bytes:
@@ -256,6 +220,3 @@ def weights_version(model: torch.nn.Module | None) -> int:
                 seen.add(child)
                 modules.append(child)
     return hash(tuple(found))
-
-
-__all__ = ["Match", "PrefixCache", "PrefixStats", "weights_version"]

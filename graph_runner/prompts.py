@@ -15,11 +15,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """The prompts as a list. A string, a sequence of integers (arrays and tensors included), a chat or a dict is one prompt;
-    what a tokenizer returns for several texts ("input_ids" and "attention_mask") is one per row.
-
-    Raises:
-        ValueError: a mask that does not fit the ids, or with holes.
-    """
+    what a tokenizer returns for several texts ("input_ids" and "attention_mask") is one per row. Raises ValueError for a mask
+    that does not fit the ids, or with holes."""
     if isinstance(prompts, Mapping):
         return _rows(prompts) if "input_ids" in prompts else [prompts]
     tolist = getattr(prompts, "tolist", None)
@@ -81,12 +78,8 @@ def each_of(name: str, given: Any, count: int) -> list[Any]:
 
 def pairs_of(prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
              ) -> list[tuple[Prompt, SamplingParams]]:
-    """Each prompt with its params: one SamplingParams for all, or one per prompt.
-
-    Raises:
-        ValueError: the numbers of prompts and params differ.
-        TypeError: params of another type.
-    """
+    """Each prompt with its params: one SamplingParams for all, or one per prompt. Raises ValueError for different numbers of
+    them, TypeError for params of another type."""
     batch = as_prompts(prompts)
     many = isinstance(params, Sequence) and not isinstance(params, str)
     checked: Any = [params_of(p) for p in params] if many else params_of(params)  # type: ignore[union-attr,arg-type]
@@ -141,14 +134,8 @@ def _content(prompt: Mapping[str, Any]) -> Any:
 
 
 def render_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **options: Any) -> str:
-    """The text of a chat, by default up to where the assistant's answer begins.
-
-    Args:
-        options: of ``apply_chat_template``.
-
-    Raises:
-        ValueError: there is no template, it does not take these messages, or they have more than text.
-    """
+    """The text of a chat, by default up to where the assistant's answer begins. ``options``: of ``apply_chat_template``. Raises
+    ValueError if there is no template, it does not take these messages, or they have more than text."""
     if not callable(getattr(tokenizer, "apply_chat_template", None)) or not (
             getattr(tokenizer, "chat_template", None) or options.get("chat_template")):
         raise ValueError("the prompt is a list of messages, and the engine has no tokenizer with a chat template; set "
@@ -192,6 +179,3 @@ def _encode(text: str, tokenizer: Any, **options: Any) -> list[int]:
             f"the prompt is not valid text: character {error.start} is {text[error.start]!r}, half of a surrogate pair, "
             "as from bytes that are not UTF-8 (errors='surrogateescape'); decode them with errors='replace'") from None
     return list(tokenizer(text, **options)["input_ids"])
-
-
-__all__ = ["Prompt", "as_prompts", "chat_prompt", "each_of", "pairs_of", "params_of", "render_chat", "text_of", "token_ids_of"]

@@ -23,11 +23,8 @@ STRETCH = 512  # positions of a text that are compared; each is a step
 
 
 def token_texts(model: Any, tokenizer: Any, text: str | None, length: int, seed: int = 0) -> list[list[int]]:
-    """Token ids, cut to ``length``: of ``text``, in parts; None: of what the model itself writes with ``seed``.
-
-    Raises:
-        ValueError: a text without a whole part of two tokens.
-    """
+    """Token ids, cut to ``length``: of ``text``, in parts; None: of what the model itself writes with ``seed``. Raises
+    ValueError for a text without a whole part of two tokens."""
     if text is not None:
         ids = tokenizer(text)["input_ids"]
         parts = [ids[i : i + length] for i in range(0, len(ids), length)]
@@ -125,6 +122,3 @@ def _prefill(model: Any, tokenizer: Any, texts: Sequence[Sequence[int]], attenti
              for i, entry in enumerate(output.prompt_logprobs or ()) if entry is not None]
     likeliest = [next(token for token, one in entry.items() if one.rank == 1) for _, entry in found]
     return torch.tensor([entry[token].logprob for token, entry in found], dtype=torch.float64), torch.tensor(likeliest)
-
-
-__all__ = ["Quality", "calibrate", "compare", "token_texts"]

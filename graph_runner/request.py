@@ -134,16 +134,15 @@ class Request:
     """Scheduling state of one request.
 
     ``token_ids`` holds the prompt and the continuation as far as the host knows it; ``num_pending`` more tokens were sampled by
-    launched steps whose results are not collected yet. ``num_computed`` tokens have their keys and values in the cache, or
-    will have when the launched steps are done. ``num_scored``: from which prompt token on log probabilities are still to be
+    launched steps whose results are not collected yet. ``num_computed`` tokens have their keys and values in the cache, or will
+    have when the launched steps are done. ``num_scored``: from which prompt token on log probabilities are still to be
     computed; the prompt's length if none. ``inbox``: where the events of the request go. The scheduler's step ``arrived_at`` is
     the last that was launched before it came. The first ``num_behind`` of ``pages`` are given back (``window_pages.py``), and
     the first ``window_behind`` of ``window_pages``, which are those of layers with a window where other layers have none.
-    ``page_keys``, ``num_keyed``, ``epoch``, ``computed_since``: see PrefixCache; ``num_cached_tokens`` were read from others'
-    pages. ``length_kind``: how many of the scheduler's ``length_limits`` the request exceeds; all its keys are of that kind.
-    ``edits``: what it asks to be done to its logits; ``failure``: why that failed, or None.
-    ``adapters``: their names; None: the model's active ones. ``root``: what its keys and values depend on beside its tokens.
-    """
+    ``page_keys``, ``num_keyed``, ``epoch``, ``computed_since``: see PrefixCache. ``length_kind``: how many of the scheduler's
+    ``length_limits`` the request exceeds; all its keys are of that kind. ``edits``: what it asks to be done to its logits;
+    ``failure``: why that failed, or None. ``adapters``: their names; None: the model's active ones. ``root``: what its keys and
+    values depend on beside its tokens."""
 
     request_id: int
     prompt_token_ids: list[int]
@@ -170,7 +169,6 @@ class Request:
     length_kind: int = 0
     epoch: int = 0
     computed_since: int = 0
-    num_cached_tokens: int = 0
     preemptions: int = 0
     finished: bool = False
     edits: LogitsEdits | None = None
@@ -258,15 +256,9 @@ def check_logprobs(params: SamplingParams, limits: Limits) -> None:
 
 
 class RequestOptions(NamedTuple):
-    """Options of a request other than its prompt and sampling.
-
-    Args:
-        request_id: a name to ``abort`` it by and to find in its output; None: a number is given.
-        priority: requests with a lower number start first, and are preempted last.
-        timeout: seconds after which it fails, or None.
-        score_from: first prompt token whose log probability is wanted; None: as the sampling parameters say.
-        adapter: name of the LoRA adapter (PEFT's) that it has; "__base__" for none; None: the model's active ones.
-    """
+    """Options of a request other than its prompt and sampling, as of ``Engine.stream``: ``request_id`` None: a number is given.
+    ``score_from``: first prompt token whose log probability is wanted; None: as the sampling parameters say. ``adapter``: None:
+    the model's active ones."""
 
     request_id: str | None = None
     priority: int = 0
@@ -309,16 +301,9 @@ class Limits(NamedTuple):
 
 def make_requests(ask: Ask, first_id: int, index: int | None, inbox: deque[StreamEvent], *, tokenizer: Any,
                   eos_token_ids: frozenset[int], limits: Limits, random: Random) -> list[Request]:
-    """The ``params.n`` requests of a prompt.
-
-    Args:
-        first_id: id of the first; the others follow.
-        index: of the first output; None: the request's id.
-        random: draws the seeds of requests that have none.
-
-    Raises:
-        ValueError, TypeError: the prompt cannot be served; says why.
-    """
+    """The ``params.n`` requests of a prompt, with ids from ``first_id`` on. ``index``: of the first output; None: the request's
+    id. ``random``: draws the seeds of requests that have none. Raises ValueError or TypeError, which say why, if the prompt
+    cannot be served."""
     params, options = params_of(ask.params), ask.options.check()
     ids = token_ids_of(ask.prompt, tokenizer, limits.vocab_size, limits.max_model_len, params.truncate_prompt_tokens)
     check_logprobs(params, limits)
@@ -346,7 +331,3 @@ def make_requests(ask: Ask, first_id: int, index: int | None, inbox: deque[Strea
             max_total_tokens=limit, inbox=inbox, detokenizer=_detokenizer_of(params, tokenizer, ids), num_scored=score_from,
             priority=options.priority, edits=edits))
     return made
-
-
-__all__ = ["Ask", "CompletionOutput", "FinishReason", "Limits", "Logprob", "Request", "RequestOptions", "RequestOutput",
-           "ScheduledBatch", "ScheduledRow", "StreamEvent", "check_logprobs", "make_requests"]

@@ -26,15 +26,12 @@ class SamplingTensors:
     """How to sample each row of a batch.
 
     Args:
-        temperature: (B,) float32, device; under 1e-5 for a greedy row, whose filters are ignored.
-        top_k: (B,) int32, device; 0 is off.
-        top_p: (B,) float32, device; 1 is off.
-        min_p: (B,) float32, device; 0 is off.
-        seed: (B,) int64, device.
-        position: (B,) int64, device: index of the token to sample, the same whenever this token is sampled again.
-        all_greedy: every row is greedy.
+        temperature: (B,) float32; under 1e-5 for a greedy row, whose filters are ignored.
+        top_k, top_p, min_p: (B,) int32, float32 and float32; off are 0, 1 and 0.
+        seed: (B,) int64.
+        position: (B,) int64: index of the token to sample, the same whenever this token is sampled again.
         any_top_k, any_top_p, any_min_p: whether a row that is not greedy has that filter.
-        banned: None, or (N, 2) int64, device: (row, token) pairs to exclude.
+        banned: None, or (N, 2) int64: (row, token) pairs to exclude.
     """
 
     temperature: Tensor
@@ -56,26 +53,20 @@ class SamplingTensors:
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """Sample one token per row, without a synchronization. See `Sampler` for the compiled form.
+    """Sample one token per row, without a synchronization: (B,) int64 token ids; INVALID_TOKEN (-1) for a row with a NaN, with
+    nothing but -inf, or to be drawn from +inf. See `draw` for the compiled form; this one is plain PyTorch, except that on CUDA
+    a batch without filters is drawn by the kernel of `sample_tokens`.
 
-    In plain PyTorch, except that on CUDA a batch without filters is drawn by the kernel of `sample_tokens`.
-
-    Greedy rows get the first of the largest logits, as from ``torch.argmax``. Other rows are drawn from
-    ``softmax(logits / temperature)`` after top_k, then top_p, then min_p, the order of vLLM and of Hugging Face's
-    ``generate``. Tokens with logits equal to the last one kept by top_k or top_p are kept too (``generate`` does so in
-    top_k; in top_p it keeps those that its sort puts first).
+    Greedy rows get the first of the largest logits, as from ``torch.argmax``. Other rows are drawn from ``softmax(logits /
+    temperature)`` after top_k, then top_p, then min_p, the order of vLLM and of Hugging Face's ``generate``. Tokens with logits
+    equal to the last one kept by top_k or top_p are kept too (``generate`` does so in top_k; in top_p it keeps those that its
+    sort puts first).
 
     Args:
-        logits: (B, V) of any floating dtype. -inf excludes a token. Not modified.
+        logits: (B, V) of any floating dtype, or ValueError is raised. -inf excludes a token. Not modified.
         params: of the B rows, on the same device.
-
-    Returns:
-        (B,) int64 token ids; INVALID_TOKEN (-1) for a row with a NaN, with nothing but -inf, or to be drawn from +inf.
-
-    Raises:
-        ValueError: logits that are not (B, V) or not floating point.
     """
-    return _sample(logits, params, lambda function: function)
+    return draw(logits, params, lambda piece, logits: piece).tokens
 
 
 @dataclass(frozen=True)
@@ -86,23 +77,6 @@ class Sampled:
     tokens: Tensor
     logits: Tensor
     threshold: Tensor | None
-
-
-class Sampler:
-    """`sample`, with its pieces compiled on CUDA.
-
-    The pieces (one per filter, and the draw among the tokens that filters leave) are compiled when first needed, for any
-    number of rows; a batch uses at most four of them, one without filters none. Each is compiled twice per dtype and
-    vocabulary size, since torch.compile specializes batches of one, and all instances share the compiled pieces.
-    """
-
-    def __call__(self, logits: Tensor, params: SamplingTensors) -> Tensor:
-        """See `sample`."""
-        return self.draw(logits, params).tokens
-
-    def draw(self, logits: Tensor, params: SamplingTensors) -> Sampled:
-        """See `sample`. Also returns what the tokens were drawn from."""
-        return _draw(logits, params, lambda piece: compiled_on_cuda(piece, logits))
 
 
 _Piece = Callable[..., Tensor]
@@ -128,13 +102,14 @@ def _compiled(piece: _Piece, vocabulary: int) -> _Piece:
     return run
 
 
-def _sample(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece], _Piece]) -> Tensor:
-    """`sample`, with each piece run as ``get(piece)``."""
-    return _draw(logits, params, get).tokens
-
-
 @torch.no_grad()
-def _draw(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece], _Piece]) -> Sampled:
+def draw(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece, Tensor], _Piece] = compiled_on_cuda) -> Sampled:
+    """`sample`, and what the tokens were drawn from; its pieces are run as ``get(piece, logits)``, by default compiled on CUDA.
+
+    The pieces (one per filter, and the draw among the tokens that filters leave) are compiled when first needed, for any
+    number of rows; a batch uses at most four of them, one without filters none. Each is compiled twice per dtype and
+    vocabulary size, since torch.compile specializes batches of one.
+    """
     rows = params.temperature.shape[0]
     if logits.dim() != 2 or logits.shape[0] != rows or not logits.is_floating_point():
         raise ValueError(f"logits must be floating point of shape ({rows}, V), one row per entry of params, got "
@@ -153,12 +128,12 @@ def _draw(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece], _Piec
         return Sampled(sample_tokens(logits, *row_params), logits, None)  # on CUDA one kernel: nothing to compile
     threshold = torch.full((rows,), -math.inf, dtype=torch.float32, device=logits.device)
     if params.any_top_k:
-        threshold = get(_top_k_threshold)(logits, params.top_k)
+        threshold = get(_top_k_threshold, logits)(logits, params.top_k)
     if params.any_top_p:
-        threshold = get(_top_p_threshold)(logits, params.temperature, params.top_p, threshold)
+        threshold = get(_top_p_threshold, logits)(logits, params.temperature, params.top_p, threshold)
     if params.any_min_p:
-        threshold = get(_min_p_threshold)(logits, params.temperature, params.min_p, threshold)
-    return Sampled(get(_draw_filtered)(logits, *row_params, threshold), logits, threshold)
+        threshold = get(_min_p_threshold, logits)(logits, params.temperature, params.min_p, threshold)
+    return Sampled(get(_draw_filtered, logits)(logits, *row_params, threshold), logits, threshold)
 
 
 # ---- the pieces that are compiled
@@ -218,15 +193,13 @@ def _largest_pivot(
 ) -> Tensor:
     """(B,) float32: the largest value of `dtype`, at least `floor`, that measures at least `target`; else `floor`.
 
-    A radix search from the highest bit down. Floats of one sign compare as their bits do as integers, so each float has a
-    rank (`_rank`) of 16 or 32 bits, found exactly, without sorting, in a fixed number of passes.
+    A radix search from the highest bit down. Floats of one sign compare as their bits do as integers, so each float has a rank
+    (`_rank`) of 16 or 32 bits, found exactly, without sorting, in a fixed number of passes.
 
     Args:
         measure: (pivot (B,) float32, lower bound of the answer (B,) float32) -> (B,): the number or the probability of the
             tokens at or above the pivot; must not grow with the pivot.
-        target: (B,), compared with the measure.
-        floor: (B,) float32, values of `dtype`; a lower bound of the answer.
-        dtype: of the logits: float32 or a 16-bit one.
+        floor: (B,) float32, values of `dtype`, which is that of the logits: float32 or a 16-bit one.
     """
     bits = dtype.itemsize * 8
     step = _BITS_PER_PASS if on_gpu(floor) else 1  # uncompiled, each pivot costs a pass: measure as few as possible
@@ -266,6 +239,3 @@ def without(logits: Tensor, banned: Tensor) -> Tensor:
     yes = torch.ones((), dtype=torch.bool, device=logits.device)  # `mask[...] = True` copies from the host, and waits
     mask.index_put_((banned[:, 0], banned[:, 1].clamp(max=vocabulary)), yes)
     return logits.masked_fill(mask[:, :vocabulary], -math.inf)
-
-
-__all__ = ["INVALID_TOKEN", "Sampled", "Sampler", "SamplingTensors", "compiled_on_cuda", "sample", "without"]

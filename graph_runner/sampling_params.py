@@ -70,7 +70,6 @@ class SamplingParams:
         detokenize: False returns token ids without text; `stop` needs text.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: end the text with the stop string that ended it instead of before it.
-
         truncate_prompt_tokens: keep the last tokens of a longer prompt, >= 1 of them; None: all.
 
     Not supported, and refused unless left at their defaults: best_of (n sequences are drawn, and all returned), extra_args,
@@ -257,6 +256,3 @@ def _check_int(name: str, value: Any, expected: str = "an integer") -> None:
 def _check_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-
-
-__all__ = ["LOGPROBS_MODES", "SamplingParams"]

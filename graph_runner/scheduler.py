@@ -25,13 +25,9 @@ class Scheduler:
     """Continuous batching over one block allocator.
 
     Args:
-        allocator: of the cache's pages.
-        page_size: tokens per page.
         max_num_seqs: maximum number of running requests; each has a slot in 0..max_num_seqs-1.
         max_num_batched_tokens: token budget of a step.
-        prefill_chunk_size: maximum number of prompt tokens of one request per step, or None.
         max_scored: prompt tokens whose log probabilities one step may compute.
-        prefixes: pages that requests share, or None.
 
     Attributes:
         reach: of the model's attention; pages behind it are freed. None: all of a request's pages are needed.
@@ -77,12 +73,9 @@ class Scheduler:
         self.waiting.insert(at, request)
 
     def schedule(self) -> ScheduledBatch | None:
-        """Rows of the next step, with pages allocated and ``num_computed`` advanced; None if nothing can run now.
-
-        Raises:
-            NeedsDrain: a request must be preempted whose newest token is still on the device; call again after the results
-                of the launched step have been collected.
-        """
+        """Rows of the next step, with pages allocated and ``num_computed`` advanced; None if nothing can run now. Raises
+        NeedsDrain if a request must be preempted whose newest token is still on the device; call again after the results of the
+        launched step have been collected."""
         self._note_computed()
         budget, before = self.max_num_batched_tokens, self.num_preemptions
         self._scores_left = self.max_scored
@@ -321,6 +314,3 @@ class Scheduler:
 
 class NeedsDrain(Exception):
     """The next decision depends on results that are still on the device."""
-
-
-__all__ = ["NeedsDrain", "Scheduler"]

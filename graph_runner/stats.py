@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from quire.graph_runner.prefix_cache import PrefixStats
 from quire.passes.verify.quantized import num_bytes
 
 
@@ -107,7 +108,7 @@ def stats_of(engine: Any) -> EngineStats:
     outputs = [r.output for r in engine.requests.values()]
     generated = past.generated_tokens + sum(len(o.token_ids) for o in outputs)
     on_gpu = runner.device.type == "cuda"
-    counts = None if prefixes is None else prefixes.stats
+    counts = PrefixStats() if prefixes is None else prefixes.stats
     tensors = {id(t): t for t in (*engine.model.parameters(), *engine.model.buffers())}
     copies = 0 if engine._live.cast is None else engine._live.cast.num_bytes
     return EngineStats(
@@ -115,14 +116,10 @@ def stats_of(engine: Any) -> EngineStats:
         preemptions=scheduler.num_preemptions, pages=allocator.num_total,
         pages_used=allocator.num_total - allocator.num_free - idle, pages_idle=idle,
         window_pages=windows.allocator.num_total if windows else 0, window_pages_used=windows.num_used if windows else 0,
-        prefix_requests=counts.requests if counts else 0, prefix_hits=counts.hits if counts else 0,
-        prefix_tokens=counts.tokens if counts else 0, saved_tokens=counts.saved_tokens if counts else 0,
+        prefix_requests=counts.requests, prefix_hits=counts.hits, prefix_tokens=counts.tokens, saved_tokens=counts.saved_tokens,
         prompt_tokens=past.prompt_tokens + sum(len(o.prompt_token_ids) for o in outputs), generated_tokens=generated,
         busy_seconds=past.busy_seconds, tokens_per_second=generated / past.busy_seconds if past.busy_seconds else 0.0,
         weight_bytes=copies + sum(map(num_bytes, tensors.values())), kv_cache_bytes=runner.cache.num_bytes,
         graph_bytes=runner.graphs.stats.capture_bytes, estimated_graph_bytes=runner.graphs.stats.estimated_bytes,
         backend_bytes=runner.cache.beside_bytes, step_bytes=runner.step_bytes,
         free_bytes=torch.cuda.mem_get_info(runner.device)[0] if on_gpu else None)
-
-
-__all__ = ["Counters", "EngineStats", "stats_of"]

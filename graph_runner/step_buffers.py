@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from quire.attn_ops.metadata import PAD_SLOT_ID, CommonAttentionMetadata
-from quire.graph_runner.block_table import BlockTable, change_capacity
+from quire.graph_runner.block_table import BlockTable, change_capacity, to_device
 from quire.graph_runner.forward_batch import ForwardBatch
 from quire.graph_runner.forward_mode import ForwardMode
 from quire.graph_runner.request import Request, ScheduledBatch
@@ -95,7 +95,6 @@ class StepBuffers:
         max_shape: the largest batch.
         max_pages_per_seq: width of a block table row.
         max_num_seqs: slots; the table of newest tokens has one more, which padding rows write.
-        device: where the step runs.
         total_lens: whether the model reads ``total_lens``; see CommonAttentionMetadata.
         graph_draws: whether the model's graph samples rows with a temperature; then only filters need the sampler.
         windows: whether layers with a window have pages of their own (``Request.window_pages``).
@@ -315,10 +314,4 @@ class StepBuffers:
         """(row, token) pairs of the tokens that would end a request before its ``min_tokens``."""
         rows = np.flatnonzero(self._banned_rows(host, len(batch.rows))).tolist()
         pairs = [(i, token) for i in rows for token in batch.rows[i].request.stop_token_ids]
-        if not pairs:
-            return None
-        found = torch.tensor(pairs, dtype=torch.int64)
-        return (found.pin_memory() if self.device.type == "cuda" else found).to(self.device, non_blocking=True)
-
-
-__all__ = ["EDITED", "BatchShape", "HostArrays", "StepBuffers", "StepLayout"]
+        return to_device(np.array(pairs, np.int64), self.device) if pairs else None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,12 +59,8 @@ def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_specs(model: torch.nn.Module, specs: Iterable[WeightSpec]) -> dict[str, torch.Tensor]:
-    """The parameters that an update would write, by name.
-
-    Raises:
-        WeightUpdateError: a name that the model has not, or twice; another shape; a dtype that is not converted; a parameter
-            that is not a plain tensor.
-    """
+    """The parameters that an update would write, by name. Raises WeightUpdateError for a name that the model has not, or twice;
+    another shape; a dtype that is not converted; a parameter that is not a plain tensor."""
     state, found = state_of(model), {}
     for name, dtype, shape in specs:
         if name not in state:
@@ -103,11 +99,8 @@ def missing_names(model: torch.nn.Module, given: Iterable[str]) -> list[str]:
 
 def write(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
     """Copy checked values into the parameters. Conversions are made first: copying alone needs no memory, and cannot fail.
-
-    Raises:
-        WeightUpdateError: two names of one (tied) parameter have different values, or a value could not be converted; nothing
-            is written.
-    """
+    Raises WeightUpdateError if two names of one (tied) parameter have different values, or a value could not be converted;
+    nothing is written."""
     written = {part.untyped_storage().data_ptr() for part in targets.values()}
     ready: dict[str, torch.Tensor] = {}
     names: dict[int, str] = {}  # of each parameter, the first
@@ -131,11 +124,8 @@ def write(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor
 
 
 def _plain(name: str, value: Any) -> torch.Tensor:
-    """A given value as a tensor of numbers; a distributed one gathered from all its ranks.
-
-    Raises:
-        WeightUpdateError: it is none.
-    """
+    """A given value as a tensor of numbers; a distributed one gathered from all its ranks. Raises WeightUpdateError if it is
+    none."""
     gather = getattr(value, "full_tensor", None)
     value = gather() if callable(gather) else value
     if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value) or value.layout is not torch.strided or (
@@ -152,12 +142,9 @@ class WeightUpdates:
     tokenizer: Any
     scheduler: Any
     lock: EngineLock
+    collect: Callable[..., None]
     _closed: bool
     _weights_group: WeightsGroup | None = None
-
-    def collect(self, leave: int = 0) -> None:
-        """See ``Engine.collect``."""
-        raise NotImplementedError
 
     @locked
     def update_weights_from_tensors(self, named_tensors: NamedTensors) -> None:
@@ -257,11 +244,7 @@ class WeightUpdates:
 
     @locked
     def get_weights_by_name(self, name: str, truncate_size: int | None = None) -> torch.Tensor:
-        """A copy of a parameter, or of its first ``truncate_size`` rows.
-
-        Raises:
-            KeyError: the model has no such parameter.
-        """
+        """A copy of a parameter, or of its first ``truncate_size`` rows. Raises KeyError if the model has no such parameter."""
         state = state_of(self.model)
         if name not in state:
             near = difflib.get_close_matches(name, state, 3)
@@ -272,11 +255,8 @@ class WeightUpdates:
     @locked
     def save_sharded_model(self, path: str | Path, max_size: int | str = "5GB") -> None:
         """Write the weights as safetensors files of at most ``max_size``, with an index, the config and the tokenizer:
-        ``quire.Engine(path)``, ``from_pretrained`` and ``update_weights_from_disk`` read them.
-
-        Raises:
-            ValueError: a quantized parameter that cannot be written; names it. Nothing is written.
-        """
+        ``quire.Engine(path)``, ``from_pretrained`` and ``update_weights_from_disk`` read them. Raises ValueError, and writes
+        nothing, for a quantized parameter that cannot be written; names it."""
         save_checkpoint(Path(path), self.model, self.tokenizer, max_size)
 
     def _check_open(self) -> None:
@@ -291,7 +271,3 @@ class WeightUpdates:
         write(targets, values)
         self.scheduler.preempt_all()
         logger.info("weights: %d parameters updated in %.3f s", len(targets), time.perf_counter() - began)
-
-
-__all__ = ["NamedTensors", "WeightSpec", "WeightUpdateError", "WeightUpdates", "check_specs", "missing_names", "state_of",
-           "write"]

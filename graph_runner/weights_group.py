@@ -28,18 +28,9 @@ _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class WeightsGroup:
-    """One rank of the group.
-
-    Args:
-        master_address, master_port: where rank 0 listens.
-        rank, world_size: of this process, and of all.
-        backend: "nccl" or "gloo"; by default nccl for CUDA tensors.
-        device: of the tensors.
-        timeout: seconds to wait for the others.
-
-    Raises:
-        ValueError: a rank outside the group, or an unknown backend. RuntimeError: the others did not come in time.
-    """
+    """One rank of the group; rank 0 listens at ``master_address``. ``backend``: "nccl" or "gloo"; by default nccl for CUDA
+    tensors. ``timeout``: seconds to wait for the others. Raises ValueError for a rank outside the group, or an unknown backend,
+    RuntimeError if the others did not come in time."""
 
     def __init__(self, master_address: str, master_port: int, rank: int, world_size: int, *, group_name: str = "quire",
                  backend: str | None = None, device: torch.device | str = "cpu", timeout: float = 300.0) -> None:
@@ -57,16 +48,10 @@ class WeightsGroup:
                                f"{timeout:g} s: {error}. Are all {world_size} ranks started, with one world_size?") from error
 
     def send(self, tensor: torch.Tensor, name: str = "") -> None:
-        """From rank 0: give a tensor to the others. Returns when they have it.
-
-        Args:
-            name: of the parameter; without one, parameters of one shape that are sent in another order than announced would
-                change places unnoticed.
-
-        Raises:
-            ValueError: one of them expects another name, dtype or shape; nothing was given, and the group may go on.
-            RuntimeError: one of them fails or takes too long.
-        """
+        """From rank 0: give a tensor to the others. Returns when they have it. Without the ``name`` of its parameter,
+        parameters of one shape that are sent in another order than announced would change places unnoticed. Raises ValueError
+        if one of them expects another name, dtype or shape (nothing was given, and the group may go on), RuntimeError if one
+        fails or takes too long."""
         tensor = tensor.detach().to(self.device).contiguous()
         about = _described(tensor.dtype, tensor.shape, name)
         if len(about.encode()) > _HEADER:
@@ -78,12 +63,9 @@ class WeightsGroup:
         self._broadcast(tensor)
 
     def receive(self, dtype: torch.dtype, shape: tuple[int, ...], name: str = "") -> torch.Tensor:
-        """At the others: the next tensor of rank 0, of this name if rank 0 gives one.
-
-        Raises:
-            ValueError: rank 0 has another name, dtype or shape, or another rank expects another; the group may go on.
-            RuntimeError: a rank fails or takes too long.
-        """
+        """At the others: the next tensor of rank 0, of this name if rank 0 gives one. Raises ValueError if rank 0 has another
+        name, dtype or shape, or another rank expects another (the group may go on), RuntimeError if a rank fails or takes too
+        long."""
         header = torch.zeros(_HEADER, dtype=torch.uint8, device=self.device)
         self._broadcast(header)
         sent, wanted = bytes(header.tolist()).decode().strip(), _described(dtype, shape, name)
@@ -140,6 +122,3 @@ def _process_group(backend: str, store: Any, rank: int, world_size: int, timeout
             else:
                 os.environ[_BLOCKING] = before
     raise ValueError(f"backend must be 'nccl' or 'gloo', got {backend!r}")
-
-
-__all__ = ["WeightsGroup"]

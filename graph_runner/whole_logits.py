@@ -20,8 +20,7 @@ from torch.nn.modules import module as torch_module
 
 from quire.attn_ops.kv_cache import pages_for
 from quire.graph_runner.lockstep import DoesNotFit, Rows
-from quire.graph_runner.own_forward import reads_inputs
-from quire.graph_runner.training_mode import training_difference
+from quire.graph_runner.own_forward import reads_inputs, training_difference
 from quire.passes.capture.evaluating import only_marks
 from quire.passes.capture.reads import is_code_of
 
@@ -33,12 +32,9 @@ STEP_TOKENS = 1024
 
 
 def reads_logits_alone(frame: types.FrameType | None) -> bool:
-    """Whether a forward was called by lm-eval's code that can see nothing but ``.logits`` of its result.
-
-    Args:
-        frame: the caller of the forward. Those of ``nn.Module.__call__`` and of PEFT's wrappers, which hand the result on, are
-            passed over, unless a hook there gets the result.
-    """
+    """Whether a forward was called by lm-eval's code that can see nothing but ``.logits`` of its result. ``frame``: the caller
+    of the forward. Those of ``nn.Module.__call__`` and of PEFT's wrappers, which hand the result on, are passed over, unless a
+    hook there gets the result."""
     if "lm_eval" not in sys.modules:
         return False
     while frame is not None and (name := str(frame.f_globals.get("__name__"))).startswith(("torch.nn.modules.module", "peft.")):
@@ -57,12 +53,8 @@ def _takes_logits(code: types.CodeType, call: int) -> bool:
 
 
 def difference(model: Any, given: Mapping[str, Any], own_forward: Any) -> str | None:
-    """Why an engine might not give the logits of the forward, or None.
-
-    Args:
-        given: the arguments by name, without None.
-        own_forward: of the instance before it was paged, or None.
-    """
+    """Why an engine might not give the logits of the forward, or None. ``given``: the arguments by name, without None.
+    ``own_forward``: of the instance before it was paged, or None."""
     if unknown := [name for name in given if name != "input_ids"]:
         return f"it was given {unknown[0]}"
     ids = given.get("input_ids")
@@ -116,11 +108,8 @@ def limits_of(engine: Engine, ids: torch.Tensor) -> str | None:
 
 
 def whole_logits(engine: Engine, ids: torch.Tensor) -> torch.Tensor:
-    """The logits at every token: of ids (B, L) int, (B, L, V) in the model's dtype. Equal rows are computed once.
-
-    Raises:
-        DoesNotFit: a row needs more pages than there are; says what to change.
-    """
+    """The logits at every token: of ids (B, L) int, (B, L, V) in the model's dtype. Equal rows are computed once. Raises
+    DoesNotFit if a row needs more pages than there are."""
     prompts, length = ids.tolist(), ids.shape[1]
     rows = list(dict.fromkeys(map(tuple, prompts)))
     out: torch.Tensor | None = None
@@ -149,6 +138,3 @@ def whole_logits(engine: Engine, ids: torch.Tensor) -> torch.Tensor:
         return out
     index = {row: i for i, row in enumerate(rows)}
     return out[[index[tuple(prompt)] for prompt in prompts]]
-
-
-__all__ = ["STEP_TOKENS", "difference", "limits_of", "reads_logits_alone", "whole_logits"]

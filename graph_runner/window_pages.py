@@ -8,20 +8,23 @@ the null page there.
 Where some layers have a window and others see everything (gemma3, gpt_oss, llama4), those with a window have page numbers, a
 block table and slots of their own (``WindowPages``), from which pages are freed; the others keep all of a request's pages. A
 backend that plans on the host must plan with both tables (``AttentionBackend.plans_windows``); with one that does not, all
-layers of such a model share one table, and all pages are kept.
+layers of such a model share one table, and all pages are kept. ``PoolSizes`` says how many pages there are of both kinds.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.kv_cache import pages_for
+from quire.attn_ops.kv_cache import bytes_per_page, pages_for
 from quire.attn_ops.metadata import NULL_PAGE
-from quire.graph_runner.block_allocator import BlockAllocator
+from quire.graph_runner.block_allocator import BlockAllocator, KeptPages
 from quire.graph_runner.request import Request
+
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -70,35 +73,19 @@ class Reach:
         return first
 
 
-class WindowPages:
+class WindowPages(KeptPages):
     """Pages of the layers with a window, where others see everything. A request has as many of them as of the others
     (``Request.window_pages``), and the null page in the places of those that were given back.
 
     With a prefix cache, a kept page of the other layers may have one of these beside it, by the same key. A request that reads
     n kept pages needs of these only the last ones, within reach of its next token (``usable``). Those that no request holds are
-    *idle*, and given back, least recently used first, when pages are needed; the pages beside them may stay.
-
-    Args:
-        reach: of the layers with a window.
-        num_pages: of these layers, the null page included.
-        page_size: tokens per page.
+    *idle*, and given back, least recently used first, when pages are needed; the pages beside them may stay. ``num_pages``
+    counts the null page.
     """
 
     def __init__(self, reach: Reach, num_pages: int, page_size: int) -> None:
-        self.reach, self.page_size, self.allocator = reach, page_size, BlockAllocator(num_pages)
-        self._page_of: dict[bytes, int] = {}
-        self._key_of: dict[int, bytes] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
-
-    @staticmethod
-    def useful_pages(reach: Reach, max_num_seqs: int, max_num_batched_tokens: int, page_size: int, lasting: bool) -> int:
-        """Pages that full batches can use, the null page included; with a ``lasting`` prefix cache twice as many, for the ends
-        of what it keeps."""
-        return reach.useful_pages(max_num_seqs, max_num_batched_tokens, page_size) * (2 if lasting else 1)
-
-    @property
-    def num_idle(self) -> int:
-        return len(self._idle)
+        super().__init__(BlockAllocator(num_pages))
+        self.reach, self.page_size = reach, page_size
 
     @property
     def num_used(self) -> int:
@@ -113,8 +100,7 @@ class WindowPages:
         if count > self.allocator.num_free:
             for other in running:
                 self.free_behind(other)
-        for _ in range(min(count - self.allocator.num_free, self.num_idle)):
-            self._forget(next(iter(self._idle)))
+        self.evict(count - self.allocator.num_free)
         pages = self.allocator.allocate(count)
         request.window_pages += pages or []
         return pages is not None
@@ -122,7 +108,7 @@ class WindowPages:
     def free_behind(self, request: Request) -> None:
         """Give back the pages that the request's next token and those after it cannot see."""
         request.window_behind = self.reach._free_behind(request.window_pages, request.window_behind, request.num_computed,
-                                                        self._release, self.page_size)
+                                                        self.release, self.page_size)
 
     def share_with(self, source: Request, target: Request, count: int) -> None:
         """Let ``target``, which has none, read the first ``count`` pages of ``source``, as far as that has them."""
@@ -131,14 +117,8 @@ class WindowPages:
 
     def give_back(self, request: Request) -> None:
         """The request holds none any more."""
-        self._release(request.window_pages[request.window_behind :])
+        self.release(request.window_pages[request.window_behind :])
         request.window_pages, request.window_behind = [], 0
-
-    def _release(self, pages: Sequence[int]) -> None:
-        self.allocator.free(pages)
-        for page in reversed(pages):
-            if page in self._key_of and self.allocator.ref_count(page) == 1:
-                self._idle[page] = None
 
     # -- of the prefix cache ----------------------------------------------------------------------------------------
 
@@ -165,26 +145,18 @@ class WindowPages:
         """Let the request, which has no pages, read those with these keys, as many as are ``usable``."""
         first = self._first(len(keys))
         pages = [self._page_of[key] for key in keys[first:]]
-        self.allocator.share(pages)
-        for page in pages:
-            self._idle.pop(page, None)
+        self.hold(pages)
         request.window_pages, request.window_behind = [NULL_PAGE] * first + pages, first
 
     def keep(self, key: bytes, request: Request, i: int) -> None:
         """Keep the request's ``i``-th page for others, if there is none with that key."""
         if i >= request.window_behind and key not in self._page_of and (page := request.window_pages[i]) not in self._key_of:
-            self.allocator.share([page])
-            self._page_of[key], self._key_of[page] = page, key
+            self._remember(key, page)
 
     def forget(self, key: bytes) -> None:
         """Nobody reads the page with that key any more, if there is one."""
         if (page := self._page_of.get(key)) is not None:
             self._forget(page)
-
-    def _forget(self, page: int) -> None:
-        del self._page_of[self._key_of.pop(page)]
-        self._idle.pop(page, None)
-        self.allocator.free([page])
 
 
 def fit_requests(reach: Reach | None, num_pages: int, page_size: int, chunk: int | None, budget: int, max_model_len: int
@@ -201,4 +173,75 @@ def fit_requests(reach: Reach | None, num_pages: int, page_size: int, chunk: int
     return (max_model_len, room) if room >= 1 else (whole, chunk)
 
 
-__all__ = ["Reach", "WindowPages", "fit_requests"]
+@dataclass(frozen=True)
+class PoolSizes:
+    """The rules for one model and engine: ``max_num_seqs`` and ``max_num_tokens`` of the largest step, ``max_pages_per_seq`` of
+    the longest request. ``kv_dtype``: of the cache; None: the model's. ``reach``: of a model whose layers all have a window;
+    else None. ``window_reach``: of the layers with a window, where these have pages of their own; else None. ``lasting``:
+    whether a prefix cache keeps pages for later requests. ``bytes_beside``: (site, page_size) -> bytes that the attention
+    backend keeps of each page of a layer, beside the KV cache."""
+
+    sites: Sequence[AttentionSite]
+    page_size: int
+    kv_dtype: torch.dtype | None
+    max_num_seqs: int
+    max_num_tokens: int
+    max_pages_per_seq: int
+    reach: Reach | None
+    window_reach: Reach | None
+    lasting: bool
+    bytes_beside: Callable[[AttentionSite, int], int] = lambda site, page_size: 0
+
+    @property
+    def useful(self) -> int:
+        """Pages that full batches can use, the null page included."""
+        pages = self.max_num_seqs * self.max_pages_per_seq + 1
+        if self.reach is not None and not self.lasting:  # a lasting cache keeps what requests gave back
+            pages = min(pages, self.reach.useful_pages(self.max_num_seqs, self.max_num_tokens, self.page_size))
+        return pages
+
+    def window_pages(self, num_pages: int) -> int | None:
+        """Pages of layers with a window, where those of the others are ``num_pages``; None: all layers have the same. With a
+        lasting prefix cache twice as many as full batches can use, for the ends of what it keeps."""
+        if self.window_reach is None:
+            return None
+        useful = self.window_reach.useful_pages(self.max_num_seqs, self.max_num_tokens, self.page_size)
+        return min(num_pages, useful * (2 if self.lasting else 1))
+
+    def pages_in(self, num_bytes: int) -> int:
+        """Pages for which ``num_bytes`` suffice. Layers with a window have no more than they can use, and the rest goes to the
+        others; where there is not even memory for those, all layers have the same."""
+        same = num_bytes // self._page_bytes(self.sites)
+        windows = self.window_pages(max(0, num_bytes))  # of any number of other pages
+        if windows is None or windows > same:
+            return same
+        taken = windows * self._page_bytes([s for s in self.sites if s.bounded])
+        return (num_bytes - taken) // self._page_bytes([s for s in self.sites if not s.bounded])
+
+    def _page_bytes(self, sites: Sequence[AttentionSite]) -> int:
+        """Bytes of one page over these layers, those beside the cache included."""
+        return bytes_per_page(sites, self.page_size, self.kv_dtype) + sum(
+            self.bytes_beside(site, self.page_size) for site in sites)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A GPU's memory before the KV cache is made, in bytes: ``total``, ``free`` with the model loaded and nothing else, what
+    the largest ``step`` needs beside its inputs, and what capturing all ``graphs`` is estimated to take. ``utilization``: the
+    fraction of ``total`` that may be in use."""
+
+    total: int
+    free: int
+    utilization: float
+    step: int
+    graphs: int
+
+    @property
+    def cache(self) -> int:
+        """What is left for the KV cache; may be negative."""
+        return int(self.free - self.step - self.graphs - self.total * (1 - self.utilization))
+
+    def __str__(self) -> str:
+        return (f"{self.free / GIB:.1f} GiB free of {self.total / GIB:.1f}, the largest step needs {self.step / GIB:.1f} GiB, "
+                f"CUDA graphs about {self.graphs / GIB:.1f} GiB, and {self.total * (1 - self.utilization) / GIB:.1f} GiB stay "
+                f"unused (gpu_memory_utilization={self.utilization})")

@@ -21,16 +21,7 @@ from quire.attn_ops.backend import AttentionBackend, dtype_name
 from quire.attn_ops.registry import all_backends, get_backend
 from quire.attn_ops.selection import select_backend
 from quire.attn_ops.tuning import attention as tuning
-from quire.graph_runner.bench.attention_op import (
-    Point,
-    decode_point,
-    extend_points,
-    measure,
-    measure_latent,
-    op_batch,
-    without_graphs,
-    work,
-)
+from quire.graph_runner.bench import attention_op
 from quire.graph_runner.bench.models import ModelSpec, config_of, free_memory, layers_asked, skeleton
 from quire.graph_runner.bench.report import Row, failure, rich_table
 from quire.graph_runner.bench.session import Run
@@ -39,8 +30,6 @@ from quire.passes.capture.paged_model import find_sites
 
 CONTEXTS = {"cuda": (1024, 8192), "cpu": (128, 1024)}
 CPU_DIVISOR = 32  # of prefill lengths on a CPU
-
-
 NOPE = DIM_V = 128  # numbers of a head without rotary embedding, and of its values: of an MLA layer given by --heads, as in
 # every model of DeepSeek
 
@@ -83,12 +72,12 @@ class AttentionSession(Run):
         #: one site of each kind
         self.sites = list({(tuning.ShapeClass.of(s, args.page_size), *tuning.variant_of(s)): s
                            for s in reversed(sites)}.values())[::-1]
-        self.points = [decode_point(b, c) for c in self.contexts for b in args.batch or Sizes.batches]
-        self.points += extend_points(args.scale * (1 if self.on_gpu else CPU_DIVISOR))
-        self.points += without_graphs(self.points) if self.on_gpu else []
+        self.points = [attention_op.decode_point(b, c) for c in self.contexts for b in args.batch or Sizes.batches]
+        self.points += attention_op.extend_points(args.scale * (1 if self.on_gpu else CPU_DIVISOR))
+        self.points += attention_op.without_graphs(self.points) if self.on_gpu else []
         self.backends = self._backends(args.attention)
         #: microseconds of one call by point, for each site and backend
-        self.us: dict[tuple[AttentionSite, str], dict[Point, float]] = defaultdict(dict)
+        self.us: dict[tuple[AttentionSite, str], dict[attention_op.Point, float]] = defaultdict(dict)
         self.measure_bandwidth()
 
     def _backends(self, names: list[str]) -> dict[str, AttentionBackend | str]:
@@ -103,7 +92,7 @@ class AttentionSession(Run):
                     found[backend.name] = why or backend
         return found
 
-    def measure(self) -> None:
+    def run(self) -> None:
         """All of it; a failure becomes a row that says why."""
         for site in self.sites:
             self.say(f"{tuning.describe(site)}, page size {self.args.page_size}")
@@ -118,8 +107,8 @@ class AttentionSession(Run):
             for point in self.points if serving else ():
                 self._measure(site, point, serving)
 
-    def _measure(self, site: AttentionSite, point: Point, serving: dict[str, AttentionBackend]) -> None:
-        size, operations = work(site, point)
+    def _measure(self, site: AttentionSite, point: attention_op.Point, serving: dict[str, AttentionBackend]) -> None:
+        size, operations = attention_op.work(site, point)
         for name, backend in serving.items():
             if not point.graph and backend.without_graph is None:
                 continue  # as in a graph
@@ -127,8 +116,8 @@ class AttentionSession(Run):
                 # A new batch per backend: a kernel that failed may have left anything in the caches.
                 where: Any = {"page_size": self.args.page_size, "device": self.device, "layout": self.args.layout,
                               "max_len": max(max(self.contexts), *point.seq_lens)}
-                timing = (measure_latent(backend, site, point, **where) if site.latent is not None else
-                          measure(backend, op_batch(site, point, **where), point.graph))
+                timing = (attention_op.measure_latent(backend, site, point, **where) if site.latent is not None else
+                          attention_op.measure(backend, attention_op.op_batch(site, point, **where), point.graph))
                 row = {"us": timing.us, "host_us": timing.host_us, "how": timing.how, "ms_per_step": timing.us / 1e3,
                        "bytes_per_step": size, "tflop_per_s": operations / timing.us / 1e6}
             except Exception as error:
@@ -136,7 +125,7 @@ class AttentionSession(Run):
             free_memory()
             self._keep(site, point, name, row)
 
-    def _keep(self, site: AttentionSite, point: Point | None, name: str, row: Row) -> None:
+    def _keep(self, site: AttentionSite, point: attention_op.Point | None, name: str, row: Row) -> None:
         needs = tuning.describe(site)
         kind = point.kind if point else "decode"
         self.complete_and_keep({

@@ -8,6 +8,7 @@ times its L2 cache, so that keys come from memory as in a model. Host work befor
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import statistics
@@ -81,12 +82,9 @@ class OpBatch(Batch):
 
 def op_batch(site: AttentionSite, point: Point, *, page_size: int, device: torch.device, layout: Layout = "NHD",
              max_len: int = 0, kv_dtype: torch.dtype | None = None) -> OpBatch:
-    """Random queries, keys and values for ``point``; the pages of each sequence are scattered over the cache.
-
-    Args:
-        kv_dtype: of the cache; None: the site's.
-        max_len: tokens that the block table has room for, at least (an engine's is as wide as its longest sequence).
-    """
+    """Random queries, keys and values for ``point``; the pages of each sequence are scattered over the cache, of ``kv_dtype``
+    (None: the site's). ``max_len``: tokens that the block table has room for, at least (an engine's is as wide as its longest
+    sequence)."""
     batch = lay_out(site, point.query_lens, point.seq_lens, page_size=page_size, device=device, layout=layout,
                     kv_dtype=kv_dtype, table_width=pages_for(max_len, page_size), fill=0.0, expect=False)
     own, copies = batch.cache.of_layer(0), 2
@@ -95,6 +93,14 @@ def op_batch(site: AttentionSite, point: Point, *, page_size: int, device: torch
         copies = max(1, min(COPIES, -(-cold // batch.cache.num_bytes)))
     more = [tuple(None if t is None else t.clone() for t in own) for _ in range(copies - 1)]
     return OpBatch(**vars(batch), caches=[own, *more])
+
+
+def require(backend: AttentionBackend, site: AttentionSite, device: torch.device, page_size: int,
+            kv_dtype: torch.dtype | None = None) -> None:
+    """Raises NotImplementedError, with the reasons, where the backend does not serve the site."""
+    if why := backend.available(device) or "; ".join(backend.capabilities.reasons_against(
+            site, device=device, page_size=page_size, kv_dtype=kv_dtype, layout="NHD")):
+        raise NotImplementedError(why)
 
 
 @dataclass(frozen=True)
@@ -109,21 +115,15 @@ class Timing:
 def measure(backend: AttentionBackend, batch: OpBatch, graph: bool = True, states: dict[str, Any] | None = None) -> Timing:
     """Time the backend on the batch. Errors of its op propagate. Prompts are served as beside another backend, where there is a
     way for that (``AttentionBackend.prefill``). ``graph``: in a CUDA graph if the backend allows it. ``states``: the step's."""
-    m, device = batch.metadata, batch.q.device
+    m = batch.metadata
     if backend.prefill is not None and m.max_query_len > 1 and not m.has_single_queries:
         backend = replace(backend, make_state=backend.prefill.make_state)
-    decode = m.num_actual_tokens == m.num_reqs and m.max_query_len == 1
-    least = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if decode else CudagraphSupport.ALWAYS
-    captured = graph and device.type == "cuda" and backend.capabilities.cudagraph_support >= least
-    # A backend that plans must know that a graph is captured, to give it buffers that stay.
-    with planned(backend, batch, states=states or {}, graph_key="bench" if captured else None, capturing=captured):
-        given = prepared(backend, batch)
 
-        def call(i: int) -> None:
-            backend.op(batch.q, batch.k, batch.v, *batch.caches[i % len(batch.caches)], *batch.tables, batch.sinks, given,
-                       **batch.options)
+    def call(given: Any, i: int) -> None:
+        backend.op(batch.q, batch.k, batch.v, *batch.caches[i % len(batch.caches)], *batch.tables, batch.sinks, given,
+                   **batch.options)
 
-        return timed(call, device, captured)
+    return _measured(backend, batch, call, graph, states)
 
 
 def measure_latent(backend: AttentionBackend, site: AttentionSite, point: Point, *, page_size: int, device: torch.device,
@@ -141,17 +141,24 @@ def measure_latent(backend: AttentionBackend, site: AttentionSite, point: Point,
         (tokens, heads, site.head_dim), (tokens, sum(latent)), (heads * (nope + site.head_dim_v), latent.rank)))
     kv_b *= latent.rank**-0.5
     tables = (meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens)
-    decode = max(point.query_lens) == 1
-    least = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if decode else CudagraphSupport.ALWAYS
-    captured = point.graph and device.type == "cuda" and backend.capabilities.cudagraph_support >= least
     batch: Any = SimpleNamespace(cache=cache, metadata=meta, site=site, tables=tables)
-    with planned(backend, batch, graph_key="bench" if captured else None, capturing=captured):
-        given = prepared(backend, batch)
 
-        def call(i: int) -> None:
-            op(q, *new.split(latent, dim=1), kv_b, caches[i % len(caches)], *tables, given, scale=site.scale)
+    def call(given: Any, i: int) -> None:
+        op(q, *new.split(latent, dim=1), kv_b, caches[i % len(caches)], *tables, given, scale=site.scale)
 
-        return timed(call, device, captured)
+    return _measured(backend, batch, call, point.graph)
+
+
+def _measured(backend: AttentionBackend, batch: Any, call: Callable[[Any, int], None], graph: bool,
+              states: dict[str, Any] | None = None) -> Timing:
+    """Time of ``call(what the backend prepared, number)``."""
+    m, device = batch.metadata, batch.metadata.seq_lens.device
+    decode = m.num_actual_tokens == m.num_reqs and m.max_query_len == 1
+    least = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if decode else CudagraphSupport.ALWAYS
+    captured = graph and device.type == "cuda" and backend.capabilities.cudagraph_support >= least
+    # A backend that plans must know that a graph is captured, to give it buffers that stay.
+    with planned(backend, batch, states=states or {}, graph_key="bench" if captured else None, capturing=captured):
+        return timed(functools.partial(call, prepared(backend, batch)), device, captured)
 
 
 def timed(call: Callable[[int], Any], device: torch.device, captured: bool = False) -> Timing:

@@ -26,10 +26,15 @@ from typing import Any
 import torch
 
 from quire.attn_ops.kv_cache import pages_for
+from quire.attn_ops.ops.logprobs import TokenLogprobs
 from quire.graph_runner.bench.models import ModelSpec, build
 from quire.graph_runner.bench.report import PHASES, Row, failure
 from quire.graph_runner.bench.steps import until_decoding
 from quire.graph_runner.bench.workloads import Prompts, Sizes
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.loading import TINY_MODEL
+from quire.graph_runner.model_runner import StepResults
+from quire.graph_runner.sampling_params import SamplingParams
 
 LENGTHS = (2048, 131072)
 PREFILL_BATCH, PREFILL_TOKENS = 32, 2048
@@ -65,9 +70,6 @@ def _measure(model: torch.nn.Module, attention: str, options: dict[str, Any], va
              repeats: int) -> Row:
     from transformers import AutoTokenizer
 
-    from quire.graph_runner.engine import Engine
-    from quire.graph_runner.loading import TINY_MODEL
-
     page_size, steps = options.get("page_size", 16), repeats * (STEPS + WARMUPS)
     chosen: dict[str, Any] = {"max_model_len": length, "async_stepping": True}
     if variant == "prompts":
@@ -96,8 +98,6 @@ def _measure(model: torch.nn.Module, attention: str, options: dict[str, Any], va
 
 def _steps(timer: _Timer, prompts: Prompts, variant: str, batch: int, repeats: int) -> tuple[list[list[Phases]], Row]:
     """STEPS steps of a full batch, per repeat."""
-    from quire.graph_runner.sampling_params import SamplingParams
-
     engine = timer.engine
     forever = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, detokenize=variant == "text")
     # Different lengths, so that rows need a new page in different steps.
@@ -119,8 +119,6 @@ def _steps(timer: _Timer, prompts: Prompts, variant: str, batch: int, repeats: i
 
 def _calls(timer: _Timer, prompts: Prompts, variant: str, batch: int, repeats: int) -> tuple[list[list[Phases]], Row]:
     """CALLS calls of ``generate``, per repeat."""
-    from quire.graph_runner.sampling_params import SamplingParams
-
     engine, once = timer.engine, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     seconds = []
 
@@ -140,9 +138,6 @@ class _Timer:
     """Replaces the forward of an engine by a stub, and times the phases of its steps."""
 
     def __init__(self, engine: Any) -> None:
-        from quire.attn_ops.ops.logprobs import TokenLogprobs
-        from quire.graph_runner.model_runner import StepResults
-
         self.engine, self.ms = engine, dict.fromkeys(PHASES, 0.0)
         runner = engine.runner
         logits = torch.zeros(runner.limits.max_num_seqs, 8, device=runner.device)

@@ -159,7 +159,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     check_options(dict(args.engine))
     session = _session(args, "quire bench " + shlex.join(argv))
     try:
-        session.measure()
+        session.run()
     except KeyboardInterrupt:
         print("interrupted; the rows so far are kept", file=sys.stderr)
         session.finish()

@@ -99,7 +99,7 @@ class Matrix(Run):
 
     # -- measuring --------------------------------------------------------------------------------------------------
 
-    def measure(self) -> None:
+    def run(self) -> None:
         """All that is left and fits into the time."""
         if not self.on_gpu:
             for model, system in [(m, s) for m in self.models for s in self.systems if self._left(m, s)]:

@@ -24,19 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.graph_runner.bench import rivals as rivals  # registers them
-from quire.graph_runner.bench import workers, workloads
+from quire.graph_runner.bench import roofline, workers, workloads
 from quire.graph_runner.bench.models import Models, ModelSpec, config_of
 from quire.graph_runner.bench.report import Row, complete, environment, failure
-from quire.graph_runner.bench.roofline import (
-    copy_bandwidth,
-    has_experts,
-    kv_bytes,
-    matmul_rate,
-    prefill_flops,
-    step_bytes,
-    weight_bytes,
-)
 from quire.graph_runner.bench.systems import Limits, NotMeasured, SteppedSystem, open_system
 from quire.graph_runner.bench.workloads import Prompts, Sizes, mixed_lengths, run_seconds
 
@@ -98,11 +88,12 @@ class Worker:
         self.positions, self.prompts = int(config.max_position_embeddings), Prompts(int(config.vocab_size))
         self.limits = Limits(SEQUENCES, min(self.positions, max(CONTEXTS) // job.scale))
         self.counted = self.models.skeleton
-        self.bandwidth, self.rate = copy_bandwidth(self.device), matmul_rate(self.device, self.spec.dtype)
+        self.bandwidth, self.rate = roofline.copy_bandwidth(self.device), roofline.matmul_rate(self.device, self.spec.dtype)
         self.warm, self.blocks = (WARM, BLOCKS) if job.scale == 1 else (1, 2)
 
     def run(self) -> Iterator[Row]:
-        yield {"environment": {**environment(self.device, self.bandwidth), "matmul_tflop_per_s": self.rate / 1e12}}
+        yield {"environment": {**environment(self.device), "copy_tb_per_s": self.bandwidth / 1e12,
+                               "matmul_tflop_per_s": self.rate / 1e12}}
         wanted = [cell for cell in cells(self.job.scale) if cell.name in self.job.cells]
         unfit = {cell: why for cell in wanted if (why := self.why_not(cell))}
         yield from (self.row(cell, {"error": f"NotMeasured: {why}"}) for cell, why in unfit.items())
@@ -158,7 +149,7 @@ class Worker:
         if longest + (cell.workload == "prefill") > self.positions:
             return f"the model has {self.positions} positions"
         if cell.workload == "decode" and self.device.type == "cuda":
-            needed = (cell.batch or 1) * longest * kv_bytes(self.counted, [1])
+            needed = (cell.batch or 1) * longest * roofline.kv_bytes(self.counted, [1])
             room = torch.cuda.get_device_properties(self.device).total_memory * 0.9 - SPARE
             room -= sum(p.numel() * p.element_size() for p in self.counted.parameters())
             if needed > room:
@@ -183,8 +174,8 @@ class Worker:
             lengths, runs = [(cell.context or 1, 0)] * (cell.batch or 1), 1 if decode else self.repeats(cell) + 1
             steps = len(group) * (self.warm + self.blocks * self.steps(cell)) if decode else 0
         prompts = [prompt for prompt, _ in lengths]
-        step = step_bytes(self.counted, min(SEQUENCES, len(prompts)), max(prompts)) / self.bandwidth
-        return runs * (2.5 * prefill_flops(self.counted, prompts) / self.rate + steps * (2 * step + 2e-3)) + 3
+        step = roofline.step_bytes(self.counted, min(SEQUENCES, len(prompts)), max(prompts)) / self.bandwidth
+        return runs * (2.5 * roofline.prefill_flops(self.counted, prompts) / self.rate + steps * (2 * step + 2e-3)) + 3
 
     def steps(self, cell: Cell) -> int:
         """Steps per block: fewer where sequences are long, since all batches of a context share one prefill."""
@@ -207,7 +198,7 @@ class Worker:
         new = min(self.limits.max_model_len - length, ahead + len(group) * each + batch + 16)
         # The last request is prefilled last, and preempted first.
         *most, final = self.prompts([length] * batch)
-        heat = 1.0 if has_experts(self.counted) else 0.0
+        heat = 1.0 if roofline.has_experts(self.counted) else 0.0
         requests = [*(system.submit(prompt, new, heat) for prompt in most), system.submit(final, new, heat, stream=True)]
         last = requests[-1]
         taken = 1
@@ -234,7 +225,8 @@ class Worker:
             made += each
             step = statistics.median(times)
             yield cell, {"ms_per_step": step * 1e3, "tokens_per_s": keep / step, "repeats_ms": [t * 1e3 for t in times],
-                         "mean_context": mean, "bytes_per_step": step_bytes(self.counted, keep, mean, system.kv_cache_dtype)}
+                         "mean_context": mean,
+                         "bytes_per_step": roofline.step_bytes(self.counted, keep, mean, system.kv_cache_dtype)}
         system.abort(requests)
         while system.busy:
             system.step()
@@ -242,10 +234,10 @@ class Worker:
     def prefill(self, system: SteppedSystem, group: list[Cell]) -> Iterator[tuple[Cell, Row]]:
         (cell,) = group
         count, length = cell.batch or 1, cell.context or 1
-        flops = prefill_flops(self.counted, [length] * count)
+        flops = roofline.prefill_flops(self.counted, [length] * count)
         row = workloads.prefill(system, count, length, self.repeats(cell), self.prompts, new=1)
         yield cell, {**row, "tflop_per_s": flops / row["seconds"] / 1e12,
-                     "floor_ms": self._floor(flops, weight_bytes(self.counted, count * length))}
+                     "floor_ms": self._floor(flops, roofline.weight_bytes(self.counted, count * length))}
 
     def _floor(self, flops: float, size: float) -> float:
         """Milliseconds: operations over the rate of a matrix product, or bytes over copy bandwidth, whichever is longer."""
@@ -254,9 +246,10 @@ class Worker:
     def mixed256(self, system: SteppedSystem, group: list[Cell]) -> Iterator[tuple[Cell, Row]]:
         lengths = mixed_lengths(self.sizes)
         tokens, steps = sum(new for _, new in lengths), max(new for _, new in lengths)
-        size = steps * weight_bytes(self.counted, tokens // steps)
-        size += sum(new * kv_bytes(self.counted, [prompt + new // 2], system.kv_cache_dtype) for prompt, new in lengths)
-        flops = prefill_flops(self.counted, [prompt for prompt, _ in lengths])
+        size = steps * roofline.weight_bytes(self.counted, tokens // steps)
+        size += sum(new * roofline.kv_bytes(self.counted, [prompt + new // 2], system.kv_cache_dtype)
+                    for prompt, new in lengths)
+        flops = roofline.prefill_flops(self.counted, [prompt for prompt, _ in lengths])
         row = workloads.mixed256(system, self.sizes, self.prompts)
         yield group[0], {**row, **group[0].row, "floor_ms": self._floor(flops, size)}
 
@@ -301,17 +294,15 @@ class Worker:
         running = max(1, round(sum(t[-1] - t[1] for t in times) / ended))
         context = round(statistics.fmean(prompt + new / 2 for prompt, new in asked))
         prompt = round(statistics.fmean(prompt for prompt, _ in asked))
-        step = step_bytes(self.counted, running, context, system.kv_cache_dtype) / self.bandwidth * 1e3
-        floors = {"first token": self._floor(prefill_flops(self.counted, [prompt]), weight_bytes(self.counted, prompt)),
-                  "between tokens": step}
+        step = roofline.step_bytes(self.counted, running, context, system.kv_cache_dtype) / self.bandwidth * 1e3
+        flops, size = roofline.prefill_flops(self.counted, [prompt]), roofline.weight_bytes(self.counted, prompt)
+        floors = {"first token": self._floor(flops, size), "between tokens": step}
         for variant, found in (("first token", first), ("between tokens", between)):
             ranked = sorted(found)
             yield group[0], {"variant": variant, "ms_per_step": statistics.median(ranked) * 1e3, "rate": rate,
                              "p99_ms": ranked[min(len(ranked) - 1, int(0.99 * len(ranked)))] * 1e3, "running": running,
                              "floor_ms": floors[variant], "tokens_per_s": sum(new for _, new in asked) / ended}
 
-
-__all__ = ["Cell", "Job", "Worker", "cells"]
 
 if __name__ == "__main__":  # a worker process
     for found in Worker(Job(**workers.job())).run():

@@ -22,16 +22,9 @@ from quire.graph_runner.loading import TINY_MODEL
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model to measure.
-
-    Args:
-        name: of SHAPES, "tiny" (the shipped model's shape), or the path of a saved model.
-        layers: keep the first ``layers`` layers; None: all.
-        quantization: of QUANTIZATIONS, or None.
-
-    Raises:
-        ValueError: an unknown quantization. ModuleNotFoundError: torchao is not installed.
-    """
+    """Which model to measure: a name of SHAPES, "tiny" (the shipped model's shape), or the path of a saved model; its first
+    ``layers`` (None: all); a quantization of QUANTIZATIONS, or None. Raises ValueError for an unknown quantization,
+    ModuleNotFoundError without torchao."""
 
     name: str
     dtype: torch.dtype
@@ -66,11 +59,8 @@ def layers_asked(given: int | None) -> int | None:
 
 
 def config_of(spec: ModelSpec) -> Any:
-    """The transformers config of the model, cut to ``spec.layers``.
-
-    Raises:
-        ValueError: the name is neither a shape nor a folder with config.json, or the model has fewer layers.
-    """
+    """The transformers config of the model, cut to ``spec.layers``. Raises ValueError if the name is neither a shape nor a
+    folder with config.json, or the model has fewer layers."""
     import transformers
 
     if spec.name in SHAPES:

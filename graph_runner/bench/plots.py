@@ -31,11 +31,8 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write decode-step.{png,svg} and decode-throughput.{png,svg}, one set per model; returns the files.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is missing.
-    """
+    """Write decode-step.{png,svg} and decode-throughput.{png,svg}, one set per model; returns the files. Raises
+    ModuleNotFoundError without matplotlib."""
     measured = [r for r in rows if r["workload"] == "decode" and r["ms_per_step"] is not None]
     models = list(dict.fromkeys(r["model"] for r in measured))
     written: list[Path] = []

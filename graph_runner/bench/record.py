@@ -27,24 +27,31 @@ class OutOfTime(Exception):
     """The script's time is over."""
 
 
-class Result:
-    """Rows, printed and written as they come.
+class Record:
+    """Rows, printed and written as they come. Measures in turn; a measurement that fails or runs out of time becomes a row with
+    ``error``, and the earlier ones stay. ``show`` makes the line that is printed for a row.
 
     Args:
         path: the JSON file; None: rows are printed only.
+        deadline: seconds from the start of the process. A measurement that runs then is interrupted, or, where it does not
+            return to Python for 10 more seconds, as a hanging step on the GPU, a row says so and the process ends with exit
+            code 124. None: no limit.
+        interrupts: False: nothing is interrupted at the deadline, only ``left`` counts down to it.
         facts: of the whole run, for the file.
-
-    Attributes:
-        show: makes the line that is printed for a row.
     """
 
-    def __init__(self, path: Path | None, device: torch.device, **facts: Any) -> None:
+    def __init__(self, path: Path | None, device: torch.device, deadline: float | None = None, interrupts: bool = True,
+                 **facts: Any) -> None:
         self.path, self.device, self.facts, self.rows = path, device, facts, list[Row]()
         self.show: Callable[[Row], str] = functools.partial(json.dumps, default=str)
+        self.interrupts = interrupts
+        self._key, self._known = tuple[str, ...](), set[tuple[Any, ...]]()
+        self._end = None if deadline is None else deadline - _age()
+        self._began, self._armed = time.monotonic(), False
 
     @functools.cached_property
     def environment(self) -> dict[str, Any]:
-        return environment(self.device, None)
+        return environment(self.device)
 
     def copy_bandwidth(self) -> float:
         """Bytes per second of a large copy on the device, measured now and kept with the environment."""
@@ -57,7 +64,7 @@ class Result:
 
     def keep(self, row: Row) -> None:
         """Add a row, print it and write all."""
-        self.rows.append(row)
+        self._add(row)
         self.say(self.show(row))
         self.write()
 
@@ -65,25 +72,6 @@ class Result:
         """Again, after a row was changed."""
         if self.path is not None:
             write(self.path, self.environment, self.rows, **self.facts)
-
-
-class Record(Result):
-    """Measures in turn; a measurement that fails or runs out of time becomes a row with ``error``, and the earlier ones stay.
-
-    Args:
-        deadline: seconds from the start of the process. A measurement that runs then is interrupted, or, where it does not
-            return to Python for 10 more seconds, as a hanging step on the GPU, a row says so and the process ends with exit
-            code 124. None: no limit.
-        interrupts: False: nothing is interrupted at the deadline, only ``left`` counts down to it.
-    """
-
-    def __init__(self, path: Path | None, device: torch.device, deadline: float | None = None, interrupts: bool = True,
-                 **facts: Any) -> None:
-        super().__init__(path, device, command=this_command(), **facts)
-        self.interrupts = interrupts
-        self._key, self._known = tuple[str, ...](), set[tuple[Any, ...]]()
-        self._end = None if deadline is None else deadline - _age()
-        self._began, self._armed = time.monotonic(), False
 
     @property
     def left(self) -> float:
@@ -107,22 +95,14 @@ class Record(Result):
         self.rows.append(row)
         self._known.add(tuple(row.get(name) for name in self._key))
 
-    def keep(self, row: Row) -> None:
-        self._known.add(tuple(row.get(name) for name in self._key))
-        super().keep(row)
-
     @property
     def failed(self) -> bool:
         """Whether nothing was measured, or a row has an error."""
         return not self.rows or any("error" in row for row in self.rows)
 
     def measure(self, name: str, run: Any, needs: float = 0.0, most: float = float("inf")) -> bool:
-        """Call ``run``, which keeps its rows. Returns whether it ended well; if not, a row named ``name`` says why.
-
-        Args:
-            needs: seconds. It is not begun with less time left.
-            most: seconds. It is interrupted after them, too.
-        """
+        """Call ``run``, which keeps its rows. Returns whether it ended well; if not, a row named ``name`` says why. It is not
+        begun with fewer than ``needs`` seconds left, and interrupted after ``most`` seconds, too."""
         began = time.monotonic()
         if self.left <= max(needs, 1.0):
             self.keep({"row": name, "error": f"left out: {max(self.left, 0):.0f} s are left of the time"})
@@ -166,14 +146,9 @@ def _age() -> float:
 
 
 def script(doc: str | None, model: str | None = "tiny", limited: bool = True, **options: Any) -> argparse.ArgumentParser:
-    """The parser of a script: ``--device``, ``--json``, ``--deadline``, and options of its own.
-
-    Args:
-        model: the default of ``--model``, beside which there is ``--layers``; None: neither.
-        limited: whether the script has a ``--deadline``.
-        options: the default of each option, or (default, help), by name. Its type is that of the default; a list stands for a
-            list of numbers with commas, False for a switch.
-    """
+    """The parser of a script: ``--device``, ``--json``, ``--deadline`` if ``limited``, ``--model`` with that default and
+    ``--layers`` unless it is None, and ``options`` of its own: the default of each, or (default, help), by name. An option's
+    type is that of the default; a list stands for a list of numbers with commas, False for a switch."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     if model is not None:
@@ -205,8 +180,8 @@ def started(args: argparse.Namespace, interrupts: bool = True, **facts: Any) -> 
     """The record of a script with the parsed arguments of ``script``, which are in its file too."""
     if hasattr(args, "model"):
         args.layers = layers_asked(args.layers)
-    return Record(args.json, torch.device(args.device), getattr(args, "deadline", None), interrupts, arguments=vars(args),
-                  **facts)
+    return Record(args.json, torch.device(args.device), getattr(args, "deadline", None), interrupts, command=this_command(),
+                  arguments=vars(args), **facts)
 
 
 def dtype_of(args: argparse.Namespace) -> torch.dtype:

@@ -72,7 +72,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def environment(device: torch.device, bandwidth: float | None) -> dict[str, Any]:
+def environment(device: torch.device) -> dict[str, Any]:
     """Where and with what the numbers were measured. The commit comes from QUIRE_COMMIT, else from git."""
     smi = _run("nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm,clocks.max.memory",
                "--format=csv,noheader", f"--id={torch.cuda.current_device()}") if device.type == "cuda" else None
@@ -86,7 +86,7 @@ def environment(device: torch.device, bandwidth: float | None) -> dict[str, Any]
         "cuda": torch.version.cuda, "python": platform.python_version(), "versions": versions,
         "commit": given or _run("git", "rev-parse", "HEAD", cwd=ROOT), "dirty": bool(status) if status is not None else None,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "host_cores": os.cpu_count(), "copy_tb_per_s": bandwidth / 1e12 if bandwidth else None,
+        "host_cores": os.cpu_count(), "copy_tb_per_s": None,
     }
 
 
@@ -179,11 +179,8 @@ def time_of(row: Row) -> tuple[str, float] | None:
 
 def compare(before: dict[str, Any], environment: dict[str, Any], rows: Sequence[Row], tolerance: float,
             console: Any) -> int:
-    """Print old, new and their ratio for each row in both.
-
-    Returns:
-        1 if a row got slower by more than ``tolerance``, or was measured before and failed now; else 0.
-    """
+    """Print old, new and their ratio for each row in both. Returns 1 if a row got slower by more than ``tolerance``, or was
+    measured before and failed now; else 0."""
     def key(row: Row) -> tuple[Any, ...]:
         # Results from before quantized caches do not name the cache's dtype, which was the model's.
         row = {**row, "kv_cache_dtype": row.get("kv_cache_dtype") or row.get("dtype")}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +20,7 @@ from quire.graph_runner.bench.record import Record
 from quire.graph_runner.bench.report import Row, failure, first_line
 from quire.graph_runner.bench.workers import of_gpu
 
+Task = TypeVar("Task")
 HANGS = 2  # rows of a system that take too long, after which its others are left out
 AT_THE_END = 0.1  # seconds by which the clocks of the deadline and of the process may differ
 _BROKEN = ("took more than", "process ended", "CUDA error")  # errors after which a process can do nothing more
@@ -37,18 +40,11 @@ class RowTask:
 def measure_rows(record: Record, tasks: Sequence[RowTask], measure: Callable[[Any], Row], *, limit: float, gpus: int = 1,
                  process_per_group: bool = False, before: Callable[[Any], None] = lambda group: None,
                  complete: Callable[[Row], Row] = lambda row: row) -> bool:
-    """Keep a row for each task that has none: what ``measure``, which is imported by name, returns for it, or ``error``.
+    """Keep a row for each task that has none: what ``measure``, which is imported by name, returns for it within ``limit``
+    seconds, or ``error``; ``complete`` adds derived columns. Returns whether the deadline left time for all.
 
-    Args:
-        limit: seconds for a row.
-        gpus: as many processes at once, each with a GPU; the groups are divided among them.
-        process_per_group: end a process, and so free its memory, after each group.
-        before: called with a group before its first row.
-        complete: adds derived columns.
-
-    Returns:
-        Whether the deadline left time for all.
-    """
+    As many processes as ``gpus`` run at once, each with a GPU; the groups are divided among them. ``process_per_group``: end a
+    process, and so free its memory, after each group. ``before``: called with a group before its first row."""
     left = [task for task in tasks if not record.has(task.row)]
     print(f"{len(left)} of {len(tasks)} rows to measure", flush=True)
     groups = list(dict.fromkeys(task.group for task in left))
@@ -89,11 +85,8 @@ def measure_rows(record: Record, tasks: Sequence[RowTask], measure: Callable[[An
     if gpus == 1:
         lane(0)
     else:
-        threads = [threading.Thread(target=lane, args=(gpu,)) for gpu in range(gpus)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(gpus) as pool:
+            list(pool.map(lane, range(gpus)))
     return all(record.has(task.row) for task in left)
 
 
@@ -110,17 +103,22 @@ def _process(measure: Callable[[Any], Row], gpu: int | None) -> Worker:
                 os.environ.update(environment)
 
 
-def or_failure(measure: Callable[[], Row]) -> Row:
-    """What ``measure`` returns, or its error; memory of the GPU that nothing uses is given back."""
-    try:
-        with torch.no_grad():
-            return measure()
-    except Exception as error:
-        return {"error": str(failure(error)["error"])[:300]}
-    finally:
-        if torch.cuda.is_initialized():
-            with contextlib.suppress(Exception):  # after an error of the GPU
-                torch.cuda.empty_cache()
+def or_failure(measure: Callable[[Task], Row]) -> Callable[[Task], Row]:
+    """Decorator: the row, or the error; memory of the GPU that nothing uses is given back."""
+
+    @functools.wraps(measure)
+    def call(task: Task) -> Row:
+        try:
+            with torch.no_grad():
+                return measure(task)
+        except Exception as error:
+            return {"error": str(failure(error)["error"])[:300]}
+        finally:
+            if torch.cuda.is_initialized():
+                with contextlib.suppress(Exception):  # after an error of the GPU
+                    torch.cuda.empty_cache()
+
+    return call
 
 
 def kernel_line(name: str, row: Row, *more: str) -> str:

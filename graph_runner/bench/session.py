@@ -9,13 +9,12 @@ from collections.abc import Iterator
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from quire.attn_ops.backend import dtype_name
-from quire.graph_runner.bench import rivals as rivals  # registers them
 from quire.graph_runner.bench.host import LENGTHS, cases, host
 from quire.graph_runner.bench.models import Models, ModelSpec, config_of, free_memory, layers_asked
-from quire.graph_runner.bench.record import Result
+from quire.graph_runner.bench.record import Record
 from quire.graph_runner.bench.report import Row, complete, describe, failure, result_line, table
 from quire.graph_runner.bench.start import start
 from quire.graph_runner.bench.systems import SYSTEMS, NotMeasured
@@ -26,12 +25,9 @@ logger = logging.getLogger(__name__)
 LOG_WIDTH = 160  # of tables where the output is not a terminal
 
 
-class Run(Result):
-    """What all workloads share: device, dtype and options of the engine, and the rows.
-
-    Raises:
-        ValueError: arguments that make no sense; a subclass, too, raises it before anything is measured.
-    """
+class Run(Record):
+    """What all workloads share: device, dtype and options of the engine, and the rows. Raises ValueError for arguments that
+    make no sense; a subclass, too, raises it before anything is measured."""
 
     def __init__(self, args: argparse.Namespace, command: str) -> None:
         self.args, self.command = args, command
@@ -96,7 +92,7 @@ class Session(Run):
             WORKLOADS["decode"].limits(self.sizes)  # raises if the context is too short
         self.measure_bandwidth()
 
-    def measure(self) -> None:
+    def run(self) -> None:
         """All of it; a failure becomes a row that says why."""
         for workload in self.workloads:
             for system in self.systems:
@@ -115,14 +111,10 @@ class Session(Run):
             total, rows = self._rows(workload, system, attention, dict(self.options) if ours else {})
             # An estimate of the time left, on a terminal only. Drawn between rows: a thread that draws would take time from the
             # host's side of a step.
-            with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                          TextColumn("left"), TimeRemainingColumn(), console=self.console, transient=True, auto_refresh=False,
+            with Progress(console=self.console, transient=True, auto_refresh=False,
                           disable=not self.console.is_terminal) as bar:
-                task = bar.add_task(name, total=total)
-                for row in rows:
+                for row in bar.track(rows, total, description=name):
                     self.complete_and_keep({**common, **row})
-                    bar.advance(task)
-                    bar.refresh()
         except NotMeasured as error:
             self.complete_and_keep({**common, "error": str(error)})
         except Exception as error:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from quire.attn_ops.backend import dtype_name
-from quire.graph_runner.bench import rivals as rivals  # registers them
 from quire.graph_runner.bench import workers
 from quire.graph_runner.bench.models import Models, ModelSpec
 from quire.graph_runner.bench.report import Row

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from quire.attn_ops.ops.sampling import random_bits, sample_tokens, sample_tokens_cuda, sample_tokens_eager
-from quire.graph_runner.sampler import Sampler, SamplingTensors, sample
+from quire.graph_runner.sampler import SamplingTensors, draw, sample
 from quire.graph_runner.sampling_params import SamplingParams
 from tests.sampling import GREEDY, MIXED, sampling_tensors
 from tests.sampling import random_logits as float_logits
 
-SAMPLER = Sampler()
 random_logits = functools.partial(float_logits, dtype=torch.bfloat16)
 
 
@@ -50,7 +49,7 @@ def test_same_tokens_as_on_a_cpu(params: list[SamplingParams], vocabulary: int, 
     for position in range(3):
         cpu, gpu = both(params, position)
         expected = sample(logits, cpu).tolist()
-        assert SAMPLER(logits.cuda(), gpu).tolist() == expected
+        assert draw(logits.cuda(), gpu).tokens.tolist() == expected
         assert sample(logits.cuda(), gpu).tolist() == expected
 
 
@@ -69,9 +68,9 @@ def test_first_of_equals(chosen: list[int]) -> None:
     logits = random_logits(4, 130_000)
     logits[:, chosen] = 50.0
     _, params = both([GREEDY] * 4)
-    assert SAMPLER(logits.cuda(), params).tolist() == [min(chosen)] * 4
+    assert draw(logits.cuda(), params).tokens.tolist() == [min(chosen)] * 4
     _, params = both([GREEDY, GREEDY, GREEDY, SamplingParams()])
-    assert SAMPLER(logits.cuda(), params).tolist()[:3] == [min(chosen)] * 3
+    assert draw(logits.cuda(), params).tokens.tolist()[:3] == [min(chosen)] * 3
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -81,7 +80,7 @@ def test_only_the_invalid_rows_are_reported(value: float) -> None:
     for bad in range(len(MIXED)):
         logits = good.clone()
         logits[bad, slice(None) if value == -math.inf else 700] = value
-        tokens = SAMPLER(logits.cuda(), gpu).tolist()
+        tokens = draw(logits.cuda(), gpu).tokens.tolist()
         assert tokens == sample(logits, cpu).tolist()
         assert tokens[bad] == (700 if value == math.inf and bad == 0 else -1)
 
@@ -94,18 +93,18 @@ def test_nothing_waits_for_the_device() -> None:
     for mode in (contextlib.nullcontext(), no_sync()):  # what is compiled first may wait
         with mode:
             for given in tensors:
-                SAMPLER(logits, given)
+                draw(logits, given)
                 sample(logits, given)
 
 
 def test_captured_in_a_cuda_graph() -> None:
     logits = random_logits(len(MIXED), 1000).cuda()
     cpu, static = both(MIXED)
-    SAMPLER(logits, static)  # compiles
+    draw(logits, static)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens = SAMPLER(logits, static)
+        tokens = draw(logits, static).tokens
     for position in (0, 1, 2):
         static.position.fill_(position)
         logits.copy_(random_logits(len(MIXED), 1000) * (position + 1) / 2)

@@ -12,7 +12,8 @@ import pytest
 
 SCRIPT = """
 import os, subprocess, sys, time
-from quire.graph_runner.bench import apart, record
+from quire.graph_runner.bench import record
+from quire.graph_runner.bench.workers import run_apart
 
 def measure(way, results, args):
     if way == "good":
@@ -27,7 +28,7 @@ def measure(way, results, args):
         time.sleep(100)
 
 shares = {"stuck": 1.0, "dies": 1.0, "raises": 1.0, "good": 1.0}
-apart.run(record.script(None), shares, measure, lambda rows: [row.update(rows=len(rows)) for row in rows])
+run_apart(record.script(None), shares, measure, lambda rows: [row.update(rows=len(rows)) for row in rows])
 """
 
 

@@ -14,9 +14,8 @@ from quire.graph_runner.bench import workers
 from quire.graph_runner.bench.matrix_cells import BLOCKS, WARM, Cell, Job, Worker, cells
 from quire.graph_runner.bench.matrix_report import BEGIN, END, heat_map, markdown, merged, pairs, splice
 from quire.graph_runner.bench.models import Models, ModelSpec
-from quire.graph_runner.bench.rivals import spread_tokens
 from quire.graph_runner.bench.roofline import prefill_flops
-from quire.graph_runner.bench.systems import NotMeasured, SteppedSystem
+from quire.graph_runner.bench.systems import NotMeasured, SteppedSystem, spread_tokens
 from quire.graph_runner.cli import main
 
 DRY = ["bench", "matrix", "--device", "cpu", "--layers", "1", "--scale", "64"]

@@ -15,12 +15,13 @@ from quire.graph_runner.bench.record import Record, _age
 from quire.graph_runner.bench.row_processes import RowTask, measure_rows, or_failure
 
 
+@or_failure
 def behave(how: str) -> dict[str, Any]:
     if how == "dies":
         os._exit(3)
     if how == "hangs":
         time.sleep(100)
-    return or_failure(lambda: {"us": float(how)})
+    return {"us": float(how)}
 
 
 def tasks(*names: str) -> list[RowTask]:

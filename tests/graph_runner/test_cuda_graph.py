@@ -17,8 +17,8 @@ from quire.graph_runner.cuda_graph import CudaGraphRunner, EncoderShape, GraphSt
 from quire.graph_runner.device_graph import CpuGraphs, GraphPool, NpuGraphs, Recorded, device_graphs, register_device_graphs
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.forward_mode import CaptureHiddenMode
-from quire.graph_runner.pool_sizes import MemoryPlan
 from quire.graph_runner.step_buffers import BatchShape
+from quire.graph_runner.window_pages import MemoryPlan
 from tests.tiny import GREEDY, check_padded_bucket, decode_batch, hf_greedy, load_model, run_batch, tokens
 
 CPU = torch.device("cpu")

@@ -12,8 +12,7 @@ from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.kv_cache import PagedKVCache, bytes_per_page
 from quire.attn_ops.registry import get_backend
 from quire.graph_runner.loading import TINY_MODEL
-from quire.graph_runner.pool_sizes import PoolSizes
-from quire.graph_runner.window_pages import Reach
+from quire.graph_runner.window_pages import PoolSizes, Reach
 
 FULL = AttentionSite(layer=0, num_heads=8, num_kv_heads=2, head_dim=16, head_dim_v=16, dtype=torch.bfloat16, scale=0.25)
 WINDOW = AttentionSite(layer=1, num_heads=8, num_kv_heads=2, head_dim=16, head_dim_v=16, dtype=torch.bfloat16, scale=0.25,

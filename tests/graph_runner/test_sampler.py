@@ -14,7 +14,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, Temperature
 from quire.attn_ops.ops import sampling as draw
 from quire.attn_ops.ops.sampling import gumbel_noise, random_bits
 from quire.graph_runner import sampler
-from quire.graph_runner.sampler import Sampler, sample
+from quire.graph_runner.sampler import sample
 from quire.graph_runner.sampling_params import SamplingParams
 from tests.sampling import GREEDY, MIXED, random_logits, sampling_tensors
 
@@ -289,10 +289,9 @@ def test_logits_may_be_a_view() -> None:
     assert sample(view, build(MIXED)).tolist() == sample(view.contiguous(), build(MIXED)).tolist()
 
 
-def test_the_class_is_plain_on_a_cpu() -> None:
+def test_nothing_is_compiled_on_a_cpu() -> None:
     logits = random_logits(len(MIXED), 33)
-    instance = Sampler()
-    assert instance(logits, build(MIXED)).tolist() == sample(logits, build(MIXED)).tolist()
+    assert sampler.draw(logits, build(MIXED)).tokens.tolist() == sample(logits, build(MIXED)).tolist()
     assert not sampler._compiled.cache_info().currsize
 
 
@@ -302,7 +301,7 @@ def test_pieces_compile_once_for_all_batch_sizes(monkeypatch: pytest.MonkeyPatch
     torch._dynamo.reset()
     compiled: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {}
 
-    def get(piece: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def get(piece: Callable[..., torch.Tensor], logits: torch.Tensor) -> Callable[..., torch.Tensor]:
         if piece not in compiled:
             compiled[piece] = torch.compile(piece, dynamic=True, fullgraph=True, backend="eager")
         return compiled[piece]
@@ -313,9 +312,9 @@ def test_pieces_compile_once_for_all_batch_sizes(monkeypatch: pytest.MonkeyPatch
         with monkeypatch.context() as patch, torch._dynamo.config.patch(error_on_recompile=size > 2):
             for module in (sampler, draw):
                 patch.setattr(module, "on_gpu", lambda tensor: True)
-            assert sampler._sample(logits, params, get).tolist() == expected
+            assert sampler.draw(logits, params, get).tokens.tolist() == expected
             plain = build([SamplingParams()] * size, 3)
-            assert sampler._sample(logits, plain, get).tolist() == sample(logits, plain).tolist()
+            assert sampler.draw(logits, plain, get).tokens.tolist() == sample(logits, plain).tolist()
     assert len(compiled) == 4  # all of them
     torch._dynamo.reset()
 
@@ -334,6 +333,6 @@ def test_pieces_compile_for_cuda(vocabulary: int, monkeypatch: pytest.MonkeyPatc
     logits = random_logits(3, vocabulary)
     filters = [SamplingParams(top_k=5), SamplingParams(top_p=0.5), SamplingParams(min_p=0.1)]
     with collecting() as programs:
-        got = sampler._sample(logits, build(filters), lambda piece: sampler._compiled(piece, vocabulary))
+        got = sampler.draw(logits, build(filters), lambda piece, logits: sampler._compiled(piece, vocabulary)).tokens
     assert got.tolist() == sample(logits, build(filters)).tolist()
     assert len(programs) == 4 and all("reduction" in launches(program) for program in programs)

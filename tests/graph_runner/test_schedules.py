@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from quire.graph_runner import model_runner
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.loading import TINY_MODEL
 from tests.tiny import GREEDY, PROMPTS, SAMPLED, assert_idle, greedy_continuations, tokens, unchanged
@@ -63,7 +64,7 @@ def test_same_tokens_when_preempted(name, model, tokenizer, prompts, expected, s
 
 
 @pytest.mark.slow
-def test_compiled_by_inductor(model, tokenizer, prompts, expected) -> None:
+def test_compiled_by_inductor(model, tokenizer, prompts, expected, monkeypatch) -> None:
     inductor = pytest.importorskip("torch._inductor.cpp_builder")
     try:
         inductor.get_cpp_compiler()
@@ -71,13 +72,12 @@ def test_compiled_by_inductor(model, tokenizer, prompts, expected) -> None:
         pytest.skip("no C++ compiler")
     with unchanged(model), Engine(model, tokenizer, num_pages=40, max_num_seqs=8, compiler="inductor", fusions="all",
                                   cudagraph_capture_sizes=[4]) as engine:
-        sampler = engine.runner.sampler
-        engine.runner.sampler = None  # not needed where no row has a filter: the graph draws the tokens
-        assert tokens(engine.generate(prompts, GREEDY)) == expected
-        drawn = [replace(GREEDY, temperature=0.8 * (i % 2), seed=i) for i in range(len(prompts))]
-        found = tokens(engine.generate(prompts, drawn))
+        with monkeypatch.context() as patch:
+            patch.setattr(model_runner, "draw", None)  # not needed where no row has a filter: the graph draws the tokens
+            assert tokens(engine.generate(prompts, GREEDY)) == expected
+            drawn = [replace(GREEDY, temperature=0.8 * (i % 2), seed=i) for i in range(len(prompts))]
+            found = tokens(engine.generate(prompts, drawn))
         assert found[::2] == expected[::2] and found[1] != expected[1]
-        engine.runner.sampler = sampler
         # Beside a row with filters each keeps its own.
         assert tokens(engine.generate([prompts[0], *prompts], [SAMPLED, *drawn]))[1:] == found
     with Engine(model, tokenizer, num_pages=40, max_num_seqs=8) as engine:

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from quire.attn_ops import registry
-from quire.graph_runner.capture_shapes import launch_us, token_us
+from quire.graph_runner.capture_shapes import REASON, WithoutGraph, step_us
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.forward_mode import ForwardMode
-from quire.graph_runner.without_graph import REASON, WithoutGraph
 from tests.tiny import GREEDY, hf_greedy, load_model, tokens
 
 NATIVE = registry.get_backend("torch_native")
@@ -58,8 +57,7 @@ def test_times_of_a_model() -> None:
     """Of the matrices that every token meets: two operations for each element and token."""
     parameters = [torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")] * 3 + [
         torch.empty(999, 4096, dtype=torch.bfloat16, device="meta"), torch.empty(4096, device="meta")]
-    assert token_us(parameters, 999) == pytest.approx(3 * 2 * 4096**2 / 600e6)
-    assert launch_us(parameters, 999) == pytest.approx(3 * 195)
+    assert step_us(parameters, 999) == pytest.approx((3 * 195, 3 * 2 * 4096**2 / 600e6))
 
 
 def test_an_engine_runs_such_steps_without_graphs(monkeypatch) -> None:
