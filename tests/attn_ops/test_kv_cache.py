@@ -36,6 +36,7 @@ def test_each_tensor_is_an_allocation_of_its_own() -> None:
     tensors = [*cache.k, *cache.v]
     assert len({t.untyped_storage().data_ptr() for t in tensors}) == 6
     assert all(t.storage_offset() == 0 and t.untyped_storage().nbytes() == t.numel() * 4 for t in tensors)
+    assert make(device="meta", num_pages=10**9).k[0].is_meta
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -71,18 +72,13 @@ def test_dtypes_that_hold_no_keys(dtype) -> None:
 
 def test_sizes_by_layer() -> None:
     cache = make(num_kv_heads=[1, 4], head_dim=[8, 16], head_dim_v=[6, 16], layer_ids=[3, 7], dtype=torch.float16)
+    assert make(head_dim=24).v[0].shape[-1] == 24  # values are by default as wide as keys
     assert [tuple(t.shape) for t in cache.k] == [(5, 4, 1, 8), (5, 4, 4, 16)]
     assert [tuple(t.shape) for t in cache.v] == [(5, 4, 1, 6), (5, 4, 4, 16)]
     assert cache.index(3) == 0 and cache.index(7) == 1
     assert cache.num_bytes == 2 * 5 * 4 * (1 * (8 + 6) + 4 * (16 + 16))
     with pytest.raises(ValueError, match=r"the KV cache has no layer 0; its layers are \[3, 7\]"):
         cache.index(0)
-
-
-def test_values_may_be_narrower_than_keys() -> None:
-    cache = make(head_dim=24, head_dim_v=16)
-    assert cache.k[0].shape[-1] == 24 and cache.v[0].shape[-1] == 16
-    assert make(head_dim=24).v[0].shape[-1] == 24  # by default as wide
 
 
 def test_for_sites() -> None:
@@ -98,10 +94,6 @@ def test_bytes_per_page_is_what_a_page_takes() -> None:
     for dtype in (None, torch.float32, torch.int8, torch.float8_e5m2):
         cache = PagedKVCache.for_sites(sites, num_pages=10, page_size=4, device="cpu", dtype=dtype)
         assert bytes_per_page(sites, 4, dtype) * 10 == cache.num_bytes
-
-
-def test_meta_device_allocates_nothing() -> None:
-    assert make(device="meta", num_pages=10**9).k[0].is_meta
 
 
 @pytest.mark.parametrize("tokens, pages", [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2)])

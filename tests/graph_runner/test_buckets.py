@@ -12,21 +12,10 @@ TO_256 = [1, 2, 4, *range(8, 257, 8)]
 TO_512 = [*TO_256, *range(272, 513, 16)]
 
 
-@pytest.mark.parametrize(
-    ("max_num_seqs", "expected"),
-    [
-        (1, [1]),
-        (2, [1, 2]),
-        (3, [1, 2, 3]),
-        (8, [1, 2, 4, 8]),
-        (9, [1, 2, 4, 8, 9]),
-        (256, TO_256),
-        (257, [*TO_256, 257]),
-        (512, TO_512),
-        (600, [*TO_512, 544, 576, 600]),
-        (1024, [*TO_512, *range(544, 1025, 32)]),
-    ],
-)
+@pytest.mark.parametrize(("max_num_seqs", "expected"), [
+    (1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 9]), (256, TO_256), (257, [*TO_256, 257]),
+    (512, TO_512), (600, [*TO_512, 544, 576, 600]), (1024, [*TO_512, *range(544, 1025, 32)]),
+])
 def test_default_decode_buckets(max_num_seqs: int, expected: list[int]) -> None:
     assert decode_buckets(max_num_seqs) == expected
 

@@ -195,18 +195,6 @@ def test_small_batch_after_a_large_one(engine, model, prompts) -> None:
     assert view["query_start_loc"].tolist() == [0, 1] + [2] * 7
 
 
-def test_engine_falls_back_and_counts(model, prompts, caplog) -> None:
-    with Engine(model, num_pages=40, max_num_seqs=8, cudagraph_capture_sizes=[2]) as engine:
-        with caplog.at_level(logging.WARNING, "quire.graph_runner.cuda_graph"):
-            outputs = engine.generate(prompts[:4], GREEDY)
-        assert tokens(outputs) == [hf_greedy(model, p, GREEDY.max_tokens) for p in prompts[:4]]
-        stats = engine.runner.graphs.stats
-        assert stats.fell_back["more rows than the largest decode bucket (2)"] > 3
-        ours = [m.getMessage() for m in caplog.records if m.name == "quire.graph_runner.cuda_graph"]
-        assert ours == ["step of 4 tokens, 4 rows runs without a CUDA graph: "
-                        "more rows than the largest decode bucket (2)"]
-
-
 # Options of the runner.
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from quire.attn_ops import registry
 from quire.attn_ops.backend import UnsupportedAttention, define_state_op
 from quire.attn_ops.backends import cascade, torch_native
 from quire.attn_ops.conformance.batches import Failure, lay_out, prepared, run
@@ -36,8 +34,8 @@ SEEN = dataclasses.replace(torch_native.BACKEND, name="seen", state_op=define_st
 
 
 @pytest.fixture(autouse=True)
-def parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "REGISTRY", registry.Registry([SimpleNamespace(name="cascade", load=lambda: cascade.FAMILY)]))
+def parts(entries) -> None:
+    entries(cascade=lambda: cascade.FAMILY)
     register_backend(SEEN)
     prefixes.clear()
 
