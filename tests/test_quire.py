@@ -20,13 +20,12 @@ import quire
 def test_names() -> None:
     assert sorted(quire.__all__) == quire.__all__ == [
         "AttentionBackend", "AttentionCapabilities", "AttentionSite", "BeamSearchOutput", "BeamSearchParams",
-        "BeamSearchSequence", "CommonAttentionMetadata", "CompletionOutput", "CudagraphSupport", "Engine",
-        "EngineStats", "Logprob", "PagedKVCache", "QueueFull", "RequestOutput", "SamplingParams", "Score",
-        "Step", "StepLimits", "StreamEvent", "UnsupportedAttention", "WeightUpdateError", "WeightsGroup",
-        "assert_attention_sites", "backends", "build_tree_mask", "check_backend", "cross_attention", "current_step",
-        "define_mla_op", "define_paged_op", "define_state_op", "encoder_attention", "explain", "make_draft_metadata",
-        "merge_state", "merge_states", "paged", "register_backend", "step", "tree_attention", "tree_positions",
-        "varlen_attention",
+        "BeamSearchSequence", "CommonAttentionMetadata", "CompletionOutput", "CudagraphSupport", "Engine", "EngineStats",
+        "Logprob", "PagedKVCache", "QueueFull", "RequestOutput", "SamplingParams", "Score", "Step", "StepLimits", "StreamEvent",
+        "UnsupportedAttention", "WeightUpdateError", "WeightsGroup", "assert_attention_sites", "backends", "build_tree_mask",
+        "check_backend", "cross_attention", "current_step", "define_mla_op", "define_paged_op", "define_state_op",
+        "encoder_attention", "explain", "make_draft_metadata", "merge_state", "merge_states", "paged", "register_backend",
+        "step", "tree_attention", "tree_positions", "varlen_attention",
     ]
     for name in quire.__all__:
         thing = getattr(quire, name)

@@ -14,13 +14,8 @@ from quire.attn_ops.attention import AttentionSite, attention
 from tests.attn_ops.oracle import oracle_attention
 
 FEATURES = {
-    "plain": {},
-    "window": {"window": 3},
-    "window_of_one": {"window": 1},
-    "softcap": {"softcap": 2.0},
-    "chunk": {"chunk": 4},
-    "sinks": {"sinks": True},
-    "all": {"window": 5, "softcap": 1.5, "chunk": 4, "sinks": True},
+    "plain": {}, "window": {"window": 3}, "window_of_one": {"window": 1}, "softcap": {"softcap": 2.0}, "chunk": {"chunk": 4},
+    "sinks": {"sinks": True}, "all": {"window": 5, "softcap": 1.5, "chunk": 4, "sinks": True},
 }
 PLAIN = dict(layer=0, scale=0.35, window=None, softcap=None, chunk=None, causal=True)
 

@@ -173,8 +173,7 @@ def test_block_table_of_every_step(backend, graphs, half, prompts) -> None:
 def test_same_tokens_otherwise(name, model, tokenizer, prompts, expected) -> None:
     options = {
         "tiny_cache": dict(page_size=4, num_pages=19), "chunks": dict(prefill_chunk_size=3, max_num_batched_tokens=16),
-        "hnd": dict(kv_layout="HND", page_size=32),
-        "no_graphs": dict(cudagraph_capture_sizes=[], cudagraph_token_sizes=[]),
+        "hnd": dict(kv_layout="HND", page_size=32), "no_graphs": dict(cudagraph_capture_sizes=[], cudagraph_token_sizes=[]),
         "sync": dict(async_stepping=False, fusions="none"),
     }[name]
     options = {**QUICK, "attention": need("triton"), **options}

@@ -22,10 +22,8 @@ def test_hands_out_in_order_and_reuses_the_last_freed() -> None:
 
 
 @pytest.mark.parametrize(("operation", "pages", "message"), [
-    ("free", [1, 0], "page 0 is the null page"),
-    ("free", [1, 9], "page 9 is unknown: this allocator has the pages 1 to 3"),
-    ("free", [1, -1], "page -1 is unknown"),
-    ("free", [1, 3], "double free of page 3: freed 1 times, and it has 0 owners"),
+    ("free", [1, 0], "page 0 is the null page"), ("free", [1, 9], "page 9 is unknown: this allocator has the pages 1 to 3"),
+    ("free", [1, -1], "page -1 is unknown"), ("free", [1, 3], "double free of page 3: freed 1 times, and it has 0 owners"),
     ("free", [1, 2, 1], "double free of page 1: freed 2 times, and it has 1 owners"),
     ("share", [1, 0], "page 0 is the null page"), ("share", [1, 4], "page 4 is unknown"),
     ("share", [1, 3], "cannot share page 3: it is free"), ("allocate", -1, "cannot allocate -1 pages"),

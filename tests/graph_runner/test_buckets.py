@@ -40,8 +40,7 @@ def test_default_token_buckets() -> None:
 
 @pytest.mark.parametrize("buckets", [decode_buckets, token_buckets])
 @pytest.mark.parametrize(("maximum", "sizes", "message"), [
-    (0, None, "must be an integer of at least 1, got 0"),
-    (2.0, None, "must be an integer of at least 1, got 2.0"),
+    (0, None, "must be an integer of at least 1, got 0"), (2.0, None, "must be an integer of at least 1, got 2.0"),
     (True, None, "must be an integer of at least 1, got True"),
     (8, [], "is empty; give at least one, or None for the default list"),
     (8, [4, 0], "0 in the list to capture must be an integer of at least 1"),

@@ -173,12 +173,10 @@ def test_without_text(engine, prompts, expected) -> None:
 
 
 @pytest.mark.parametrize(("prompt", "message"), [
-    ([], "the prompt is empty; give at least one token"),
-    ("", "the prompt is empty"),
+    ([], "the prompt is empty; give at least one token"), ("", "the prompt is empty"),
     (list(range(3, 303)), "the prompt has 300 tokens; a request may have 300, prompt and continuation"),
     ([3, 1848], r"token ids \[1848\] are outside the vocabulary of 1848 tokens"),
-    ([-1, 5], r"token ids \[-1\] are outside the vocabulary"),
-    (None, "a prompt is text or a list of token ids, got 'None'"),
+    ([-1, 5], r"token ids \[-1\] are outside the vocabulary"), (None, "a prompt is text or a list of token ids, got 'None'"),
 ])
 def test_bad_prompt(prompt, message, engine, prompts, expected) -> None:
     with pytest.raises((ValueError, TypeError), match=message):

@@ -58,13 +58,12 @@ def test_lengths_that_count_the_prompt() -> None:
 REFUSED_VALUES = {
     "num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5, "constraints": ["x"], "force_words_ids": [[1]],
     "dola_layers": "low", "penalty_alpha": 0.6, "assistant_ensemble_weight": 0.5, "is_assistant": True,
-    "repetition_penalty": 1.1, "encoder_repetition_penalty": 1.1, "no_repeat_ngram_size": 2,
-    "encoder_no_repeat_ngram_size": 2, "bad_words_ids": [[3]], "forced_bos_token_id": 0, "forced_eos_token_id": 0,
-    "remove_invalid_values": True, "exponential_decay_length_penalty": (1, 1.1), "suppress_tokens": [1],
-    "begin_suppress_tokens": [1], "sequence_bias": [[[1], 0.5]], "token_healing": True, "guidance_scale": 1.5,
-    "watermarking_config": {"bias": 2.0}, "top_h": 0.4, "typical_p": 0.9, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1,
-    "max_time": 1.0, "output_attentions": True, "output_hidden_states": True, "output_scores": True,
-    "output_logits": True,
+    "repetition_penalty": 1.1, "encoder_repetition_penalty": 1.1, "no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 2,
+    "bad_words_ids": [[3]], "forced_bos_token_id": 0, "forced_eos_token_id": 0, "remove_invalid_values": True,
+    "exponential_decay_length_penalty": (1, 1.1), "suppress_tokens": [1], "begin_suppress_tokens": [1],
+    "sequence_bias": [[[1], 0.5]], "token_healing": True, "guidance_scale": 1.5, "watermarking_config": {"bias": 2.0},
+    "top_h": 0.4, "typical_p": 0.9, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "max_time": 1.0, "output_attentions": True,
+    "output_hidden_states": True, "output_scores": True, "output_logits": True,
 }
 NEEDS = {
     "early_stopping": {"num_beams": 2}, "length_penalty": {"num_beams": 2}, "top_h": {"do_sample": True},

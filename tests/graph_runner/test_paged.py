@@ -263,8 +263,7 @@ def on_instance(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("build, method", [
     (lambda: OwnMethod(small().config).eval(), "_get_logits_processor"),
-    (lambda: OwnGenerate(small().config).eval(), "generate"),
-    (lambda: on_instance(small()), "prepare_inputs_for_generation"),
+    (lambda: OwnGenerate(small().config).eval(), "generate"), (lambda: on_instance(small()), "prepare_inputs_for_generation"),
     (lambda: OwnWrapper(small().config).eval(), "_get_logits_processor"),
 ], ids=["method", "generate", "instance", "wraps"])
 def test_methods_of_the_models_own_count(build, method) -> None:

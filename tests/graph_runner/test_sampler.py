@@ -96,8 +96,7 @@ def assert_distributed(tokens: torch.Tensor, probabilities: torch.Tensor) -> Non
     "params",
     [
         SamplingParams(), SamplingParams(temperature=0.5), SamplingParams(temperature=2.0), SamplingParams(top_k=3),
-        SamplingParams(top_p=0.7), SamplingParams(min_p=0.2),
-        SamplingParams(temperature=1.5, top_k=6, top_p=0.8, min_p=0.15),
+        SamplingParams(top_p=0.7), SamplingParams(min_p=0.2), SamplingParams(temperature=1.5, top_k=6, top_p=0.8, min_p=0.15),
     ],
     ids=lambda p: f"temperature={p.temperature},top_k={p.top_k},top_p={p.top_p},min_p={p.min_p}",
 )

@@ -55,8 +55,7 @@ def test_unsupported_field_at_its_default_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"n": 0}, ValueError, "n must be at least 1, got 0"),
-        ({"n": 1.0}, TypeError, "n must be an integer, got 1.0"),
+        ({"n": 0}, ValueError, "n must be at least 1, got 0"), ({"n": 1.0}, TypeError, "n must be an integer, got 1.0"),
         ({"logprobs": -2}, ValueError, "logprobs must be at least 0, -1 for the whole vocabulary, or None for none, got -2"),
         ({"truncate_prompt_tokens": -1}, ValueError, "truncate_prompt_tokens must be at least 1, or None to keep the prompt"),
         ({"prompt_logprobs": 1.5}, TypeError, "prompt_logprobs must be an integer or None, got 1.5"),

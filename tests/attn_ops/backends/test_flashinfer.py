@@ -67,8 +67,7 @@ def on_cpu(monkeypatch):
 @pytest.mark.parametrize("installed, nvcc, reason", [
     ((), True, "flashinfer is not installed: pip install 'quire[flashinfer]'"),
     (("flashinfer",), False, "flashinfer compiles its kernels at first use, and there is no nvcc"),
-    (("flashinfer",), True, None),
-    (("flashinfer", "flashinfer_jit_cache"), False, None),
+    (("flashinfer",), True, None), (("flashinfer", "flashinfer_jit_cache"), False, None),
 ])
 def test_available(monkeypatch, installed, nvcc, reason) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
@@ -79,8 +78,7 @@ def test_available(monkeypatch, installed, nvcc, reason) -> None:
 
 
 @pytest.mark.parametrize("changes, reason", [
-    (dict(chunk=64), "no chunk"),
-    (dict(causal=False), "no non-causal attention"),
+    (dict(chunk=64), "no chunk"), (dict(causal=False), "no non-causal attention"),
     (dict(head_dim_v=64), "head dims 128/64 (has 64, 128 and 256, the same for values)"),
     (dict(head_dim=80, head_dim_v=80), "head dims 80/80 (has 64, 128 and 256, the same for values)"),
     (dict(dtype=torch.float32), "dtype float32 (has bfloat16, float16)"),
@@ -139,10 +137,8 @@ def test_workspace_bytes() -> None:
 # How it drives the library.
 
 BATCHES = {
-    "decode": ([1, 1, 1, 1], [1, 17, 40, 16]),
-    "prefill": ([5, 33, 16], [5, 33, 40]),
-    "mixed": ([1, 1, 7, 1, 20], [9, 33, 7, 50, 37]),
-    "prefill first": ([7, 1, 1], [20, 5, 18]),
+    "decode": ([1, 1, 1, 1], [1, 17, 40, 16]), "prefill": ([5, 33, 16], [5, 33, 40]),
+    "mixed": ([1, 1, 7, 1, 20], [9, 33, 7, 50, 37]), "prefill first": ([7, 1, 1], [20, 5, 18]),
     "with idle rows": ([1, 0, 3, 0], [5, 12, 3, 40]),
 }
 

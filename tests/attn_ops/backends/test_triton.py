@@ -76,8 +76,7 @@ def test_features(features):
 def test_window_and_chunk_visit_no_key_outside():
     """Keys and values that no query may see are NaN: reading one, even with weight 0, would show."""
     for features, query, seq, unseen in (
-        (dict(window=9), 1, 100, 88), (dict(window=9), 12, 100, 76), (dict(chunk=32), 1, 100, 96),
-        (dict(chunk=32), 3, 100, 96),
+        (dict(window=9), 1, 100, 88), (dict(window=9), 12, 100, 76), (dict(chunk=32), 1, 100, 96), (dict(chunk=32), 3, 100, 96),
     ):
         case = make_case([query, 1], [seq, 1], **SMALL, **features)
         pages = case.metadata.block_table_tensor[0, : unseen // 4].long()

@@ -113,8 +113,7 @@ class CausalIf(Tiny):
     (NoPositions(), "NoPositions.forward takes no position_ids; a ragged batch cannot be given to it"),
     (Breaks(Attention(4, 2, is_causal=True)), "Breaks could not be traced into one graph"),
     (CausalIf(), r"CausalIf could not be traced .*condition on the length as is_causal .*is_causal=True.*test_paged_model.py"),
-    (tiny(is_causal=True, dropout_p=0.5), "layers.0: dropout 0.5"),
-    (Tiny(), "no attention was found"),
+    (tiny(is_causal=True, dropout_p=0.5), "layers.0: dropout 0.5"), (Tiny(), "no attention was found"),
 ])
 def test_refused(model, message) -> None:
     with pytest.raises(UnsupportedAttention, match=message):

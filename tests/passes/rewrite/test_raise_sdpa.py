@@ -137,8 +137,7 @@ def expand_reshape(x, times):
 
 
 REPEATS = {
-    "expand_reshape": expand_reshape,
-    "repeat_interleave": lambda x, times: x.repeat_interleave(times, dim=1),
+    "expand_reshape": expand_reshape, "repeat_interleave": lambda x, times: x.repeat_interleave(times, dim=1),
     "repeat_interleave_torch": lambda x, times: torch.repeat_interleave(x, times, 1),
     "flatten": lambda x, times: x.unsqueeze(2).expand(-1, -1, times, -1, -1).flatten(1, 2),
     "unsqueeze_repeat": lambda x, times: x.unsqueeze(2).repeat(1, 1, times, 1, 1).view(x.shape[0], -1, *x.shape[2:]),
@@ -147,8 +146,7 @@ REPEATS = {
 
 # Heads 0 1 0 1 and not 0 0 1 1, or one of them changed: another model. Its keys are cached as they are, which is right.
 TILES = {
-    "repeat": lambda x, times: x.repeat(1, times, 1, 1),
-    "cat": lambda x, times: torch.cat([x] * times, dim=1),
+    "repeat": lambda x, times: x.repeat(1, times, 1, 1), "cat": lambda x, times: torch.cat([x] * times, dim=1),
     "expand_other_side": lambda x, times: x.unsqueeze(1).expand(-1, times, -1, -1, -1).flatten(1, 2),
     "changed_copy": lambda x, times: x.repeat_interleave(times, 1) * torch.tensor([1.0, 2.0, 1.0, 1.0]).view(1, 4, 1, 1),
 }
