@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from quire import AttentionBackend, UnsupportedAttention, check_backend
 from quire.attn_ops.attention import AttentionSite, Latent, attention_eager
-from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
 from quire.attn_ops.backends import cutlass_mla, flashinfer_mla, flashmla, torch_native, trtllm_mla
-from quire.attn_ops.conformance.report import check_backend
 from quire.attn_ops.kv_cache import PagedKVCache, bytes_per_page, token_bytes
 from quire.attn_ops.mla import absorb_query, expand_output, mla_attention, split_weight
 from quire.attn_ops.registry import backends, get_backend

@@ -16,9 +16,8 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import quire
+from quire import Engine, SamplingParams
 from quire.graph_runner.capture_shapes import FAST_GPUS
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.step_buffers import BatchShape
 from tests.gpu.helpers import check_likely, need
 from tests.tiny import GREEDY, PROMPTS, assert_idle, check_padded_bucket, hf_greedy, tokens, unchanged, with_other_weights

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from quire import Engine, SamplingParams
 from quire.attn_ops.ops import experts
 from quire.attn_ops.ops.routing import topk_rows, topk_rows_eager
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.step_buffers import BatchShape
+from tests.gpu.helpers import captured
 from tests.tiny import assert_idle, check_padded_bucket, tokens
 from tests.zoo.configs import SERVED, build
 
@@ -130,11 +130,7 @@ def test_in_a_cuda_graph(path: str) -> None:
     def run() -> torch.Tensor:
         return experts.expert_linear_cuda(x, weight, bias, ids, transposed, path=path)
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    graph, out = captured(run)
     for change in (lambda: ids.fill_(3), lambda: ids.random_(32), lambda: ids.fill_(32), lambda: x.normal_()):
         change()
         graph.replay()

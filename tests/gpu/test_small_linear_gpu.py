@@ -11,6 +11,7 @@ from quire.attn_ops.ops.small_linear_wide import unpacked
 from quire.attn_ops.tuning.launch_config import INT4, STORE
 from quire.attn_ops.tuning.small_linear import LinearShape, candidates, missing, tune
 from tests.attn_ops.cases import shape_of_key
+from tests.gpu.helpers import captured
 
 
 def arguments(tokens: int, n: int, k: int, swiglu: bool):
@@ -94,11 +95,7 @@ def test_int4_is_pytorchs(tokens) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, ops.MAX_TOKENS])
 def test_in_a_cuda_graph(tokens) -> None:
     args = arguments(tokens, 4096, 4096, False)
-    ops.small_linear(*args)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = ops.small_linear(*args)
+    graph, out = captured(lambda: ops.small_linear(*args))
     args[0].normal_()
     graph.replay()
     assert torch.equal(out, ops.small_linear(*args))
@@ -132,11 +129,7 @@ def test_dependent_launch(tokens) -> None:
         return y
 
     expected = chain(False).clone()
-    chain(True)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain(True)
+    graph, out = captured(lambda: chain(True))
     for scale in (1, 2, 1):
         x.copy_(first[0] * scale)
         graph.replay()

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from quire.attn_ops.attention import AttentionSite
+from quire import AttentionSite, Engine
 from quire.attn_ops.backends.triton import BACKEND
 from quire.attn_ops.backends.triton.decode import DecodeConfig
 from quire.attn_ops.backends.triton.extend import ExtendConfig
@@ -17,10 +17,9 @@ from quire.attn_ops.kernels.host import Caches, kernel_module
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.graph_runner.bench.attention_op import decode_point, measure, op_batch, work
 from quire.graph_runner.bench.roofline import copy_bandwidth
-from quire.graph_runner.engine import Engine
 from tests.attn_ops.cases import check_case, check_output, make_case, run_case
 from tests.attn_ops.oracle import quantized
-from tests.gpu.helpers import check_likely
+from tests.gpu.helpers import captured, check_likely
 from tests.tiny import GREEDY, small_llama, tokens
 
 LLAMA = dict(num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, device="cuda")
@@ -217,11 +216,7 @@ def test_graph_captured_short_and_replayed_long(bucket, features):
                          poison=float("nan"))
 
     static = batch(*batches[0], seed=0)
-    run_case(BACKEND, static)  # compiles the kernels
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run_case(BACKEND, static)
+    graph, out = captured(lambda: run_case(BACKEND, static))
     previous = None
     for seed, (query_lens, seq_lens) in enumerate(batches[1:], 1):
         case = batch(query_lens, seq_lens, seed)

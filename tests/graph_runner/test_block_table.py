@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from quire import Engine, SamplingParams
 from quire.attn_ops.kv_cache import pages_for
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.sampling_params import SamplingParams
 from tests.tiny import assert_idle, hf_greedy, small_llama
 
 

@@ -80,6 +80,9 @@ def test_named_lists() -> None:
     assert decode_buckets(100, "powers") == [1, 2, 4, 8, 16, 32, 64, 100]
     assert token_buckets(40, "powers") == [1, 2, 4, 8, 16, 32, 40] and token_buckets(40, "vllm") == [1, 2, 4, 8, 16, 24, 32, 40]
     assert token_buckets(300, "sglang") == token_buckets(300) and 1152 not in token_buckets(2048, "sglang")
+    for buckets in (decode_buckets, token_buckets):
+        with pytest.raises(ValueError, match="no list of capture sizes is called 'squares'; there are sglang, vllm, powers"):
+            buckets(8, "squares")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -88,9 +91,3 @@ def test_every_list_ends_with_the_maximum(policy, largest) -> None:
     """SGLang 0.5.2's list with cuda_graph_max_bs, and vLLM's, may miss it: the largest batches would have no graph."""
     for found in (decode_buckets(largest, policy), token_buckets(largest, policy)):
         assert found[-1] == largest and found == sorted(set(found))
-
-
-def test_an_unknown_list() -> None:
-    for buckets in (decode_buckets, token_buckets):
-        with pytest.raises(ValueError, match="no list of capture sizes is called 'squares'; there are sglang, vllm, powers"):
-            buckets(8, "squares")

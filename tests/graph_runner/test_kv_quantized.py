@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import quire
-from quire.attn_ops.attention import AttentionSite
+from quire import AttentionSite, Engine
 from quire.attn_ops.kv_cache import pages_for
 from quire.attn_ops.registry import get_backend
-from quire.graph_runner.engine import Engine
 from quire.graph_runner.model_runner import CPU_KV_BYTES
 from quire.passes.backend import quire_backend
 from tests.steps import serve

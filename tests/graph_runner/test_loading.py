@@ -21,10 +21,9 @@ from transformers import (
     T5Config,
 )
 
-from quire.attn_ops.backend import UnsupportedAttention
+from quire import Engine, UnsupportedAttention
 from quire.graph_runner import loading
 from quire.graph_runner.config import EngineConfig
-from quire.graph_runner.engine import Engine
 from quire.graph_runner.step_buffers import BatchShape
 from tests.tiny import load_model, load_tokenizer
 
@@ -47,13 +46,10 @@ def test_load_a_path(path) -> None:
     assert loading.load(path, ours, dtype=torch.bfloat16)[1] is ours
 
 
-def test_load_a_model() -> None:
+def test_load_a_model(tmp_path) -> None:
     model, tokenizer = nn.Linear(2, 2), load_tokenizer()
     assert loading.load(model, tokenizer) == (model, tokenizer)
     assert loading.load(model, None) == (model, None)
-
-
-def test_load_without_tokenizer_files(tmp_path) -> None:
     AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
     assert loading.load(tmp_path, None)[1] is None
 

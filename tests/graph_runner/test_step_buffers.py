@@ -216,10 +216,7 @@ def test_forward_batch() -> None:
     host = buffer.fill(DECODE, shape)
     made = buffer.forward_batch(shape, host, DECODE)
     assert made.metadata.max_query_len == 1 and made.forward_mode is ForwardMode.DECODE
-
-
-def test_metadata_of_padding_only() -> None:
-    """What graphs are captured on: no live row, and bounds of one token."""
+    # What graphs are captured on: no live row, and bounds of one token.
     made = buffers().forward_batch(BatchShape(4, 4))
     meta = made.metadata
     assert made.forward_mode is ForwardMode.IDLE
@@ -286,6 +283,10 @@ def test_only_new_pages_are_sent() -> None:
     for change in ([2 * WIDTH + 1], []):
         check(buffer, batch_of(ScheduledRow(request.request, 4, 1, True)), shape)
         assert buffer.views(shape)["change_at"].tolist() == change + [SLOTS * WIDTH] * (4 - len(change))
+    # A step has room for the pages that its own tokens need; after failures there can be more.
+    buffer = buffers()
+    assert len(buffer.views(BatchShape(2, 2))["change_at"]) == 2
+    check(buffer, batch_of(row(0, 20, 1, [1, 2, 3, 4, 5, 6]), row(3, 8, 1, [9, 8, 7, 11])), BatchShape(2, 2))
 
 
 def test_a_step_that_failed_leaves_nothing_out() -> None:
@@ -306,13 +307,6 @@ def test_a_step_that_failed_leaves_nothing_out() -> None:
         check(buffer, batch, shape)
         buffer.fill(batch_of(row(2, 3, 1, [6])), shape)  # its slot goes to another, whose first step fails as well
         check(buffer, batch_of(row(2, 7, 1, [8, 3])), shape)
-
-
-def test_more_new_pages_than_there_is_room_for() -> None:
-    """A step has room for the pages that its own tokens need; after failures there can be more."""
-    buffer = buffers()
-    assert len(buffer.views(BatchShape(2, 2))["change_at"]) == 2
-    check(buffer, batch_of(row(0, 20, 1, [1, 2, 3, 4, 5, 6]), row(3, 8, 1, [9, 8, 7, 11])), BatchShape(2, 2))
 
 
 def test_interrupted_while_packing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,11 @@ import random
 import pytest
 import torch
 
-from quire.attn_ops.backend import UnsupportedAttention, define_state_op
+from quire import CommonAttentionMetadata, UnsupportedAttention, define_state_op
 from quire.attn_ops.backends import cascade, torch_native
 from quire.attn_ops.conformance.batches import Failure, lay_out, prepared, run
 from quire.attn_ops.conformance.checks import Kit, Skip
 from quire.attn_ops.kernels.launch import recording
-from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.registry import get_backend, register_backend
 from tests.attn_ops.cases import SITE as SITE_3
 from tests.attn_ops.cases import make_backend

@@ -9,13 +9,12 @@ import random
 import pytest
 import torch
 
-from quire.attn_ops.backend import UnsupportedAttention
+from quire import UnsupportedAttention, check_backend
 from quire.attn_ops.backends import double_sparsity as module
 from quire.attn_ops.backends.double_sparsity.decode import choose_eager, choose_triton, decode_eager, decode_triton
 from quire.attn_ops.backends.double_sparsity.labels import LayerLabels, Options, labels_of
 from quire.attn_ops.conformance.batches import Batch, Failure, check, lay_out, run
 from quire.attn_ops.conformance.checks import DECODE, MIXED
-from quire.attn_ops.conformance.report import check_backend
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.registry import all_backends, backends, get_backend
 from tests.attn_ops.oracle import oracle_attention

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from quire.attn_ops.backend import CudagraphSupport, define_paged_op
+from quire import CudagraphSupport, current_step, define_paged_op
 from quire.attn_ops.backends import torch_native, two_batch
 from quire.attn_ops.conformance.batches import compare, lay_out, run
 from quire.attn_ops.conformance.checks import Kit, Skip
 from quire.attn_ops.registry import get_backend, register_backend
-from quire.attn_ops.step import current_step
 from tests.attn_ops.cases import SITE as SITE_3
 
 SITE = dataclasses.replace(SITE_3, layer=0)

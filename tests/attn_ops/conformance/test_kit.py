@@ -313,9 +313,6 @@ def test_undeclared_features_must_be_refused() -> None:
     careless = dataclasses.replace(plain, capabilities=Careless(**fields))
     assert {"feature window", "feature sinks", "layout HND", "page size 4", "non-causal",
             "KV cache int8"} <= failures(careless)
-
-
-def test_a_declaration_that_cannot_be_kept() -> None:
     assert "non-causal" in failures(broken(lambda given: None, non_causal=True), "non-causal")
 
 

@@ -26,12 +26,19 @@ def test_mixed_batch() -> None:
     assert meta.logits_indices.tolist() == [2, 2, 3]
     assert (meta.num_reqs, meta.num_actual_tokens, meta.num_tokens) == (3, 4, 4)
     assert (meta.max_query_len, meta.max_seq_len, meta.page_size) == (3, 10, 4)
+    meta = build([2], [2], [[1]], page_size=4)
+    assert {meta.query_start_loc.dtype, meta.seq_lens.dtype, meta.block_table_tensor.dtype} == {torch.int32}
+    assert {meta.slot_mapping.dtype, meta.positions.dtype, meta.logits_indices.dtype} == {torch.int64}
 
 
 
-def test_pages_that_sequences_read_may_be_shared() -> None:
+def test_slots() -> None:
     meta = build([1, 2], [6, 7], [[3, 8], [3, 9, -1]], page_size=4)
     assert meta.slot_mapping.tolist() == [8 * 4 + 1, 9 * 4 + 1, 9 * 4 + 2]
+    table = torch.tensor([[7, 3, 0], [1, 0, 0]])  # entries past a sequence's pages are free to be the null page
+    assert build([1, 1], [20, 2], table, page_size=16).slot_mapping.tolist() == [3 * 16 + 3, 16 + 1]
+    page = 2**28
+    assert build([1], [1], [[page]], page_size=16).slot_mapping.tolist() == [page * 16]
 
 
 def test_max_page() -> None:
@@ -41,17 +48,6 @@ def test_max_page() -> None:
     assert build([], [], [], page_size=4).max_page == 0
 
 
-def test_dtypes() -> None:
-    meta = build([2], [2], [[1]], page_size=4)
-    assert {meta.query_start_loc.dtype, meta.seq_lens.dtype, meta.block_table_tensor.dtype} == {torch.int32}
-    assert {meta.slot_mapping.dtype, meta.positions.dtype, meta.logits_indices.dtype} == {torch.int64}
-
-
-def test_block_table_as_a_tensor() -> None:
-    table = torch.tensor([[7, 3, 0], [1, 0, 0]])  # entries past a sequence's pages are free to be the null page
-    assert build([1, 1], [20, 2], table, page_size=16).slot_mapping.tolist() == [3 * 16 + 3, 16 + 1]
-
-
 def test_empty_batch() -> None:
     meta = build([], [], [], page_size=4)
     assert meta.query_start_loc.tolist() == [0] and meta.slot_mapping.tolist() == meta.positions.tolist() == []
@@ -59,11 +55,6 @@ def test_empty_batch() -> None:
     padded = meta.padded(2, 3)
     assert padded.query_start_loc.tolist() == [0, 0, 0, 0] and padded.slot_mapping.tolist() == [-1, -1]
     assert padded.logits_indices.tolist() == [0, 0, 0]  # an index that exists, though nothing is there
-
-
-def test_large_slots_do_not_overflow() -> None:
-    page = 2**28
-    assert build([1], [1], [[page]], page_size=16).slot_mapping.tolist() == [page * 16]
 
 
 # Padding.
@@ -80,10 +71,7 @@ def test_padding() -> None:
     assert padded.logits_indices.tolist() == [1, 2, 2, 2]
     assert (padded.num_reqs, padded.num_actual_tokens, padded.num_tokens) == (2, 3, 6)  # the first two without padding
     assert padded.query_start_loc.dtype == torch.int32 and padded.slot_mapping.dtype == torch.int64
-
-
-def test_padding_by_nothing_and_without_padding() -> None:
-    """A planner that reads the live part sees the batch as it was built."""
+    # A planner that reads the live part sees the batch as it was built.
     meta = build([2, 1], [5, 9], [[3, 4], [1, 2, 6]], page_size=4)
     for same in (meta.padded(3, 2), meta.padded(6, 4).unpadded()):
         for field in dataclasses.fields(meta):

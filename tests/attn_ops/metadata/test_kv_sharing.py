@@ -30,9 +30,6 @@ def test_the_worked_example() -> None:
     assert got.seq_lens is meta.seq_lens and got.slot_mapping is meta.slot_mapping
     assert isinstance(got, metadata.KVSharingFastPrefillMetadata)
     assert all(hasattr(got, name) for name, _, _ in metadata.KV_SHARING_FAST_PREFILL_METADATA_FIELDS)
-
-
-def test_nothing_to_leave_out() -> None:
     plain, decode = make_batch([3], [3]), wanted(make_batch([1, 1], [4, 5]), [0, 1])
     assert fast(plain) is plain and fast(decode) is decode
 

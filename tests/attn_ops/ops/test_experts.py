@@ -266,9 +266,6 @@ def test_opcheck() -> None:
     for options in (dict(bias=True), dict(transposed=True, each=True), {}):
         torch.library.opcheck(expert_linear, case(3, dtype=torch.float32, **options))  # type: ignore[arg-type]
     torch.library.opcheck(experts.expert_swiglu, swiglu_case(3, dtype=torch.float32))
-
-
-def test_fake_for_any_number_of_tokens() -> None:
     with FakeTensorMode():
         weight = torch.empty(8, 32, 64, device="cuda")
         out = expert_linear(torch.empty(5, 64, device="cuda"), weight, None, torch.empty(5, 2, dtype=torch.int64), False)

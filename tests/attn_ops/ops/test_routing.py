@@ -41,6 +41,10 @@ def test_views_and_no_rows() -> None:
     for view in (x.t()[:, ::2], x[:, 3:9], x[::2]):
         assert all(map(torch.equal, routing.topk_rows_cuda(view, 2), routing.topk_rows_eager(view, 2)))
     assert [t.shape for t in routing.topk_rows_cuda(x[:0], 2)] == [(0, 2), (0, 2)]
+    none = torch.zeros(0, 8, device=DEVICE)
+    assert [t.shape for t in routing.route_rows_cuda(none, None, 2, False, True, 0.0, 1, 1, 1)] == [(0, 2), (0, 2)]
+    long = torch.randn(2, 600, device=DEVICE)
+    assert routing.route_rows_cuda(long, None, 2, False, True, 0.0, 1, 1, 1)[1].tolist() == long.topk(2)[1].tolist()
 
 
 #: experts, k, sigmoid, normalize, groups, top_groups, group_best, bias: deepseek_v2-lite, deepseek_v2, qwen3_moe, deepseek_v3,
@@ -96,13 +100,6 @@ def test_router_refuses(change, message) -> None:
     for route in (routing.route_rows_eager, routing.route_rows_cuda):
         with pytest.raises(ValueError, match=message):
             route(torch.zeros(2, 8), *options.values())
-
-
-def test_router_of_no_rows_and_long_ones() -> None:
-    none = torch.zeros(0, 8, device=DEVICE)
-    assert [t.shape for t in routing.route_rows_cuda(none, None, 2, False, True, 0.0, 1, 1, 1)] == [(0, 2), (0, 2)]
-    long = torch.randn(2, 600, device=DEVICE)
-    assert routing.route_rows_cuda(long, None, 2, False, True, 0.0, 1, 1, 1)[1].tolist() == long.topk(2)[1].tolist()
 
 
 def test_opcheck() -> None:

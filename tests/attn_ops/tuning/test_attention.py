@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from quire import AttentionBackend, AttentionCapabilities, CudagraphSupport, backends, register_backend
 from quire.attn_ops.attention import AttentionSite, Latent
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
 from quire.attn_ops.backends import hybrid, torch_native
-from quire.attn_ops.registry import backends, register_backend
 from quire.attn_ops.selection import select_backend
 from quire.attn_ops.tuning import attention as tuning
 from quire.attn_ops.tuning.attention import Measurement

@@ -11,10 +11,9 @@ import pytest
 import torch
 import transformers
 
+from quire import AttentionCapabilities, CommonAttentionMetadata, UnsupportedAttention
 from quire.attn_ops.attention import attention
-from quire.attn_ops.backend import AttentionCapabilities, UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.step import Step, running
 from quire.passes.capture import hf_interface
@@ -201,7 +200,7 @@ def test_eager_paged_steps(name) -> None:
         assert (out - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
-def test_eager_paged_step_refuses_a_latent_cache() -> None:
+def test_eager_paged_steps_refuse() -> None:
     """Without a graph there are keys and values only, which a cache of latent vectors cannot hold."""
     model = model_of("deepseek_v3")
     cache = PagedKVCache.for_model(model, num_pages=4, page_size=4, latent=True)
@@ -209,10 +208,7 @@ def test_eager_paged_step_refuses_a_latent_cache() -> None:
     with (hf_interface.interface_active(model), running(Step(cache, meta)), torch.no_grad(),
           pytest.raises(UnsupportedAttention, match="holds latent vectors .* torch.compile")):
         model(input_ids=torch.ones(1, 5, dtype=torch.long), position_ids=meta.positions[None], use_cache=False)
-
-
-def test_eager_paged_step_refuses_what_the_backend_cannot() -> None:
-    """Layer 0 has a window, layer 1 has none: whichever comes, it is checked."""
+    # Layer 0 has a window, layer 1 has none: whichever comes, it is checked.
     plain = AttentionCapabilities(devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32}))
     weak = dataclasses.replace(get_backend("torch_native"), name="weak", capabilities=plain)
     model = model_of("gemma2")

@@ -12,10 +12,8 @@ import transformers
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from quire.attn_ops.backend import UnsupportedAttention
+from quire import CommonAttentionMetadata, Step, UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.metadata import CommonAttentionMetadata
-from quire.attn_ops.step import Step
 from quire.passes.capture.paged_model import PagedModel, find_sites
 from quire.passes.options import QuireOptions
 from quire.passes.verify.sites import check_config, format_sites
@@ -72,6 +70,12 @@ def test_the_model_is_left_as_it_was_when_it_is_refused() -> None:
     with pytest.raises(UnsupportedAttention, match="dropout"):
         PagedModel(model, EAGER)
     assert model.training
+    # Dynamo wraps it in pages of text.
+    model = build(SERVED["llama"])
+    model.model.layers[1].self_attn.layer_idx = None
+    with pytest.raises(UnsupportedAttention) as refused:
+        PagedModel(model, EAGER)
+    assert str(refused.value) == "LlamaAttention (layer None) has no integer layer_idx; quire cannot tell its KV cache."
 
 
 def test_find_sites_leaves_the_model_alone() -> None:
@@ -217,15 +221,6 @@ def test_a_model_dropped_unclosed_has_weights_of_their_own() -> None:
         gc.collect()
     assert len(storages()) == count
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
-
-
-def test_an_error_of_ours_while_tracing_comes_out_as_it_is() -> None:
-    """Dynamo wraps it in pages of text."""
-    model = build(SERVED["llama"])
-    model.model.layers[1].self_attn.layer_idx = None
-    with pytest.raises(UnsupportedAttention) as refused:
-        PagedModel(model, EAGER)
-    assert str(refused.value) == "LlamaAttention (layer None) has no integer layer_idx; quire cannot tell its KV cache."
 
 
 def test_logits_may_come_in_a_tuple() -> None:

@@ -14,10 +14,9 @@ from expecttest import assert_expected_inline
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from quire import CommonAttentionMetadata, Step
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops.small_linear import small_linear
-from quire.attn_ops.step import Step
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.compile.regions import compile_by_regions
 from quire.passes.fake_values import compute_value
