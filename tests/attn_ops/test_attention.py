@@ -146,8 +146,8 @@ def test_gradients_not_causal_and_in_half_precision() -> None:
 # Registration, tracing.
 
 
-@pytest.mark.parametrize("features", ["plain", "all"])
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("features", "grad"), [("plain", False), ("all", False), ("all", True),
+                                                pytest.param("plain", True, marks=pytest.mark.slow)])
 def test_opcheck(features, grad) -> None:
     q, k, v, sinks = (t.requires_grad_(grad) for t in tensors(5, 7))
     sinks, options = options_of(FEATURES[features], sinks)
