@@ -21,6 +21,9 @@ def test_stages_within_stages(monkeypatch: pytest.MonkeyPatch) -> None:
             clock.now += 5
     assert since(before) == pytest.approx({"outer": 1, "inner": 9})
     assert format_seconds({"a": 1.0, "b": 2.5}) == "b 2.5 s, a 1.0 s"
+
+
+def test_a_stage_that_fails_counts() -> None:
     before = dict(seconds)
     with pytest.raises(ValueError), timed("outer"), timed("failing"):
         raise ValueError
