@@ -21,19 +21,14 @@ PACKAGES = ("attn_ops", "passes", "graph_runner", "integrations")  # installed a
 # door.
 FORBIDDEN = {
     "attn_ops": {"quire", "quire.passes", "quire.graph_runner", "quire.integrations", "transformers"},
-    "passes": {"quire", "quire.graph_runner", "quire.integrations"},
-    "graph_runner": {"quire", "quire.integrations"},
+    "passes": {"quire", "quire.graph_runner", "quire.integrations"}, "graph_runner": {"quire", "quire.integrations"},
     "integrations": {"quire"},
 }
 
 # In this order; each file uses only terms that the earlier ones define.
 READING_PATH = (
-    "README.md",
-    "attn_ops/attention.py",
-    "attn_ops/backends/torch_native.py",
-    "passes/rewrite/lower.py",
-    "graph_runner/cuda_graph.py",
-    "graph_runner/engine.py",
+    "README.md", "attn_ops/attention.py", "attn_ops/backends/torch_native.py", "passes/rewrite/lower.py",
+    "graph_runner/cuda_graph.py", "graph_runner/engine.py",
 )
 MAX_READING_LINES = 300  # a file of the reading path has fewer
 MAX_LINES = 450  # of any source file

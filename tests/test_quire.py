@@ -20,22 +20,18 @@ import quire
 def test_names() -> None:
     assert sorted(quire.__all__) == quire.__all__ == [
         "AttentionBackend", "AttentionCapabilities", "AttentionSite", "BeamSearchOutput", "BeamSearchParams",
-        "BeamSearchSequence", "CommonAttentionMetadata", "CompletionOutput", "CudagraphSupport", "Engine",
-        "EngineStats", "Logprob", "PagedKVCache", "QueueFull", "RequestOutput", "SamplingParams", "Score",
-        "Step", "StepLimits", "StreamEvent", "UnsupportedAttention", "WeightUpdateError", "WeightsGroup",
-        "assert_attention_sites", "backends", "build_tree_mask", "check_backend", "cross_attention", "current_step",
-        "define_mla_op", "define_paged_op", "define_state_op", "encoder_attention", "explain", "make_draft_metadata",
-        "merge_state", "merge_states", "paged", "register_backend", "step", "tree_attention", "tree_positions",
-        "varlen_attention",
+        "BeamSearchSequence", "CommonAttentionMetadata", "CompletionOutput", "CudagraphSupport", "Engine", "EngineStats",
+        "Logprob", "PagedKVCache", "QueueFull", "RequestOutput", "SamplingParams", "Score", "Step", "StepLimits", "StreamEvent",
+        "UnsupportedAttention", "WeightUpdateError", "WeightsGroup", "assert_attention_sites", "backends", "build_tree_mask",
+        "check_backend", "cross_attention", "current_step", "define_mla_op", "define_paged_op", "define_state_op",
+        "encoder_attention", "explain", "make_draft_metadata", "merge_state", "merge_states", "paged", "register_backend",
+        "step", "tree_attention", "tree_positions", "varlen_attention",
     ]
     for name in quire.__all__:
         thing = getattr(quire, name)
         assert inspect.getdoc(thing), f"quire.{name} has no docstring"
     assert issubclass(quire.UnsupportedAttention, ValueError)
-
-
-def test_names_are_lazy_and_typed() -> None:
-    """The imports that type checkers read are those that ``__getattr__`` makes; a bad name lists the good ones."""
+    # The imports that type checkers read are those that ``__getattr__`` makes; a bad name lists the good ones.
     tree = ast.parse(Path(quire.__file__).read_text())
     (typed,) = [node for node in tree.body if isinstance(node, ast.If)]
     imports = {alias.asname: str(node.module) for node in typed.body if isinstance(node, ast.ImportFrom)

@@ -55,6 +55,8 @@ def test_results(names: dict[str, Any]) -> None:
 def test_names_exist(names: dict[str, Any]) -> None:
     used = set(re.findall(r"\bquire\.(\w+)[.(]", "\n".join(BLOCKS))) - {"graph_runner"}
     assert used <= set(quire.__all__) and len(used) >= 8
+    assert 'logging.getLogger("quire").setLevel(logging.INFO)' in README
+    assert any(record.name.startswith("quire.graph_runner.") for record in names["records"])
 
 
 def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,8 +74,3 @@ def test_versions_are_those_of_the_package() -> None:
         assert f'"{declared}"' in line
         assert declared.replace(">=", " ") + " or newer" in README
     assert project["version"] == quire.__version__
-
-
-def test_logger(names: dict[str, Any]) -> None:
-    assert 'logging.getLogger("quire").setLevel(logging.INFO)' in README
-    assert any(record.name.startswith("quire.graph_runner.") for record in names["records"])

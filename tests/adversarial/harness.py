@@ -12,11 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import quire
-from quire.attn_ops.backend import UnsupportedAttention
+from quire import Step, UnsupportedAttention, step
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.step import Step
 from quire.passes.capture.paged_model import PagedModel, QuireOptions
-from quire.passes.step import step
 from tests.steps import serve
 
 VOCAB, WIDTH, HEADS, DIM, PAGE = 32, 16, 4, 4, 4

@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import quire
-from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.step import step
+from quire import UnsupportedAttention, step
 from tests.adversarial.generator import ATTENDING, mix_of, mixes, modules
 from tests.adversarial.harness import (
     DIM,

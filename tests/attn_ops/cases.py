@@ -3,17 +3,22 @@ registry and selection."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from unittest import mock
 
+import pytest
 import torch
 
-from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities
+from quire import AttentionBackend, AttentionCapabilities, AttentionSite, check_backend
+from quire.attn_ops.conformance import states
 from quire.attn_ops.conformance.batches import Batch as Case
 from quire.attn_ops.conformance.batches import bits, lay_out
 from quire.attn_ops.conformance.batches import check as check_case
 from quire.attn_ops.conformance.batches import compare as check_output
 from quire.attn_ops.conformance.batches import run as run_case
+from quire.attn_ops.conformance.checks import Kit
+from quire.attn_ops.conformance.mla import MlaKit
 
 
 def make_case(
@@ -27,6 +32,20 @@ def make_case(
         layer=0, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=head_dim_v or head_dim,
         dtype=dtype, scale=head_dim**-0.5 if scale is None else scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     return lay_out(site, query_lens, seq_lens, page_size=page_size, pad=(pad_tokens, pad_reqs), fill=poison, **options)
+
+
+#: ``opcheck`` takes longer than all other checks of the kit together.
+OPCHECK = pytest.mark.parametrize("opcheck", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "opcheck"])
+
+
+def pass_kit(backend: AttentionBackend, opcheck: bool = False) -> None:
+    """Every check of the quick kit passes but ``opcheck``, or ``opcheck`` does."""
+    with contextlib.ExitStack() as stack:
+        for owner in () if opcheck else (Kit, MlaKit, states):
+            stack.enter_context(mock.patch.object(owner, "opcheck", lambda kit: "left out"))
+        results = check_backend(backend, "cpu", quick=True, only="opcheck" if opcheck else "")
+    assert len(results) > (0 if opcheck else 30)
+    assert not [r for r in results if r.status == "FAIL"], [r for r in results if r.status == "FAIL"]
 
 
 def shape_of_key(name: str) -> tuple[int, int, int, bool, torch.dtype | None]:
@@ -49,5 +68,5 @@ def make_backend(name: str, *, why: str | None = None, priority: dict[str, int] 
                             priority=priority)
 
 
-__all__ = ["Case", "EVERYTHING", "SITE", "bits", "check_case", "check_output", "make_backend", "make_case",
-           "run_case"]
+__all__ = ["Case", "EVERYTHING", "OPCHECK", "SITE", "bits", "check_case", "check_output", "make_backend", "make_case",
+           "pass_kit", "run_case"]

@@ -14,13 +14,8 @@ from quire.attn_ops.attention import AttentionSite, attention
 from tests.attn_ops.oracle import oracle_attention
 
 FEATURES = {
-    "plain": {},
-    "window": {"window": 3},
-    "window_of_one": {"window": 1},
-    "softcap": {"softcap": 2.0},
-    "chunk": {"chunk": 4},
-    "sinks": {"sinks": True},
-    "all": {"window": 5, "softcap": 1.5, "chunk": 4, "sinks": True},
+    "plain": {}, "window": {"window": 3}, "window_of_one": {"window": 1}, "softcap": {"softcap": 2.0}, "chunk": {"chunk": 4},
+    "sinks": {"sinks": True}, "all": {"window": 5, "softcap": 1.5, "chunk": 4, "sinks": True},
 }
 PLAIN = dict(layer=0, scale=0.35, window=None, softcap=None, chunk=None, causal=True)
 
@@ -134,7 +129,7 @@ def test_gradients(s, sk, heads, kv_heads, features) -> None:
         torch.testing.assert_close(got.double(), want, rtol=0, atol=TOLERANCE * max(1, want.abs().max().item()))
 
 
-def test_gradients_not_causal() -> None:
+def test_gradients_not_causal_and_in_half_precision() -> None:
     *qkv, _ = tensors(4, 4)
     options = {**PLAIN, "causal": False}
     ours = [t.clone().requires_grad_() for t in qkv]
@@ -143,9 +138,6 @@ def test_gradients_not_causal() -> None:
     plain_composition(*theirs, None, **options).square().sum().backward()
     for got, want in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got.grad.double(), want.grad, rtol=0, atol=TOLERANCE * 10)
-
-
-def test_gradients_keep_the_dtype() -> None:
     leaves = [t.requires_grad_() for t in tensors(4, 4, dtype=torch.bfloat16)]
     attention(*leaves, **PLAIN).sum().backward()
     assert [leaf.grad.dtype for leaf in leaves] == [torch.bfloat16] * 4
@@ -154,8 +146,8 @@ def test_gradients_keep_the_dtype() -> None:
 # Registration, tracing.
 
 
-@pytest.mark.parametrize("features", ["plain", "all"])
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("features", "grad"), [("plain", False), ("all", False), ("all", True),
+                                                pytest.param("plain", True, marks=pytest.mark.slow)])
 def test_opcheck(features, grad) -> None:
     q, k, v, sinks = (t.requires_grad_(grad) for t in tensors(5, 7))
     sinks, options = options_of(FEATURES[features], sinks)

@@ -30,8 +30,5 @@ def test_installed_it_passes_the_kit(checks: str, tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0 and " 0 failed" in done.stdout, done.stdout + done.stderr
     assert checks or "not declared: refused" in done.stdout
-
-
-def test_it_is_short() -> None:
     files = [path for path in EXAMPLE.rglob("*") if path.suffix in (".py", ".toml", ".md")]
     assert sum(len(path.read_text().splitlines()) for path in files) < 150

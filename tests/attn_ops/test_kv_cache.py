@@ -36,6 +36,7 @@ def test_each_tensor_is_an_allocation_of_its_own() -> None:
     tensors = [*cache.k, *cache.v]
     assert len({t.untyped_storage().data_ptr() for t in tensors}) == 6
     assert all(t.storage_offset() == 0 and t.untyped_storage().nbytes() == t.numel() * 4 for t in tensors)
+    assert make(device="meta", num_pages=10**9).k[0].is_meta
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -61,6 +62,13 @@ def test_unquantized_has_no_scales() -> None:
     assert k is cache.k[1] and v is cache.v[1] and scales == [None, None]
 
 
+def test_bytes_per_page_is_what_a_page_takes() -> None:
+    sites = [site(0), site(1, num_kv_heads=1, head_dim=24, head_dim_v=16)]
+    for dtype in (None, torch.float32, torch.int8, torch.float8_e5m2):
+        cache = PagedKVCache.for_sites(sites, num_pages=10, page_size=4, device="cpu", dtype=dtype)
+        assert bytes_per_page(sites, 4, dtype) * 10 == cache.num_bytes
+
+
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.bool, torch.float8_e4m3fnuz], ids=str)
 def test_dtypes_that_hold_no_keys(dtype) -> None:
     name = str(dtype).removeprefix("torch.")
@@ -71,6 +79,7 @@ def test_dtypes_that_hold_no_keys(dtype) -> None:
 
 def test_sizes_by_layer() -> None:
     cache = make(num_kv_heads=[1, 4], head_dim=[8, 16], head_dim_v=[6, 16], layer_ids=[3, 7], dtype=torch.float16)
+    assert make(head_dim=24).v[0].shape[-1] == 24  # values are by default as wide as keys
     assert [tuple(t.shape) for t in cache.k] == [(5, 4, 1, 8), (5, 4, 4, 16)]
     assert [tuple(t.shape) for t in cache.v] == [(5, 4, 1, 6), (5, 4, 4, 16)]
     assert cache.index(3) == 0 and cache.index(7) == 1
@@ -79,29 +88,14 @@ def test_sizes_by_layer() -> None:
         cache.index(0)
 
 
-def test_values_may_be_narrower_than_keys() -> None:
-    cache = make(head_dim=24, head_dim_v=16)
-    assert cache.k[0].shape[-1] == 24 and cache.v[0].shape[-1] == 16
-    assert make(head_dim=24).v[0].shape[-1] == 24  # by default as wide
-
-
 def test_for_sites() -> None:
     sites = [site(4), site(2, num_kv_heads=1, head_dim=24, head_dim_v=16)]
     cache = PagedKVCache.for_sites(sites, num_pages=7, page_size=2, device="cpu", layout="HND")
     assert cache.layer_ids == [4, 2] and cache.dtype == torch.bfloat16 and cache.layout == "HND"
     assert [tuple(t.shape) for t in [*cache.k, *cache.v]] == [(7, 2, 3, 8), (7, 2, 1, 24), (7, 2, 3, 8), (7, 2, 1, 16)]
     assert PagedKVCache.for_sites(sites, num_pages=7, device="cpu", dtype=torch.float32).dtype == torch.float32
-
-
-def test_bytes_per_page_is_what_a_page_takes() -> None:
-    sites = [site(0), site(1, num_kv_heads=1, head_dim=24, head_dim_v=16)]
-    for dtype in (None, torch.float32, torch.int8, torch.float8_e5m2):
-        cache = PagedKVCache.for_sites(sites, num_pages=10, page_size=4, device="cpu", dtype=dtype)
-        assert bytes_per_page(sites, 4, dtype) * 10 == cache.num_bytes
-
-
-def test_meta_device_allocates_nothing() -> None:
-    assert make(device="meta", num_pages=10**9).k[0].is_meta
+    with pytest.raises(ValueError, match="no attention sites: there is nothing to cache"):
+        PagedKVCache.for_sites([], num_pages=4, device="cpu")
 
 
 @pytest.mark.parametrize("tokens, pages", [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2)])
@@ -138,11 +132,6 @@ def test_a_cache_of_other_sizes() -> None:
         cache.check(site(0, head_dim_v=16))
     with pytest.raises(ValueError, match="the KV cache has no layer 1"):
         cache.check(site(1))
-
-
-def test_no_sites() -> None:
-    with pytest.raises(ValueError, match="no attention sites: there is nothing to cache"):
-        PagedKVCache.for_sites([], num_pages=4, device="cpu")
 
 
 def test_for_model(monkeypatch) -> None:

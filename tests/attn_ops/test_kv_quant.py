@@ -16,7 +16,6 @@ from tests.attn_ops.oracle import half_step, quantized, read_back
 KV_DTYPES = sorted(QUANTIZED_KV_DTYPES, key=str)
 EACH = pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
 SMALL = dict(num_heads=4, num_kv_heads=2, head_dim=8, page_size=4)
-OPTIONS = {"window": 5, "softcap": 2.0, "chunk": 8, "sinks": True}
 
 
 def case(query_lens, seq_lens, **options):

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quire import AttentionSite, CommonAttentionMetadata
 from quire.attn_ops import kv_store
-from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backends import aiter, cudnn, flash_attention, flashinfer_mla, flashmla, trtllm_mha, trtllm_mla
 from quire.attn_ops.conformance.batches import lay_out, planned, prepared
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.kv_store import store_kv, store_latent
-from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.mla import write_latent
 from quire.attn_ops.step import Step, StepLimits, running
 from tests.attn_ops.cases import bits

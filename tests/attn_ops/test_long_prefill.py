@@ -9,19 +9,17 @@ import numpy as np
 import pytest
 import torch
 
+from quire import AttentionSite, CommonAttentionMetadata
 from quire.attn_ops import long_prefill
-from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionCapabilities, CudagraphSupport, PrefillPart, UnsupportedAttention, define_paged_op
 from quire.attn_ops.backends import hybrid, torch_native
 from quire.attn_ops.conformance.batches import lay_out, prepared
 from quire.attn_ops.conformance.batches import planned as in_step
-from quire.attn_ops.conformance.report import check_backend
-from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.registry import get_backend, long_prefill_name, register_backend
 from quire.attn_ops.selection import select_backend
 from quire.attn_ops.tuning import attention as store
 from quire.attn_ops.tuning.prefill import PrefillRule, PrefillTime
-from tests.attn_ops.cases import check_output, make_case
+from tests.attn_ops.cases import OPCHECK, check_output, make_case, pass_kit
 
 CPU = torch.device("cpu")
 NATIVE = torch_native.BACKEND
@@ -83,9 +81,9 @@ def run(backend, query_lens, seq_lens, **options) -> list[tuple[str, int]]:
     return list(calls)
 
 
-def test_the_kit_passes() -> None:
-    results = check_backend(made(), quick=True)
-    assert len(results) > 30 and not [r for r in results if r.status == "FAIL"], [r for r in results if r.status == "FAIL"]
+@OPCHECK
+def test_the_kit_passes(opcheck) -> None:
+    pass_kit(made(), opcheck)
     assert {name for name, _ in calls} == {"plan", "prompts", "rest"}
 
 
@@ -148,13 +146,10 @@ def test_a_layer_on_a_part_of_the_batch_is_served_by_the_rest() -> None:
     torch.testing.assert_close(out, whole[[4, 13]])
 
 
-def test_a_quantized_cache_is_the_rests() -> None:
+def test_quantized_caches() -> None:
     assert run(made(), [5, 9], [5, 20]) and asked == [0.0]
     assert all(name == "rest" for name, _ in _run_quantized(made()))
-
-
-def test_a_quantized_cache_by_copies() -> None:
-    """Where its prompts are served by copies of the keys; times are those of the model's dtype."""
+    # Where its prompts are served by copies of the keys; times are those of the model's dtype.
     rules: list[object] = []
     part = dataclasses.replace(PROMPTS.prefill, kv_dtypes=frozenset({torch.int8}))
     backend = long_prefill.make("copies_for_test", dataclasses.replace(PROMPTS, prefill=part), REST,

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from quire import AttentionBackend, UnsupportedAttention, check_backend
 from quire.attn_ops.attention import AttentionSite, Latent, attention_eager
-from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
 from quire.attn_ops.backends import cutlass_mla, flashinfer_mla, flashmla, torch_native, trtllm_mla
-from quire.attn_ops.conformance.report import check_backend
 from quire.attn_ops.kv_cache import PagedKVCache, bytes_per_page, token_bytes
 from quire.attn_ops.mla import absorb_query, expand_output, mla_attention, split_weight
 from quire.attn_ops.registry import backends, get_backend
@@ -92,15 +91,12 @@ def test_selection() -> None:
         assert str(refusal.value).count("runs on cuda") == 1
 
 
-def test_torch_native() -> None:
-    assert not failed(get_backend("torch_native"))
-    assert not failed(get_backend("torch_native"), kv_dtype=torch.int8, only="MLA: ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_torch_native_halves(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, *(pytest.param(d, marks=pytest.mark.slow)
+                                                    for d in (torch.float16, torch.bfloat16))])
+def test_torch_native(dtype: torch.dtype) -> None:
     assert not failed(get_backend("torch_native"), dtype=dtype)
+    if dtype == torch.float32:
+        assert not failed(get_backend("torch_native"), kv_dtype=torch.int8, only="MLA: ")
 
 
 @pytest.mark.slow
@@ -241,30 +237,21 @@ def on_cpu(backend: AttentionBackend, op: Callable[..., torch.Tensor]) -> Attent
     return replace(backend, capabilities=caps, available=lambda device: None, mla_op=op)
 
 
-@pytest.mark.parametrize("check", ["decode, prefill", "boundary", "page sizes", "padding", "stale", "garbage"])
-def test_flashinfer_mla(monkeypatch: pytest.MonkeyPatch, check: str) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "flashinfer.mla", SimpleNamespace(BatchMLAPagedAttentionWrapper=Wrapper))
-    backend = on_cpu(flashinfer_mla.BACKEND, flashinfer_mla.mla_paged_attention)
-    assert not failed(backend, dtype=torch.bfloat16, only=check)
+CHECKS = ["decode, prefill", "boundary", "page sizes", "padding", "stale", "garbage"]
 
 
-@pytest.mark.parametrize("check", ["decode, prefill", "padding", "stale", "garbage"])
-def test_flashmla(monkeypatch: pytest.MonkeyPatch, check: str) -> None:
-    package = SimpleNamespace(flash_mla_with_kvcache=flash_mla_with_kvcache, get_mla_metadata=lambda: (object(), None))
-    monkeypatch.setitem(sys.modules, "flash_mla", package)
-    assert not failed(on_cpu(flashmla.BACKEND, flashmla.mla_paged_attention), dtype=torch.bfloat16, only=check)
-
-
-@pytest.mark.parametrize("check", ["decode, prefill", "page sizes", "padding", "stale", "garbage"])
-@pytest.mark.parametrize("module", [trtllm_mla, cutlass_mla], ids=lambda module: module.NAME)
-def test_blackwell(monkeypatch: pytest.MonkeyPatch, module: Any, check: str) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "flashinfer.mla", SimpleNamespace(
-        trtllm_batch_decode_with_kv_cache_mla=trtllm_batch_decode_with_kv_cache_mla))
+@pytest.mark.parametrize(("module", "check"), [
+    *((flashinfer_mla, c) for c in CHECKS), *((flashmla, c) for c in CHECKS if c not in ("boundary", "page sizes")),
+    *((m, c) for m in (trtllm_mla, cutlass_mla) for c in CHECKS if c != "boundary")], ids=lambda x: getattr(x, "NAME", x))
+def test_vendors(monkeypatch: pytest.MonkeyPatch, module: Any, check: str) -> None:
+    for name, functions in {
+        "flashinfer": {}, "flashinfer.mla": dict(BatchMLAPagedAttentionWrapper=Wrapper, trtllm_batch_decode_with_kv_cache_mla=(
+            trtllm_batch_decode_with_kv_cache_mla)),
+        "flash_mla": dict(flash_mla_with_kvcache=flash_mla_with_kvcache, get_mla_metadata=lambda: (object(), None)),
+        "sgl_kernel": {f.__name__: f for f in (cutlass_mla_decode, cutlass_mla_get_workspace_size)},
+    }.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**functions))
     monkeypatch.setattr(trtllm_mla, "WORKSPACE", 64)
-    monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(
-        cutlass_mla_decode=cutlass_mla_decode, cutlass_mla_get_workspace_size=cutlass_mla_get_workspace_size))
     assert not failed(on_cpu(module.BACKEND, module.mla_paged_attention), dtype=torch.bfloat16, only=check)
 
 

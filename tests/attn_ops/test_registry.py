@@ -34,6 +34,8 @@ def test_third_party_entry_point(entries) -> None:
     entries(mine=lambda: mine, other=lambda: make_backend("other", priority={"cpu": 3}))
     assert all_backends()["mine"] is mine and list(all_backends()) == ["mine", "other"]
     assert select_backend("auto", [SITE], device=CPU, page_size=16).backend is mine
+    entries(first=lambda: make_backend("taken"), second=lambda: make_backend("taken"))
+    assert "registered already" in reason("second") and list(all_backends()) == ["taken"]
 
 
 def reason(name: str) -> str:
@@ -50,11 +52,6 @@ def test_a_broken_entry_point_is_reported_not_raised(entries) -> None:
     assert reason("magic") == "failed to load: ImportError: libmagic.so.1: cannot open shared object file"
     with pytest.raises(ValueError, match="unknown attention backend 'magic'.*magic failed to load: ImportError: libm"):
         get_backend("magic")
-
-
-def test_an_entry_point_cannot_take_a_name_that_is_taken(entries) -> None:
-    entries(first=lambda: make_backend("taken"), second=lambda: make_backend("taken"))
-    assert "registered already" in reason("second") and list(all_backends()) == ["taken"]
 
 
 def test_unknown_name(empty) -> None:

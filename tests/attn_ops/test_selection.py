@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from quire.attn_ops.backend import UnsupportedAttention
-from quire.attn_ops.registry import register_backend
+from quire import UnsupportedAttention, register_backend
 from quire.attn_ops.selection import select_backend
 from tests.attn_ops.cases import SITE, make_backend
 

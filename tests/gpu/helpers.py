@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,16 @@ def need(backend: str) -> str:
     if why:
         pytest.skip(f"{backend}: {why}")
     return backend
+
+
+def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of ``run``, and its result there."""
+    run()  # compiles the kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
 
 
 def check_likely(model: Any, prompt: list[int], found: list[int]) -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import quire
-from quire.attn_ops.metadata import CommonAttentionMetadata
-from quire.graph_runner.engine import Engine
+from quire import CommonAttentionMetadata, Engine
 from tests.gpu.helpers import need
 from tests.tiny import GREEDY, hf_greedy, load_model, tokens
 

@@ -16,10 +16,9 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import quire
+from quire import Engine, SamplingParams
 from quire.graph_runner import model_runner
 from quire.graph_runner.capture_shapes import FAST_GPUS
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.step_buffers import BatchShape
 from tests.gpu.helpers import check_likely, need
 from tests.tiny import GREEDY, PROMPTS, assert_idle, check_padded_bucket, hf_greedy, tokens, unchanged, with_other_weights
@@ -172,8 +171,7 @@ def test_block_table_of_every_step(backend, graphs, half, prompts) -> None:
 def test_same_tokens_otherwise(name, model, tokenizer, prompts, expected) -> None:
     options = {
         "tiny_cache": dict(page_size=4, num_pages=19), "chunks": dict(prefill_chunk_size=3, max_num_batched_tokens=16),
-        "hnd": dict(kv_layout="HND", page_size=32),
-        "no_graphs": dict(cudagraph_capture_sizes=[], cudagraph_token_sizes=[]),
+        "hnd": dict(kv_layout="HND", page_size=32), "no_graphs": dict(cudagraph_capture_sizes=[], cudagraph_token_sizes=[]),
         "sync": dict(async_stepping=False, fusions="none"),
     }[name]
     options = {**QUICK, "attention": need("triton"), **options}

@@ -8,17 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from quire.attn_ops.ops.experts import (
-    expert_linear,
-    expert_linear_cuda,
-    expert_linear_eager,
-    expert_swiglu,
-    expert_swiglu_eager,
-)
+from quire import Engine, SamplingParams
+from quire.attn_ops.ops import experts
 from quire.attn_ops.ops.routing import topk_rows, topk_rows_eager
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.step_buffers import BatchShape
+from tests.gpu.helpers import captured
 from tests.tiny import assert_idle, check_padded_bucket, tokens
 from tests.zoo.configs import SERVED, build
 
@@ -52,7 +46,8 @@ def truth_of(args: Any) -> torch.Tensor:
     """The definition in a wider dtype, from the same inputs."""
     x, weight, bias, ids, transposed = args
     wide = torch.float64 if x.dtype == torch.float32 else torch.float32
-    return expert_linear_eager(x.to(wide), weight.to(wide), bias.to(wide) if bias is not None else None, ids, transposed)
+    added = None if bias is None else bias.to(wide)
+    return experts.expert_linear_eager(x.to(wide), weight.to(wide), added, ids, transposed)
 
 
 def check(out: torch.Tensor, truth: torch.Tensor) -> None:
@@ -68,9 +63,9 @@ PATHS = ("pairs", "sorted")
 def test_layers_of_large_models(name: str, batch: int) -> None:
     args = arguments(name, batch)
     truth = truth_of(args)
-    check(expert_linear(*args), truth)
+    check(experts.expert_linear(*args), truth)
     for path in PATHS:
-        check(expert_linear_cuda(*args, path=path), truth)
+        check(experts.expert_linear_cuda(*args, path=path), truth)
 
 
 @pytest.mark.parametrize("batch", [1, 8, 33, 64, 200, 700, 3000])
@@ -83,8 +78,8 @@ def test_swiglu(experts_: int, each: int, width: int, inner: int, batch: int) ->
     ids = torch.rand(batch, experts_, device="cuda").topk(each).indices
     x = torch.randn(batch, width, dtype=torch.bfloat16, device="cuda")
     some = torch.arange(0, batch, max(1, batch // 200), device="cuda")
-    truth = expert_swiglu_eager(x[some].float(), up.float(), down.float(), ids[some], False).view(len(some), each, -1)
-    out = expert_swiglu(x, up, down, ids, False).view(batch, each, -1)[some]
+    truth = experts.expert_swiglu_eager(x[some].float(), up.float(), down.float(), ids[some], False).view(len(some), each, -1)
+    out = experts.expert_swiglu(x, up, down, ids, False).view(batch, each, -1)[some]
     assert (out - truth).norm() <= 3 * ROUNDING[out.dtype] * truth.norm()
 
 
@@ -104,7 +99,7 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
         args = arguments(name, batch, dtype)
         truth = truth_of(args)
         for path in ("pairs", "sorted"):
-            check(expert_linear_cuda(*args, path=path), truth)
+            check(experts.expert_linear_cuda(*args, path=path), truth)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -112,7 +107,7 @@ def test_ids_out_of_range(path: str) -> None:
     """Rows of zeros, and nothing read where no weight is."""
     x, weight, bias, ids, transposed = arguments("gpt-oss-20b down", 9)
     ids[0, 1], ids[4], ids[8, 3] = 32, 1 << 40, -7
-    out = expert_linear_cuda(x, weight, bias, ids, transposed, path=path)
+    out = experts.expert_linear_cuda(x, weight, bias, ids, transposed, path=path)
     zero = ((ids < 0) | (ids >= 32)).flatten()
     assert not out[zero].any() and out[~zero].any(-1).all() and out.isfinite().all()
     check(out, truth_of((x, weight, bias, ids, transposed)))
@@ -121,9 +116,9 @@ def test_ids_out_of_range(path: str) -> None:
 def test_a_row_does_not_depend_on_the_others() -> None:
     """In bf16 bit for bit, in batches of every size that one launch serves with tiles of 16 pairs."""
     args = arguments("qwen3-30b-a3b up", 64)
-    whole = expert_linear(*args).view(64, 8, -1)
+    whole = experts.expert_linear(*args).view(64, 8, -1)
     for size in (1, 2, 7, 17, 33):
-        some = expert_linear(args[0][:size], args[1], None, args[3][:size], False).view(size, 8, -1)
+        some = experts.expert_linear(args[0][:size], args[1], None, args[3][:size], False).view(size, 8, -1)
         assert torch.equal(some, whole[:size])
 
 
@@ -133,13 +128,9 @@ def test_in_a_cuda_graph(path: str) -> None:
     x, weight, bias, ids, transposed = arguments("gpt-oss-20b down", 40)
 
     def run() -> torch.Tensor:
-        return expert_linear_cuda(x, weight, bias, ids, transposed, path=path)
+        return experts.expert_linear_cuda(x, weight, bias, ids, transposed, path=path)
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    graph, out = captured(run)
     for change in (lambda: ids.fill_(3), lambda: ids.random_(32), lambda: ids.fill_(32), lambda: x.normal_()):
         change()
         graph.replay()
@@ -159,8 +150,8 @@ def test_dependent_launch() -> None:
     def chain(pdl: bool) -> torch.Tensor:
         y = x
         for _ in range(10):
-            wide = expert_linear_cuda(y, up, None, ids, False, pdl=pdl)
-            y = expert_linear_cuda(wide[:, :768], down, None, ids, False, pdl=pdl).view(4, 8, -1)[:, 0].contiguous()
+            wide = experts.expert_linear_cuda(y, up, None, ids, False, pdl=pdl)
+            y = experts.expert_linear_cuda(wide[:, :768], down, None, ids, False, pdl=pdl).view(4, 8, -1)[:, 0].contiguous()
         return y
 
     assert torch.equal(chain(True), chain(False))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from quire import Engine, SamplingParams
 from quire.attn_ops.ops.logprobs import token_logprobs_cuda, token_logprobs_eager
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.sampling_params import SamplingParams
+from tests.gpu.helpers import captured
 from tests.tiny import GREEDY, assert_idle, tokens
 
 OPTIONS: dict[str, Any] = dict(num_pages=400, max_num_seqs=8, compiler="eager", cudagraph_capture_sizes=[1, 2, 8],
@@ -24,10 +24,7 @@ def test_kernels_in_a_graph(pdl: bool) -> None:
     logits = torch.randn(1 if pdl else 5, 128256, device="cuda", dtype=torch.bfloat16) * 4
     rows = len(logits)
     tokens, temperature = torch.arange(rows, device="cuda") * 700, torch.zeros(rows, device="cuda")
-    token_logprobs_cuda(logits, tokens, temperature, pdl=pdl)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = token_logprobs_cuda(logits, tokens, temperature, pdl=pdl)
+    graph, out = captured(lambda: token_logprobs_cuda(logits, tokens, temperature, pdl=pdl))
     graph.replay()
     assert not out.packed.any()
     temperature.copy_(torch.tensor([0.7, 0.0, 1.0, 2.0, 1.0])[:rows])

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.sampling_params import SamplingParams
+from quire import Engine, SamplingParams
 from tests.tiny import GREEDY, assert_idle, load_model, small_llama, tokens
 
 SMALL: dict[str, Any] = dict(num_pages=200, max_num_seqs=8, max_model_len=200)

@@ -15,6 +15,7 @@ import torch
 from quire.attn_ops.ops.sampling import random_bits, sample_tokens, sample_tokens_cuda, sample_tokens_eager
 from quire.graph_runner.sampler import SamplingTensors, draw, sample
 from quire.graph_runner.sampling_params import SamplingParams
+from tests.gpu.helpers import captured
 from tests.sampling import GREEDY, MIXED, sampling_tensors
 from tests.sampling import random_logits as float_logits
 
@@ -100,11 +101,7 @@ def test_nothing_waits_for_the_device() -> None:
 def test_captured_in_a_cuda_graph() -> None:
     logits = random_logits(len(MIXED), 1000).cuda()
     cpu, static = both(MIXED)
-    draw(logits, static)  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tokens = draw(logits, static).tokens
+    graph, tokens = captured(lambda: draw(logits, static).tokens)
     for position in (0, 1, 2):
         static.position.fill_(position)
         logits.copy_(random_logits(len(MIXED), 1000) * (position + 1) / 2)
@@ -155,11 +152,7 @@ def test_op_in_a_cuda_graph() -> None:
     logits = [random_logits(9, 32000), random_logits(9, 32000).flip(1)]
     for pdl in (False, True) if torch.cuda.get_device_capability() >= (9, 0) else (False,):
         static, how = logits[0].cuda(), [tensor.cuda() for tensor in rows_of(9, (0.0,))]
-        sample_tokens_cuda(static, *how, pdl=pdl)  # compiles
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            tokens = sample_tokens_cuda(static * 2, *how, pdl=pdl)
+        graph, tokens = captured(lambda x=static, how=how, pdl=pdl: sample_tokens_cuda(x * 2, *how, pdl=pdl))
         for each, temperatures in zip(logits * 2, ((0.0,), (0.0, 1.0), (0.5,), (0.0,)), strict=True):
             new = rows_of(9, temperatures)
             for tensor, value in zip((static, *how), (each, *new), strict=True):

@@ -6,17 +6,12 @@ import pytest
 import torch
 
 from quire.attn_ops.kv_quant import quantize
-from quire.attn_ops.ops.small_linear import (
-    MAX_TOKENS,
-    QUANTIZED_WEIGHT_DTYPES,
-    small_linear,
-    small_linear_cuda,
-    small_linear_eager,
-)
+from quire.attn_ops.ops import small_linear as ops
 from quire.attn_ops.ops.small_linear_wide import unpacked
 from quire.attn_ops.tuning.launch_config import INT4, STORE
 from quire.attn_ops.tuning.small_linear import LinearShape, candidates, missing, tune
 from tests.attn_ops.cases import shape_of_key
+from tests.gpu.helpers import captured
 
 
 def arguments(tokens: int, n: int, k: int, swiglu: bool):
@@ -61,25 +56,25 @@ def test_every_parameter_set(key) -> None:
     for tokens in {padded, max(1, padded - 3)}:
         args = arguments(tokens, n, k, swiglu) if codes is None else quantized(tokens, n, k, swiglu, codes)
         for given in (args, (*args[:3], None, *args[4:])) if codes is not None else (args,):  # the wide kernels have no norm
-            truth = small_linear_eager(*[wide(a) for a in given])
-            assert error(small_linear(*given), truth) <= 2 * error(small_linear_eager(*given), truth)
+            truth = ops.small_linear_eager(*[wide(a) for a in given])
+            assert error(ops.small_linear(*given), truth) <= 2 * error(ops.small_linear_eager(*given), truth)
 
 
-@pytest.mark.parametrize("codes", QUANTIZED_WEIGHT_DTYPES, ids=str)
+@pytest.mark.parametrize("codes", ops.QUANTIZED_WEIGHT_DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 8, 29, 64, 200])
 def test_every_candidate_for_codes(tokens, codes) -> None:
     """As above; also of weights that no tile divides, with all that is folded in."""
     for n, k, swiglu in ((6144, 4096, False), (2048, 4096, True), (1000, 1104, True)):
         args = quantized(tokens, n, k, swiglu, codes)
-        truth = small_linear_eager(*[wide(a) for a in args])
-        bound = 2 * error(small_linear_eager(*args), truth)
+        truth = ops.small_linear_eager(*[wide(a) for a in args])
+        bound = 2 * error(ops.small_linear_eager(*args), truth)
         for config in candidates(tokens, LinearShape(n, k, False, False, swiglu, torch.bfloat16, codes)):
-            assert error(small_linear_cuda(*args, config=config), truth) <= bound, config
+            assert error(ops.small_linear_cuda(*args, config=config), truth) <= bound, config
         alone = (*args[:3], None, 0.0, args[5] if not swiglu else None, False, args[7])  # the wide kernels' part
-        truth = small_linear_eager(*[wide(a) for a in alone])
-        bound = 2 * error(small_linear_eager(*alone), truth)
+        truth = ops.small_linear_eager(*[wide(a) for a in alone])
+        bound = 2 * error(ops.small_linear_eager(*alone), truth)
         for config in candidates(tokens, LinearShape(n, k, False, False, False, torch.bfloat16, codes)):
-            assert error(small_linear_cuda(*alone, config=config), truth) <= bound, config
+            assert error(ops.small_linear_cuda(*alone, config=config), truth) <= bound, config
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 29, 64, 200, 300])
@@ -92,22 +87,18 @@ def test_int4_is_pytorchs(tokens) -> None:
         assert error(unpacked(weight, scales, x.dtype).double() @ x.double().t(), truth.t()) < 5e-3
         shape = LinearShape(n, k, False, False, False, torch.bfloat16, INT4)
         for config in (None, *candidates(tokens, shape)) if tokens <= 256 else (None,):
-            assert error(small_linear_cuda(x, weight, *rest, config=config), truth) < 5e-3, config
-        added = small_linear_cuda(x, weight, None, None, 0.0, residual, False, scales)
+            assert error(ops.small_linear_cuda(x, weight, *rest, config=config), truth) < 5e-3, config
+        added = ops.small_linear_cuda(x, weight, None, None, 0.0, residual, False, scales)
         assert error(added, truth + residual.double()) < 5e-3
 
 
-@pytest.mark.parametrize("tokens", [1, 2, MAX_TOKENS])
+@pytest.mark.parametrize("tokens", [1, 2, ops.MAX_TOKENS])
 def test_in_a_cuda_graph(tokens) -> None:
     args = arguments(tokens, 4096, 4096, False)
-    small_linear(*args)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = small_linear(*args)
+    graph, out = captured(lambda: ops.small_linear(*args))
     args[0].normal_()
     graph.replay()
-    assert torch.equal(out, small_linear(*args))
+    assert torch.equal(out, ops.small_linear(*args))
 
 
 @pytest.mark.alone  # times kernels
@@ -118,8 +109,8 @@ def test_tuning(monkeypatch, tmp_path) -> None:
     assert len(missing([shape], device)) == 3 and tune([shape], device) == 3 and not missing([shape], device)
     for tokens in (1, 8, 32):
         args = arguments(tokens, 1536, 2304, False)
-        truth = small_linear_eager(*[a.double() if isinstance(a, torch.Tensor) else a for a in args])
-        assert error(small_linear(*args), truth) <= 2 * error(small_linear_eager(*args), truth)
+        truth = ops.small_linear_eager(*[a.double() if isinstance(a, torch.Tensor) else a for a in args])
+        assert error(ops.small_linear(*args), truth) <= 2 * error(ops.small_linear_eager(*args), truth)
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 32])
@@ -133,16 +124,12 @@ def test_dependent_launch(tokens) -> None:
     def chain(pdl: bool) -> torch.Tensor:
         y = x
         for _ in range(20):
-            y = small_linear_cuda(y, first[1], None, first[3], 1e-5, None, False, pdl=pdl)
-            y = small_linear_cuda(y, second[1], None, second[3], 1e-5, None, False, pdl=pdl)
+            y = ops.small_linear_cuda(y, first[1], None, first[3], 1e-5, None, False, pdl=pdl)
+            y = ops.small_linear_cuda(y, second[1], None, second[3], 1e-5, None, False, pdl=pdl)
         return y
 
     expected = chain(False).clone()
-    chain(True)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain(True)
+    graph, out = captured(lambda: chain(True))
     for scale in (1, 2, 1):
         x.copy_(first[0] * scale)
         graph.replay()

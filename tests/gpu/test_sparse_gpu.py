@@ -17,6 +17,7 @@ from quire.attn_ops.conformance.batches import lay_out, planned, prepared, run
 from quire.attn_ops.kernels.host import Rope
 from quire.attn_ops.ops.rope import PLAIN, norm_and_rotate
 from quire.graph_runner.loading import TINY_MODEL
+from tests.gpu.helpers import captured
 
 
 def test_label_kernels_choose_as_their_definition() -> None:
@@ -79,10 +80,7 @@ def test_labels_of_a_copied_cache_in_a_graph() -> None:
             return backend.op(batch.q, batch.k, batch.v, *copy, *batch.tables, None, given, **batch.options)
 
         eager = call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = call()
+        graph, out = captured(call)
         graph.replay()
         torch.testing.assert_close(out, eager, atol=0, rtol=0)
 

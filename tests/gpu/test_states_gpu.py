@@ -8,13 +8,13 @@ import dataclasses
 import pytest
 import torch
 
+from quire import CommonAttentionMetadata, check_backend, make_draft_metadata
 from quire.attn_ops.attention import Latent
 from quire.attn_ops.conformance.batches import compare, planned, prepared, run
 from quire.attn_ops.conformance.checks import Kit
 from quire.attn_ops.conformance.mla import MlaKit
-from quire.attn_ops.conformance.report import check_backend
-from quire.attn_ops.metadata import CommonAttentionMetadata, make_draft_metadata
 from quire.attn_ops.registry import get_backend
+from tests.gpu.helpers import captured
 
 CUDA = torch.device("cuda", 0)
 
@@ -58,11 +58,7 @@ def test_several_decode_steps_in_one_graph() -> None:
         return [backend.op(*batch.arguments(prepared(backend, batch)), **batch.options) for batch in batches]
 
     with torch.no_grad():
-        steps()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = steps()
+        graph, found = captured(steps)
         graph.replay()
     for out, batch in zip(found, batches, strict=True):
         compare(out, batch)

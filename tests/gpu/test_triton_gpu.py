@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from quire.attn_ops.attention import AttentionSite
+from quire import AttentionSite, Engine
 from quire.attn_ops.backends.triton import BACKEND
 from quire.attn_ops.backends.triton.decode import DecodeConfig
 from quire.attn_ops.backends.triton.extend import ExtendConfig
@@ -17,56 +17,64 @@ from quire.attn_ops.kernels.host import Caches, kernel_module
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.graph_runner.bench.attention_op import decode_point, measure, op_batch, work
 from quire.graph_runner.bench.roofline import copy_bandwidth
-from quire.graph_runner.engine import Engine
 from tests.attn_ops.cases import check_case, check_output, make_case, run_case
 from tests.attn_ops.oracle import quantized
-from tests.gpu.helpers import check_likely
+from tests.gpu.helpers import captured, check_likely
 from tests.tiny import GREEDY, small_llama, tokens
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 LLAMA = dict(num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, device="cuda")
+BATCHES = [
+    ([1] * 16, [1, 15, 16, 17, 32, 63, 64, 65, 127, 500, 1023, 1024, 1025, 2049, 4000, 6007]), ([1], [9001]),
+    ([1] * 150, [1 + 7 * i for i in range(150)]), ([1500], [1500]),
+    ([64], [5000]),  # keys divided among programs
+    ([1, 300, 1, 0, 64, 1, 2, 129], [4000, 900, 1, 0, 64, 33, 2000, 1129]),
+]
+LAYOUT = pytest.mark.parametrize("layout", ["NHD", "HND"])
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+KV_DTYPES = sorted(QUANTIZED_KV_DTYPES, key=str)
+#: Dtypes of the model and of a quantized cache: codes and scales bit for bit, numbers within the bound of what reads back.
+KINDS = pytest.mark.parametrize(("dtype", "kv_dtype"), [*((d, None) for d in DTYPES), *((DTYPES[0], kv) for kv in KV_DTYPES)],
+                                ids=str)
 
 
+def check(query_lens, seq_lens, **options):
+    kv_dtype = options.get("kv_dtype")
+    if torch.cuda.get_device_capability() < BACKEND.capabilities.min_kv_compute_capability.get(kv_dtype, (0, 0)):
+        pytest.skip(f"{kv_dtype} needs a newer GPU")
+    check_case(BACKEND, make_case(query_lens, seq_lens, **{**LLAMA, **options}))
+
+
+@LAYOUT
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_decode(dtype, layout):
-    lens = [1, 15, 16, 17, 32, 63, 64, 65, 127, 500, 1023, 1024, 1025, 2049, 4000, 6007]
-    check_case(BACKEND, make_case([1] * 16, lens, **LLAMA, dtype=dtype, layout=layout))
-    check_case(BACKEND, make_case([1], [9001], **LLAMA, dtype=dtype, layout=layout))
-    check_case(BACKEND, make_case([1] * 150, [1 + 7 * i for i in range(150)], **LLAMA, dtype=dtype, pad_tokens=6, pad_reqs=6))
+@pytest.mark.parametrize("kv_dtype", [None, *KV_DTYPES], ids=str)
+def test_batches(kv_dtype, dtype, layout):
+    for batch in BATCHES:
+        check(*batch, dtype=dtype, layout=layout, kv_dtype=kv_dtype, pad_tokens=6, pad_reqs=3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_prefill_and_mixed(dtype, layout):
-    check_case(BACKEND, make_case([1500], [1500], **LLAMA, dtype=dtype, layout=layout))
-    check_case(BACKEND, make_case([64], [5000], **LLAMA, dtype=dtype, layout=layout))  # keys divided among programs
-    check_case(BACKEND, make_case([1, 300, 1, 0, 64, 1, 2, 129], [4000, 900, 1, 0, 64, 33, 2000, 1129], **LLAMA,
-                                  dtype=dtype, layout=layout, pad_tokens=14, pad_reqs=3))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@KINDS
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "dim_v"), [
     (32, 32, 128, 128), (8, 1, 256, 256), (64, 8, 64, 64), (32, 4, 80, 80), (12, 12, 64, 64), (8, 4, 256, 256),
-    (16, 16, 192, 128), (71, 1, 64, 64), (20, 4, 96, 96), (64, 1, 256, 256), (4, 4, 16, 16),
+    (16, 16, 192, 128), (71, 1, 64, 64), (20, 4, 96, 96), (64, 1, 256, 256), (4, 4, 16, 16), (20, 1, 64, 64), (32, 1, 128, 128),
+    (24, 1, 256, 256), (48, 1, 128, 128), (64, 1, 64, 64),
 ])
-def test_heads_and_dims(heads, kv_heads, dim, dim_v, dtype):
-    shape = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v, page_size=16, dtype=dtype,
-                 device="cuda")
-    check_case(BACKEND, make_case([1] * 5, [1, 64, 700, 1025, 3000], **shape))
-    check_case(BACKEND, make_case([1, 200, 33, 1], [900, 200, 1000, 5], **shape))
+def test_heads_and_dims(heads, kv_heads, dim, dim_v, dtype, kv_dtype):
+    shape = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v, dtype=dtype, kv_dtype=kv_dtype)
+    check([1] * 5, [1, 64, 700, 1025, 3000], **shape)
+    check([1, 200, 33, 1], [900, 200, 1000, 5], **shape)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@KINDS
 @pytest.mark.parametrize("features", [
     dict(window=128), dict(window=1000, softcap=30.0), dict(sinks=True, window=128), dict(chunk=512),
-    dict(window=700, softcap=20.0, sinks=True, chunk=1024), dict(write=False), dict(strided=True),
+    dict(window=700, softcap=20.0, sinks=True, chunk=1024), dict(write=False), dict(strided=True), dict(page_size=1),
+    dict(poison=float("nan")),
 ], ids=str)
-def test_features(features, dtype):
-    check_case(BACKEND, make_case([1] * 6, [1, 127, 128, 129, 1500, 4000], **LLAMA, dtype=dtype, **features))
-    check_case(BACKEND, make_case([1, 400, 1, 130], [3000, 1700, 129, 130], **LLAMA, dtype=dtype, **features,
-                                  pad_tokens=4, pad_reqs=2))
-    check_case(BACKEND, make_case([48], [3000], **LLAMA, dtype=dtype, **features))
+def test_features(features, dtype, kv_dtype):
+    options = dict(features, dtype=dtype, kv_dtype=kv_dtype)
+    check([1] * 6, [1, 127, 128, 129, 1500, 4000], **options)
+    check([1, 400, 1, 130], [3000, 1700, 129, 130], **options, pad_tokens=4, pad_reqs=2)
+    check([48], [3000], **options)
 
 
 def test_cache_of_more_than_2_31_elements():
@@ -76,49 +84,6 @@ def test_cache_of_more_than_2_31_elements():
         k_cache = case.cache.k[0]
         assert int(case.metadata.block_table_tensor.max()) * k_cache.stride(0) > 2**31
         check_case(BACKEND, case)
-
-
-# Quantized caches: codes and scales bit for bit, numbers within the bound of what reads back.
-
-KV_DTYPES = sorted(QUANTIZED_KV_DTYPES, key=str)
-
-
-@pytest.fixture(params=KV_DTYPES, ids=str)
-def kv_dtype(request):
-    need = BACKEND.capabilities.min_kv_compute_capability.get(request.param, (0, 0))
-    if torch.cuda.get_device_capability() < need:
-        pytest.skip(f"{request.param} needs compute capability {need}")
-    return request.param
-
-
-@pytest.mark.parametrize(("dtype", "layout"), [*((d, "NHD") for d in DTYPES), (torch.bfloat16, "HND")], ids=str)
-def test_quantized(dtype, layout, kv_dtype):
-    shape = dict(**LLAMA, dtype=dtype, layout=layout, kv_dtype=kv_dtype)
-    for query_lens, seq_lens in (([1] * 8, [1, 16, 17, 64, 65, 1025, 4000, 6007]), ([1], [9001]),
-                                 ([1] * 150, [1 + 7 * i for i in range(150)]), ([1500], [1500]), ([64], [5000]),
-                                 ([1, 300, 1, 0, 64, 1, 2, 129], [4000, 900, 1, 0, 64, 33, 2000, 1129])):
-        check_case(BACKEND, make_case(query_lens, seq_lens, **shape, pad_tokens=6, pad_reqs=3))
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "dim_v"), [
-    (32, 32, 128, 128), (8, 1, 256, 256), (32, 4, 80, 80), (16, 16, 192, 128), (71, 1, 64, 64), (4, 4, 16, 16),
-    (20, 1, 64, 64), (32, 1, 128, 128), (24, 1, 256, 256), (48, 1, 128, 128), (64, 1, 64, 64),
-])
-def test_quantized_heads_and_dims(heads, kv_heads, dim, dim_v, kv_dtype):
-    shape = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v, page_size=16,
-                 dtype=torch.bfloat16, device="cuda", kv_dtype=kv_dtype)
-    check_case(BACKEND, make_case([1] * 5, [1, 64, 700, 1025, 3000], **shape))
-    check_case(BACKEND, make_case([1, 200, 33, 1], [900, 200, 1000, 5], **shape))
-
-
-@pytest.mark.parametrize("features", [
-    dict(window=700, softcap=20.0, sinks=True, chunk=1024), dict(write=False), dict(strided=True), dict(page_size=1),
-    dict(poison=float("nan")),
-], ids=str)
-def test_quantized_features(features, kv_dtype):
-    shape = {**LLAMA, **features, "dtype": torch.bfloat16, "kv_dtype": kv_dtype}
-    check_case(BACKEND, make_case([1] * 6, [1, 127, 128, 129, 1500, 4000], **shape))
-    check_case(BACKEND, make_case([1, 400, 1, 130], [3000, 1700, 129, 130], **shape, pad_tokens=4, pad_reqs=2))
 
 
 # Speed: a step that has keys enough to read is bound by reading them, whatever the heads.
@@ -156,13 +121,12 @@ def by_copies(monkeypatch):
         yield
 
 
+@LAYOUT
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_contiguous_keys(dtype, layout, by_copies):
-    for query_lens, seq_lens in (([1500], [1500]), ([64], [5000]), ([1025], [3000]), ([2], [3])):
-        check_case(BACKEND, make_case(query_lens, seq_lens, **LLAMA, dtype=dtype, layout=layout))
-    check_case(BACKEND, make_case([1, 300, 1, 0, 64, 1, 2, 129], [4000, 900, 1, 0, 64, 33, 2000, 1129], **LLAMA,
-                                  dtype=dtype, layout=layout, pad_tokens=14, pad_reqs=3, poison=float("nan")))
+@pytest.mark.parametrize("kv_dtype", [None, *KV_DTYPES], ids=str)
+def test_contiguous_keys(kv_dtype, dtype, layout, by_copies):
+    for batch in (*BATCHES[3:], ([1025], [3000]), ([2], [3])):
+        check(*batch, dtype=dtype, layout=layout, kv_dtype=kv_dtype, pad_tokens=14, pad_reqs=3, poison=float("nan"))
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -171,8 +135,8 @@ def test_contiguous_keys(dtype, layout, by_copies):
     (20, 4, 96, 96),
 ])
 def test_contiguous_heads_and_dims(heads, kv_heads, dim, dim_v, dtype, by_copies):
-    check_case(BACKEND, make_case([1, 200, 333, 1], [900, 200, 1000, 5], num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
-                                  head_dim_v=dim_v, page_size=16, dtype=dtype, device="cuda"))
+    check([1, 200, 333, 1], [900, 200, 1000, 5], num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v,
+          dtype=dtype)
 
 
 @pytest.mark.parametrize("features", [
@@ -180,14 +144,7 @@ def test_contiguous_heads_and_dims(heads, kv_heads, dim, dim_v, dtype, by_copies
     dict(page_size=1), dict(page_size=256), dict(scale=-0.05),
 ], ids=str)
 def test_contiguous_features(features, by_copies):
-    check_case(BACKEND, make_case([1, 400, 1, 130], [3000, 1700, 129, 130], **{**LLAMA, **features}, dtype=torch.bfloat16,
-                                  pad_tokens=4, pad_reqs=2))
-
-
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_contiguous_quantized(dtype, kv_dtype, by_copies):
-    for query_lens, seq_lens in (([1500], [1500]), ([64], [5000]), ([1, 300, 1, 64], [4000, 900, 1, 64])):
-        check_case(BACKEND, make_case(query_lens, seq_lens, **LLAMA, dtype=dtype, kv_dtype=kv_dtype, pad_tokens=6, pad_reqs=3))
+    check([1, 400, 1, 130], [3000, 1700, 129, 130], **features, dtype=torch.bfloat16, pad_tokens=4, pad_reqs=2)
 
 
 def test_the_copy_is_exact_beyond_2_31_elements():
@@ -259,11 +216,7 @@ def test_graph_captured_short_and_replayed_long(bucket, features):
                          poison=float("nan"))
 
     static = batch(*batches[0], seed=0)
-    run_case(BACKEND, static)  # compiles the kernels
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run_case(BACKEND, static)
+    graph, out = captured(lambda: run_case(BACKEND, static))
     previous = None
     for seed, (query_lens, seq_lens) in enumerate(batches[1:], 1):
         case = batch(query_lens, seq_lens, seed)

@@ -12,8 +12,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 import quire
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.sampling_params import SamplingParams
+from quire import Engine, SamplingParams
 from tests.graph_runner.test_weights import free_port
 from tests.graph_runner.test_window_pages import poison
 from tests.tiny import GREEDY, hf_greedy, load_model, tokens

@@ -72,18 +72,15 @@ def ends_in(*tokens: int) -> StoppingCriteriaList:
 
 
 @pytest.mark.parametrize("options", [
-    dict(),
-    dict(num_beams=2, num_return_sequences=2, length_penalty=2.0, eos_token_id=[12, 5, 41]),
+    dict(), dict(num_beams=2, num_return_sequences=2, length_penalty=2.0, eos_token_id=[12, 5, 41]),
     dict(early_stopping=True, num_return_sequences=4, eos_token_id=[12, 5]),
     dict(early_stopping="never", length_penalty=-1.0, eos_token_id=[12, 5]),
     dict(early_stopping="never", length_penalty=0.0, eos_token_id=5),
     dict(min_new_tokens=6, eos_token_id=[12, 5, 41], pad_token_id=9),
     dict(repetition_penalty=1.8, no_repeat_ngram_size=2, renormalize_logits=True),
     dict(logits_processor=LogitsProcessorList([lambda ids, scores: scores - 0.1 * (ids[:, -1:] % 7)])),
-    dict(stopping_criteria=ends_in(12, 5)),
-    dict(eos_token_id=None, use_cache=False),
-    dict(do_sample=True, temperature=1.7, top_k=20, num_return_sequences=3),
-    dict(bad_words_ids=[[12]], forced_eos_token_id=7),
+    dict(stopping_criteria=ends_in(12, 5)), dict(eos_token_id=None, use_cache=False),
+    dict(do_sample=True, temperature=1.7, top_k=20, num_return_sequences=3), dict(bad_words_ids=[[12]], forced_eos_token_id=7),
 ], ids=lambda o: ",".join(o) or "plain")
 def test_same_as_transformers(options, pair, batch) -> None:
     same(pair, batch, **options)

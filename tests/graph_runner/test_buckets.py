@@ -12,21 +12,10 @@ TO_256 = [1, 2, 4, *range(8, 257, 8)]
 TO_512 = [*TO_256, *range(272, 513, 16)]
 
 
-@pytest.mark.parametrize(
-    ("max_num_seqs", "expected"),
-    [
-        (1, [1]),
-        (2, [1, 2]),
-        (3, [1, 2, 3]),
-        (8, [1, 2, 4, 8]),
-        (9, [1, 2, 4, 8, 9]),
-        (256, TO_256),
-        (257, [*TO_256, 257]),
-        (512, TO_512),
-        (600, [*TO_512, 544, 576, 600]),
-        (1024, [*TO_512, *range(544, 1025, 32)]),
-    ],
-)
+@pytest.mark.parametrize(("max_num_seqs", "expected"), [
+    (1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 9]), (256, TO_256), (257, [*TO_256, 257]),
+    (512, TO_512), (600, [*TO_512, 544, 576, 600]), (1024, [*TO_512, *range(544, 1025, 32)]),
+])
 def test_default_decode_buckets(max_num_seqs: int, expected: list[int]) -> None:
     assert decode_buckets(max_num_seqs) == expected
 
@@ -51,8 +40,7 @@ def test_default_token_buckets() -> None:
 
 @pytest.mark.parametrize("buckets", [decode_buckets, token_buckets])
 @pytest.mark.parametrize(("maximum", "sizes", "message"), [
-    (0, None, "must be an integer of at least 1, got 0"),
-    (2.0, None, "must be an integer of at least 1, got 2.0"),
+    (0, None, "must be an integer of at least 1, got 0"), (2.0, None, "must be an integer of at least 1, got 2.0"),
     (True, None, "must be an integer of at least 1, got True"),
     (8, [], "is empty; give at least one, or None for the default list"),
     (8, [4, 0], "0 in the list to capture must be an integer of at least 1"),
@@ -92,6 +80,9 @@ def test_named_lists() -> None:
     assert decode_buckets(100, "powers") == [1, 2, 4, 8, 16, 32, 64, 100]
     assert token_buckets(40, "powers") == [1, 2, 4, 8, 16, 32, 40] and token_buckets(40, "vllm") == [1, 2, 4, 8, 16, 24, 32, 40]
     assert token_buckets(300, "sglang") == token_buckets(300) and 1152 not in token_buckets(2048, "sglang")
+    for buckets in (decode_buckets, token_buckets):
+        with pytest.raises(ValueError, match="no list of capture sizes is called 'squares'; there are sglang, vllm, powers"):
+            buckets(8, "squares")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -100,9 +91,3 @@ def test_every_list_ends_with_the_maximum(policy, largest) -> None:
     """SGLang 0.5.2's list with cuda_graph_max_bs, and vLLM's, may miss it: the largest batches would have no graph."""
     for found in (decode_buckets(largest, policy), token_buckets(largest, policy)):
         assert found[-1] == largest and found == sorted(set(found))
-
-
-def test_an_unknown_list() -> None:
-    for buckets in (decode_buckets, token_buckets):
-        with pytest.raises(ValueError, match="no list of capture sizes is called 'squares'; there are sglang, vllm, powers"):
-            buckets(8, "squares")

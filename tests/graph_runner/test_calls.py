@@ -88,12 +88,18 @@ def test_a_continuation_that_fails_is_seen_in_its_prompts_result(engine, prompts
     assert other.error is None
 
 
-def test_default_parameters_of_the_model(engine, monkeypatch) -> None:
+def test_default_parameters_of_the_model(engine, monkeypatch, prompts) -> None:
     config = engine.model.generation_config
     monkeypatch.setattr(config, "temperature", 0.25)
     monkeypatch.setattr(config, "max_new_tokens", 7)
     params = engine.get_default_sampling_params()
     assert (params.temperature, params.max_tokens, params.top_p) == (0.25, 7, config.top_p or 1.0)
+    monkeypatch.setattr(engine.model, "generation_config", transformers.GenerationConfig(max_new_tokens=3), raising=False)
+    assert len(engine.generate(prompts[0], transformers.GenerationConfig(eos_token_id=-1))[0].token_ids) == 3
+    with pytest.raises(ValueError, match=r"a request has no num_beams of a GenerationConfig"):
+        engine.generate(prompts[0], transformers.GenerationConfig(num_beams=3))
+    with pytest.raises(TypeError, match="params must be SamplingParams"):
+        engine.generate(prompts[0], "greedy")
 
 
 @pytest.mark.parametrize("options", [
@@ -106,15 +112,6 @@ def test_a_generation_config_is_read_as_generate_reads_it(model, engine, prompts
         ids = torch.tensor([prompt])
         own = type(model).generate(model, ids, generation_config=config)[0, len(prompt):].tolist()
         assert output.token_ids == own
-
-
-def test_a_generation_config_is_completed_from_the_models(engine, prompts, monkeypatch) -> None:
-    monkeypatch.setattr(engine.model, "generation_config", transformers.GenerationConfig(max_new_tokens=3), raising=False)
-    assert len(engine.generate(prompts[0], transformers.GenerationConfig(eos_token_id=-1))[0].token_ids) == 3
-    with pytest.raises(ValueError, match=r"a request has no num_beams of a GenerationConfig"):
-        engine.generate(prompts[0], transformers.GenerationConfig(num_beams=3))
-    with pytest.raises(TypeError, match="params must be SamplingParams"):
-        engine.generate(prompts[0], "greedy")
 
 
 def test_many_prompts_set_few_signal_handlers(engine, prompts, monkeypatch) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.attn_ops.backend import CudagraphSupport
+from quire import CudagraphSupport, Engine, SamplingParams
 from quire.graph_runner import capture_shapes as module
 from quire.graph_runner.capture_shapes import capture_shapes, launch_bound_tokens
 from quire.graph_runner.config import EngineConfig
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.sampling_params import SamplingParams
 from tests.tiny import load_model, tokens
 
 CUDA = torch.device("cuda", 0)

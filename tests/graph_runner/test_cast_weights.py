@@ -61,8 +61,7 @@ def test_rollouts_are_those_of_the_cast_model(pair) -> None:
     assert seen[0] == rollouts(pair.reference)
     assert_unchanged(pair.model, before)
     changes = {
-        "a fused optimizer": pair.optimize,
-        "in place": lambda: [p.detach().mul_(1.1) for p in pair.model.parameters()],
+        "a fused optimizer": pair.optimize, "in place": lambda: [p.detach().mul_(1.1) for p in pair.model.parameters()],
         "where PyTorch counts nothing": lambda: [p.data.mul_(0.8) for p in pair.model.parameters()],
         "other memory": lambda: setattr(pair.model.lm_head.weight, "data", pair.model.lm_head.weight.data.flip(0)),
         "a buffer": lambda: pair.model.model.rotary_emb.inv_freq.mul_(0.5),

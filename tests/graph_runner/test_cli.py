@@ -78,9 +78,6 @@ def test_one_prompt_streams_plainly_into_a_log(small: str, said_by_small: str, c
     summary = said.err.splitlines()[-1]
     assert summary.startswith("1 request, 3 prompt and 8 new tokens; prefill ")
     assert "tokens/s; attention torch_native on cpu, page size 16; CUDA graphs: none on a CPU" in summary
-
-
-def test_demo_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--demo", "--max-tokens", "8"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("LlamaForCausalLM: 4 attention sites\n")
@@ -132,11 +129,14 @@ def test_a_prompt_that_fails_is_named_and_the_others_run(small: str, said_by_sma
     assert "quire: prompt 2: the prompt has " in said.err
 
 
-def test_explain_the_shipped_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_and_backends(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     said = capsys.readouterr().out
     assert "0-3    model.layers.*.self_attn  interface  GQA 4:2x64, float32" in said
     assert said.endswith("attention backend: torch_native\n")
+    assert main(["backends", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "torch_native" in said and "flashinfer: not usable on cpu" in said
 
 
 def test_explain_a_config_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,12 +152,6 @@ def test_explain_a_config_without_weights(tmp_path: Path, capsys: pytest.Capture
     assert found["supported"] and found["backend"] == "torch_native" and [s["layer"] for s in found["sites"]] == [0, 1]
     assert main(["explain", "--config", str(config), "--attention", "flashinfer"]) == 1
     assert "refused: attention='flashinfer' cannot serve this model" in capsys.readouterr().out
-
-
-def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["backends", "--device", "cpu"]) == 0
-    said = capsys.readouterr().out
-    assert "torch_native" in said and "flashinfer: not usable on cpu" in said
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -195,11 +189,6 @@ def test_errors_are_one_message_and_exit_code_2(arguments: list[str], message: s
     said = capsys.readouterr().err
     assert said.startswith(f"quire {arguments[0]}: error: {message}")
     assert "Traceback" not in said and said.count("\n") < 10
-
-
-def test_traceback_shows_where_an_error_came_from() -> None:
-    with pytest.raises(FileNotFoundError, match="no model at nowhere"):
-        main(["generate", "hi", "--model", "nowhere", "--traceback"])
 
 
 @pytest.mark.parametrize("options", [["--engine", "page_size=8"], ["--page-size", "8"],
@@ -246,6 +235,8 @@ def test_an_error_of_our_own_shows_where_it_came_from(small: str, monkeypatch: p
     monkeypatch.setattr("quire.graph_runner.engine.Engine.stream", broken)
     with pytest.raises(TypeError, match="a bug"):
         main(["generate", "hi", "--model", small])
+    with pytest.raises(FileNotFoundError, match="no model at nowhere"):
+        main(["generate", "hi", "--model", "nowhere", "--traceback"])
 
 
 BACKENDS = "import sys\nfrom quire.graph_runner.cli import main\nsys.exit(main(['backends', '--device', 'cpu']))"

@@ -21,8 +21,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
     (dict(num_pages=0), r"num_pages must be at least 2 \(page 0 is the null page\), got 0"),
     (dict(num_pages=1), "num_pages must be at least 2"),
     (dict(num_pages=10.5), "num_pages must be an integer or None, got 10.5"),
-    (dict(page_size=1.5), "page_size must be an integer, got 1.5"),
-    (dict(page_size=0), "page_size must be at least 1, got 0"),
+    (dict(page_size=1.5), "page_size must be an integer, got 1.5"), (dict(page_size=0), "page_size must be at least 1, got 0"),
     (dict(page_size=None), "page_size must be an integer, got None"),
     (dict(max_num_seqs="4"), "max_num_seqs must be an integer, got '4'"),
     (dict(max_num_seqs=True), "max_num_seqs must be an integer, got True"),
@@ -65,29 +64,23 @@ def test_unknown_names() -> None:
         check_options({"pages": 3})
 
 
-def test_type_checkers_know_the_fields() -> None:
-    hints = [typing.get_type_hints(each, localns={"torch": torch}) for each in (EngineConfig, EngineOptions)]
-    assert hints[0] == hints[1] and not EngineOptions.__total__
-
-
-def test_users_see_the_options() -> None:
+def test_users_and_type_checkers_see_the_options() -> None:
     parameters = inspect.signature(quire.Engine).parameters
     assert list(parameters) == ["model", "tokenizer", *NAMES]
     assert {n: parameters[n].default for n in NAMES} == {f.name: f.default for f in dataclasses.fields(EngineConfig)}
     described = inspect.getdoc(quire.Engine)
     assert "{options}" not in described and option_help() in described
     assert "    page_size: tokens per page of the KV cache (default: 16)." in described.splitlines()
+    hints = [typing.get_type_hints(each, localns={"torch": torch}) for each in (EngineConfig, EngineOptions)]
+    assert hints[0] == hints[1] and not EngineOptions.__total__
 
 
-def test_auto_is_resolved_for_the_device() -> None:
+def test_options_of_the_passes() -> None:
     auto, chosen = EngineConfig(), EngineConfig(compiler="inductor", fusions="rope, projections")
     assert (auto.compile_options(CPU).compiler, auto.compile_options(CPU).fusions) == ("eager", "none")
     assert (auto.compile_options(CUDA).compiler, auto.compile_options(CUDA).fusions) == ("inductor", "all")
     for device in (CPU, CUDA):
         assert chosen.compile_options(device).compiler == "inductor"
-
-
-def test_options_of_the_passes() -> None:
     config = EngineConfig(attention="triton", page_size=8, kv_layout="HND", kv_cache_dtype="fp8", max_model_len=64)
     options = config.compile_options(CPU)
     assert (options.attention, options.page_size, options.layout, options.max_model_len) == ("triton", 8, "HND", 64)

@@ -105,7 +105,7 @@ def test_pause_cancel_and_failures(manager, ids) -> None:
     assert output.status == RequestStatus.FAILED and "the prompt is empty" in output.error
 
 
-def test_a_hard_stop_fails_what_is_left(model, ids) -> None:
+def test_a_hard_stop_fails_what_is_left_and_nothing_is_queued_after_it(model, ids, caplog) -> None:
     manager = model.init_continuous_batching(GenerationConfig(**GREEDY))
     request = manager.add_request(ids[0], max_new_tokens=250)
     manager.start()
@@ -113,10 +113,7 @@ def test_a_hard_stop_fails_what_is_left(model, ids) -> None:
     assert manager.get_result(request).error == "the manager was stopped"
     model.generate.engine.step()
     assert_idle(model.generate.engine)
-
-
-def test_after_a_stop_nothing_is_queued(model, ids, caplog) -> None:
-    """A request that nothing runs would hold its place in the engine."""
+    # A request that nothing runs would hold its place in the engine.
     manager = model.init_continuous_batching(GenerationConfig(**GREEDY))
     manager.start()
     manager.stop()

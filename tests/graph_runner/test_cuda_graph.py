@@ -79,14 +79,25 @@ def test_the_collector_rests_while_capturing() -> None:
     assert gc.isenabled()
     r.capture()
     assert enabled == [False, False] and gc.isenabled()
+    def before(shape: BatchShape) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError):
+        runner(1, before_capture=before)
+    assert gc.isenabled()
 
 
-def test_replay() -> None:
+def test_replay_until_cleared() -> None:
     r = runner(1, 4)
     for n, bucket in ((1, 1), (3, 4), (4, 4)):
         assert r.replay(r.can_run(BatchShape(n, n), True)).tolist() == [bucket] * bucket
     assert r.stats.replayed == 3 and r.stats.padding_tokens == 1
     assert r.stats.replays == {BatchShape(1, 1): 1, BatchShape(4, 4): 2}
+    r = runner(1)
+    r.clear()
+    assert r.can_run(BatchShape(1, 1), True) is None
+    with pytest.raises(RuntimeError, match=r"the step \(1, 1\) was not captured: capture it at the start, or make"):
+        r.replay(BatchShape(1, 1))
 
 
 def test_falling_back_is_counted_and_logged_once(caplog) -> None:
@@ -122,23 +133,6 @@ def test_stats_as_text() -> None:
     stats = GraphStats(3, 40, capture_seconds=1.26, capture_bytes=5 * 2**20)
     stats.fell_back["reason"] = 7
     assert str(stats) == "3 graphs (1.3 s, 5 MiB), 40 replays, fell back: 7 for reason"
-
-
-def test_another_error_is_not_dressed_up() -> None:
-    def before(shape: BatchShape) -> None:
-        raise ZeroDivisionError("a bug")
-
-    with pytest.raises(ZeroDivisionError):
-        runner(1, before_capture=before)
-    assert gc.isenabled()
-
-
-def test_clear() -> None:
-    r = runner(1)
-    r.clear()
-    assert r.can_run(BatchShape(1, 1), True) is None
-    with pytest.raises(RuntimeError, match=r"the step \(1, 1\) was not captured: capture it at the start, or make"):
-        r.replay(BatchShape(1, 1))
 
 
 # -- with a model
@@ -193,18 +187,6 @@ def test_small_batch_after_a_large_one(engine, model, prompts) -> None:
     assert view["slot_mapping"].tolist()[2:] == [-1] * 6
     assert not engine.runner.buffers.table.rows[2:8].any()
     assert view["query_start_loc"].tolist() == [0, 1] + [2] * 7
-
-
-def test_engine_falls_back_and_counts(model, prompts, caplog) -> None:
-    with Engine(model, num_pages=40, max_num_seqs=8, cudagraph_capture_sizes=[2]) as engine:
-        with caplog.at_level(logging.WARNING, "quire.graph_runner.cuda_graph"):
-            outputs = engine.generate(prompts[:4], GREEDY)
-        assert tokens(outputs) == [hf_greedy(model, p, GREEDY.max_tokens) for p in prompts[:4]]
-        stats = engine.runner.graphs.stats
-        assert stats.fell_back["more rows than the largest decode bucket (2)"] > 3
-        ours = [m.getMessage() for m in caplog.records if m.name == "quire.graph_runner.cuda_graph"]
-        assert ours == ["step of 4 tokens, 4 rows runs without a CUDA graph: "
-                        "more rows than the largest decode bucket (2)"]
 
 
 # Options of the runner.

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import quire
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.sampling_params import SamplingParams
+from quire import Engine, SamplingParams
 from tests.steps import serve
 from tests.tiny import assert_unchanged, snapshot, tokens
 

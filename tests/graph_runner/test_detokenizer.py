@@ -49,9 +49,6 @@ def test_no_half_characters(tokenizer) -> None:
     assert pieces(tokenizer, [], ids) == ["", "", "", "😀", ""]
     assert pieces(tokenizer, [], ids[:3]) == ["", "", "", "\ufffd"]  # cut off there: what transformers prints
     assert tokenizer.decode(ids[:3]) == "\ufffd"
-
-
-def test_bytes_that_never_become_a_character(tokenizer) -> None:
     broken = tokenizer("😀")["input_ids"][:2] + tokenizer(" ok. And so on")["input_ids"]
     assert "".join(pieces(tokenizer, [], broken)) == tokenizer.decode(broken) == "\ufffd ok. And so on"
 
@@ -279,10 +276,6 @@ def test_stop_strings(texts, stop, shown, rest, found) -> None:
     assert stream(texts, stop) == (shown, rest, found)
 
 
-def test_stop_string_in_the_output() -> None:
-    assert stream(["ab", "cde"], ("bc",), include=True) == (["a", "bc"], "", "bc")
-
-
 def test_stop_strings_before_min_tokens() -> None:
     texts = ["x.", "y.", "z."]
     assert stream(texts, (".",)) == (["x"], "", ".")
@@ -291,6 +284,7 @@ def test_stop_strings_before_min_tokens() -> None:
     assert stream(["a.b", "c", "d"], (".b", "bcd"), may_stop_from=2) == (["a", ".", ""], "", "bcd")
     assert stream(["a.b", "c", "d"], (".b",), may_stop_from=1) == (["a.b", "c", "d"], "", None)
     assert stream(["a.b", "c", "d"], (".b", "xyz"), may_stop_from=1) == (["a", ".bc", "d"], "", None)
+    assert stream(["ab", "cde"], ("bc",), include=True) == (["a", "bc"], "", "bc")
 
 
 def test_stop_strings_at_random() -> None:

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.sampling_params import SamplingParams
+from quire import Engine, SamplingParams
 from tests.tiny import GREEDY, PROMPTS, SAMPLED, assert_idle, hf_greedy, tokens
 
 # -- what a prompt may be, and what comes back
@@ -40,13 +39,18 @@ def test_params_for_each_prompt(engine, prompts, expected, sampled) -> None:
     assert len(engine.generate(prompts[0])[0].token_ids) == SamplingParams().max_tokens
 
 
-def test_seeds(engine, prompts) -> None:
+def test_seeds(engine, prompts, one_layer) -> None:
     params = [replace(SAMPLED, seed=s, ignore_eos=True) for s in (1, 2, 3, -5, 2**70)]
     several = tokens(engine.generate([prompts[0]] * 5, params))
     assert len(set(map(tuple, several))) == 5
     assert tokens(engine.generate([prompts[0]] * 5, params)) == several
     unseeded = SamplingParams(temperature=2, max_tokens=20, ignore_eos=True)
     assert len(set(map(tuple, tokens(engine.generate([prompts[0]] * 4, unseeded))))) == 4
+    params, seen = SamplingParams(max_tokens=20, ignore_eos=True), []
+    for seed in (5, 5, 6):
+        with Engine(one_layer, num_pages=40, max_num_seqs=4, cudagraph_capture_sizes=[], seed=seed) as engine:
+            seen.append(tokens(engine.generate([[3, 4], [5]], params)))
+    assert seen[0] == seen[1] != seen[2]
 
 
 def test_extreme_sampling_params(engine, prompts, expected) -> None:
@@ -54,14 +58,6 @@ def test_extreme_sampling_params(engine, prompts, expected) -> None:
     outputs = tokens(engine.generate([prompts[0]] * 5, [replace(SAMPLED, **e) for e in extremes]))
     assert [outputs[i] for i in (1, 3, 4)] == [expected[0]] * 3  # only the likeliest token is left
     assert all(0 <= t < 1848 for row in outputs for t in row)
-
-
-def test_engine_seed(one_layer) -> None:
-    params, seen = SamplingParams(max_tokens=20, ignore_eos=True), []
-    for seed in (5, 5, 6):
-        with Engine(one_layer, num_pages=40, max_num_seqs=4, cudagraph_capture_sizes=[], seed=seed) as engine:
-            seen.append(tokens(engine.generate([[3, 4], [5]], params)))
-    assert seen[0] == seen[1] != seen[2]
 
 
 def test_n(engine, prompts, sampled) -> None:
@@ -97,10 +93,7 @@ def test_end_token(engine, model, tokenizer, prompts, ended) -> None:
     (output,) = engine.generate(prompts[0], replace(GREEDY, max_tokens=longer, min_tokens=longer))
     assert (output.finish_reason, len(output.token_ids)) == ("length", longer)
     assert model.config.eos_token_id not in output.token_ids
-
-
-def test_end_token_with_asynchronous_stepping(model, tokenizer, prompts, ended) -> None:
-    """The step launched too many is dropped, also while others run on."""
+    # The step launched too many is dropped, also while others run on.
     found = ended
     with Engine(model, tokenizer, num_pages=60, max_num_seqs=4, async_stepping=True) as engine:
         outputs = engine.generate([prompts[0], prompts[1], prompts[0]], replace(GREEDY, max_tokens=len(found) + 30))
@@ -130,6 +123,8 @@ def test_max_tokens(engine, prompts, expected) -> None:
     (output,) = engine.generate(long, replace(GREEDY, max_tokens=None, ignore_eos=True))
     assert len(long) + len(output.token_ids) == engine.max_model_len == 300
     assert output.finish_reason == "length"
+    (output,) = engine.generate(prompts[0], replace(GREEDY, detokenize=False))
+    assert (output.token_ids, output.text) == (expected[0], "")
 
 
 def stop_text(tokenizer, found: list[int]) -> tuple[str, str]:
@@ -164,21 +159,14 @@ def test_stop_strings_that_do_not_end_it(engine, tokenizer, prompts, expected) -
     assert engine.generate(prompts[0], early)[0].text == text
 
 
-def test_without_text(engine, prompts, expected) -> None:
-    (output,) = engine.generate(prompts[0], replace(GREEDY, detokenize=False))
-    assert (output.token_ids, output.text) == (expected[0], "")
-
-
 # -- what cannot be served: said clearly, and nothing else is touched
 
 
 @pytest.mark.parametrize(("prompt", "message"), [
-    ([], "the prompt is empty; give at least one token"),
-    ("", "the prompt is empty"),
+    ([], "the prompt is empty; give at least one token"), ("", "the prompt is empty"),
     (list(range(3, 303)), "the prompt has 300 tokens; a request may have 300, prompt and continuation"),
     ([3, 1848], r"token ids \[1848\] are outside the vocabulary of 1848 tokens"),
-    ([-1, 5], r"token ids \[-1\] are outside the vocabulary"),
-    (None, "a prompt is text or a list of token ids, got 'None'"),
+    ([-1, 5], r"token ids \[-1\] are outside the vocabulary"), (None, "a prompt is text or a list of token ids, got 'None'"),
 ])
 def test_bad_prompt(prompt, message, engine, prompts, expected) -> None:
     with pytest.raises((ValueError, TypeError), match=message):

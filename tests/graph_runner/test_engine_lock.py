@@ -63,6 +63,15 @@ def test_an_interrupt_is_deferred(interruptible: None) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with lock.hold():
         pass
+    lock, done = EngineLock(), []
+
+    def action() -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        lock.when_free(action)
+    assert done == [1]
 
 
 def test_actions_run_when_the_lock_is_free() -> None:
@@ -75,25 +84,10 @@ def test_actions_run_when_the_lock_is_free() -> None:
             lock.when_free(lambda: done.append(3))
         assert done == [1]
     assert done == [1, 2, 3]
-
-
-def test_actions_run_after_an_error() -> None:
     lock, done = EngineLock(), []
     with pytest.raises(ValueError), lock.hold():
         lock.when_free(lambda: done.append(1))
         raise ValueError
-    assert done == [1]
-
-
-def test_an_interrupt_is_deferred_to_the_end_of_an_action(interruptible: None) -> None:
-    lock, done = EngineLock(), []
-
-    def action() -> None:
-        signal.raise_signal(signal.SIGINT)
-        done.append(1)
-
-    with pytest.raises(KeyboardInterrupt):
-        lock.when_free(action)
     assert done == [1]
 
 

@@ -14,11 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import quire
-from quire.attn_ops.backend import UnsupportedAttention, define_paged_op
+from quire import CommonAttentionMetadata, Step, UnsupportedAttention, define_paged_op
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.metadata import CommonAttentionMetadata
-from quire.attn_ops.step import Step
 from quire.passes.capture.paged_model import PagedModel, find_sites
 from quire.passes.compile.regions import compile_by_regions
 from quire.passes.options import QuireOptions

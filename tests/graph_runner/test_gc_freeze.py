@@ -33,14 +33,19 @@ def test_freezes_and_disables_inside_only() -> None:
     with freeze_gc():
         assert not gc.isenabled()
         assert gc.get_freeze_count() > before + 1000
-    assert gc.isenabled()
-    assert freeze_count() == before
-
-
-def test_restores_after_failure() -> None:
-    before = freeze_count()
+    assert gc.isenabled() and freeze_count() == before
     with pytest.raises(RuntimeError, match="out of memory"), freeze_gc():
         raise RuntimeError("out of memory")
+    assert gc.isenabled() and freeze_count() == before
+    before = freeze_count()
+    with freeze_gc():
+        frozen = gc.get_freeze_count()
+        with freeze_gc():
+            assert gc.get_freeze_count() > frozen - 100  # a few frozen objects die in between
+        with pytest.raises(ValueError, match="inner"), freeze_gc():
+            raise ValueError("inner")
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() > frozen - 100  # an inner block did not unfreeze the outer one's
     assert gc.isenabled()
     assert freeze_count() == before
 
@@ -59,25 +64,16 @@ def test_restores_when_entering_fails(failing: str, monkeypatch: pytest.MonkeyPa
     assert freeze_count() == before
 
 
-def test_stays_disabled_where_it_was() -> None:
+def test_a_collector_that_is_off_stays_off() -> None:
     gc.disable()
     with freeze_gc():
         pass
     assert not gc.isenabled()
-
-
-def test_nested() -> None:
-    before = freeze_count()
-    with freeze_gc():
-        frozen = gc.get_freeze_count()
-        with freeze_gc():
-            assert gc.get_freeze_count() > frozen - 100  # a few frozen objects die in between
-        with pytest.raises(ValueError, match="inner"), freeze_gc():
-            raise ValueError("inner")
-        assert not gc.isenabled()
-        assert gc.get_freeze_count() > frozen - 100  # an inner block did not unfreeze the outer one's
-    assert gc.isenabled()
-    assert freeze_count() == before
+    gc.disable()
+    freeze = serving()
+    assert not freeze.frozen and freeze_count() < 1000
+    freeze.release()
+    assert not gc.isenabled()
 
 
 def test_keeps_what_the_application_froze() -> None:
@@ -87,6 +83,12 @@ def test_keeps_what_the_application_froze() -> None:
         assert not gc.isenabled()
     assert gc.isenabled()
     # Frozen objects can die (they still have reference counts), a few do between the two readings; none is unfrozen.
+    assert before - 100 < freeze_count() <= before
+    gc.freeze()
+    before = freeze_count()
+    freeze = serving()
+    assert not freeze.frozen
+    freeze.release()
     assert before - 100 < freeze_count() <= before
 
 
@@ -153,23 +155,6 @@ def test_serving_freezes_after_some_turns_until_released() -> None:
     for _ in range(2):
         freeze.release()
         assert not freeze.frozen and gc.isenabled() and freeze_count() == before
-
-
-def test_serving_leaves_a_collector_that_is_off_alone() -> None:
-    gc.disable()
-    freeze = serving()
-    assert not freeze.frozen and freeze_count() < 1000
-    freeze.release()
-    assert not gc.isenabled()
-
-
-def test_serving_leaves_what_others_froze() -> None:
-    gc.freeze()
-    before = freeze_count()
-    freeze = serving()
-    assert not freeze.frozen
-    freeze.release()
-    assert before - 100 < freeze_count() <= before
 
 
 def test_two_engines_freeze_once() -> None:

@@ -19,6 +19,8 @@ def test_defaults_are_those_of_generate() -> None:
     assert from_config(do_sample=True) == (SamplingParams(top_k=50, max_tokens=20), [])
     empty = from_generation_config(SimpleNamespace(), 10)
     assert empty == (SamplingParams(temperature=0, max_tokens=20), [])
+    options = {"temperature": 0.7, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.5, "top_h": 0.5}
+    assert from_config(do_sample=False, **options) == (SamplingParams(temperature=0, max_tokens=20), [])
 
 
 def test_options() -> None:
@@ -34,11 +36,6 @@ def test_options() -> None:
     assert from_config(eos_token_id=5)[0].stop_token_ids == (5,)
     nothing_ends_it = from_config(eos_token_id=-1)[0]
     assert (nothing_ends_it.stop_token_ids, nothing_ends_it.ignore_eos) == ((), True)
-
-
-def test_greedy_ignores_the_sampling_options() -> None:
-    options = {"temperature": 0.7, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.5, "top_h": 0.5}
-    assert from_config(do_sample=False, **options) == (SamplingParams(temperature=0, max_tokens=20), [])
 
 
 def test_lengths_that_count_the_prompt() -> None:
@@ -58,13 +55,12 @@ def test_lengths_that_count_the_prompt() -> None:
 REFUSED_VALUES = {
     "num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5, "constraints": ["x"], "force_words_ids": [[1]],
     "dola_layers": "low", "penalty_alpha": 0.6, "assistant_ensemble_weight": 0.5, "is_assistant": True,
-    "repetition_penalty": 1.1, "encoder_repetition_penalty": 1.1, "no_repeat_ngram_size": 2,
-    "encoder_no_repeat_ngram_size": 2, "bad_words_ids": [[3]], "forced_bos_token_id": 0, "forced_eos_token_id": 0,
-    "remove_invalid_values": True, "exponential_decay_length_penalty": (1, 1.1), "suppress_tokens": [1],
-    "begin_suppress_tokens": [1], "sequence_bias": [[[1], 0.5]], "token_healing": True, "guidance_scale": 1.5,
-    "watermarking_config": {"bias": 2.0}, "top_h": 0.4, "typical_p": 0.9, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1,
-    "max_time": 1.0, "output_attentions": True, "output_hidden_states": True, "output_scores": True,
-    "output_logits": True,
+    "repetition_penalty": 1.1, "encoder_repetition_penalty": 1.1, "no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 2,
+    "bad_words_ids": [[3]], "forced_bos_token_id": 0, "forced_eos_token_id": 0, "remove_invalid_values": True,
+    "exponential_decay_length_penalty": (1, 1.1), "suppress_tokens": [1], "begin_suppress_tokens": [1],
+    "sequence_bias": [[[1], 0.5]], "token_healing": True, "guidance_scale": 1.5, "watermarking_config": {"bias": 2.0},
+    "top_h": 0.4, "typical_p": 0.9, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "max_time": 1.0, "output_attentions": True,
+    "output_hidden_states": True, "output_scores": True, "output_logits": True,
 }
 NEEDS = {
     "early_stopping": {"num_beams": 2}, "length_penalty": {"num_beams": 2}, "top_h": {"do_sample": True},
@@ -79,14 +75,11 @@ def test_names_what_it_cannot_honour(name: str) -> None:
     assert from_config(**{name: REFUSED_VALUES[name]}, **NEEDS.get(name, {}))[1] == [name]
 
 
-def test_beams() -> None:
+def test_beams_and_contrastive_search() -> None:
     assert from_config(num_beams=2, early_stopping=True, length_penalty=2.0)[1] == [
         "num_beams", "early_stopping", "length_penalty"]
     assert from_config(early_stopping=True, length_penalty=2.0)[1] == []
     assert from_config(num_beams=3, num_return_sequences=3)[0].n == 1  # of the requests, whose beams are returned
-
-
-def test_contrastive_search_is_greedy_only() -> None:
     assert from_config(penalty_alpha=0.6, do_sample=True)[1] == []
     assert from_config(penalty_alpha=0.6, top_k=1)[1] == []
 

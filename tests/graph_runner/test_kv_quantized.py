@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import quire
-from quire.attn_ops.attention import AttentionSite
+from quire import AttentionSite, Engine
 from quire.attn_ops.kv_cache import pages_for
 from quire.attn_ops.registry import get_backend
-from quire.graph_runner.engine import Engine
 from quire.graph_runner.model_runner import CPU_KV_BYTES
 from quire.passes.backend import quire_backend
 from tests.steps import serve
@@ -29,12 +28,9 @@ SMALL = dict(num_pages=120, max_num_seqs=8, max_model_len=300, async_stepping=Fa
 SCHEDULES = {
     "chunks_of_1_pages_of_4": dict(prefill_chunk_size=1, page_size=4, kv_layout="HND", num_pages=400),
     "chunks_of_3": dict(prefill_chunk_size=3, async_stepping=True),
-    "chunks_of_16": dict(prefill_chunk_size=16, kv_layout="HND"),
-    "step_of_5_tokens": dict(max_num_batched_tokens=5),
-    "pages_of_1": dict(page_size=1, num_pages=500, cudagraph_capture_sizes=[]),
-    "preempted": dict(num_pages=7),
-    "preempted_async": dict(page_size=4, num_pages=18, async_stepping=True),
-    "fused": dict(fusions="all"),
+    "chunks_of_16": dict(prefill_chunk_size=16, kv_layout="HND"), "step_of_5_tokens": dict(max_num_batched_tokens=5),
+    "pages_of_1": dict(page_size=1, num_pages=500, cudagraph_capture_sizes=[]), "preempted": dict(num_pages=7),
+    "preempted_async": dict(page_size=4, num_pages=18, async_stepping=True), "fused": dict(fusions="all"),
 }
 
 

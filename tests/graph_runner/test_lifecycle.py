@@ -13,9 +13,8 @@ import torch
 import transformers
 
 import quire
+from quire import Engine, SamplingParams
 from quire.graph_runner.cuda_graph import CudaGraphRunner
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.sampling_params import SamplingParams
 from tests.tiny import GREEDY, SAMPLED, assert_idle, hf_greedy, tokens, unchanged, with_other_weights
 
 

@@ -15,9 +15,7 @@ from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
 
-from quire.attn_ops.backend import UnsupportedAttention
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.sampling_params import SamplingParams
+from quire import Engine, SamplingParams, UnsupportedAttention
 from quire.passes.capture.paged_model import PagedModel
 from tests.tiny import GREEDY, assert_idle, hf_greedy, tokens
 

@@ -21,19 +21,9 @@ from transformers import (
     T5Config,
 )
 
-from quire.attn_ops.backend import UnsupportedAttention
+from quire import Engine, UnsupportedAttention
+from quire.graph_runner import loading
 from quire.graph_runner.config import EngineConfig
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.loading import (
-    DEFAULT_LENGTH,
-    TINY_MODEL,
-    eos_token_ids,
-    limited,
-    load,
-    model_length,
-    progress_bar,
-    vocab_size,
-)
 from quire.graph_runner.step_buffers import BatchShape
 from tests.tiny import load_model, load_tokenizer
 
@@ -46,34 +36,31 @@ def with_config(**attributes) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("path", [str(TINY_MODEL), TINY_MODEL], ids=["str", "Path"])
+@pytest.mark.parametrize("path", [str(loading.TINY_MODEL), loading.TINY_MODEL], ids=["str", "Path"])
 def test_load_a_path(path) -> None:
-    model, tokenizer = load(path, None)
+    model, tokenizer = loading.load(path, None)
     assert not model.training and model.dtype == torch.float32
     assert model.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert tokenizer("The cat")["input_ids"] == load_tokenizer()("The cat")["input_ids"]
     ours = load_tokenizer()
-    assert load(path, ours, dtype=torch.bfloat16)[1] is ours
+    assert loading.load(path, ours, dtype=torch.bfloat16)[1] is ours
 
 
-def test_load_a_model() -> None:
+def test_load_a_model(tmp_path) -> None:
     model, tokenizer = nn.Linear(2, 2), load_tokenizer()
-    assert load(model, tokenizer) == (model, tokenizer)
-    assert load(model, None) == (model, None)
-
-
-def test_load_without_tokenizer_files(tmp_path) -> None:
+    assert loading.load(model, tokenizer) == (model, tokenizer)
+    assert loading.load(model, None) == (model, None)
     AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
-    assert load(tmp_path, None)[1] is None
+    assert loading.load(tmp_path, None)[1] is None
 
 
 def test_load_errors(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="no model at /no/such/place: expected a folder with config.json"):
-        load("/no/such/place", None)
+        loading.load("/no/such/place", None)
     with pytest.raises(FileNotFoundError, match="no model at .*: expected a folder with config.json"):
-        load(tmp_path, None)
+        loading.load(tmp_path, None)
     with pytest.raises(ValueError, match="Identity has no parameters"):
-        load(nn.Identity(), None)
+        loading.load(nn.Identity(), None)
 
 
 TINY = dict(vocab_size=64, d_model=32, d_ff=32, d_kv=8, num_layers=1, num_heads=2, encoder_layers=1, decoder_layers=1,
@@ -94,7 +81,7 @@ def test_checkpoints_of_other_models(kind, architecture, message, tmp_path) -> N
     config.architectures = [architecture]
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedAttention, match=message) as caught:
-        load(tmp_path, None)
+        loading.load(tmp_path, None)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
 
 
@@ -106,10 +93,10 @@ def test_weights_that_are_missing(tmp_path) -> None:
     kept = {name: x for name, x in weights.items() if name not in ("lm_head.weight", "model.layers.0.mlp.up_proj.weight")}
     save_file(kept, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="lacks 2 of the weights .* random: lm_head.weight, model.layers.0.mlp.up"):
-        load(tmp_path, None)
+        loading.load(tmp_path, None)
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match="are incomplete or not a safetensors file"):
-        load(tmp_path, None)
+        loading.load(tmp_path, None)
 
 
 def test_checkpoints_of_causal_lms(tmp_path) -> None:
@@ -118,7 +105,7 @@ def test_checkpoints_of_causal_lms(tmp_path) -> None:
         config = AutoConfig.from_pretrained(tmp_path)
         config.architectures = names
         config.save_pretrained(tmp_path)
-        assert load(tmp_path, None)[0].num_parameters() > 0
+        assert loading.load(tmp_path, None)[0].num_parameters() > 0
 
 
 @pytest.mark.parametrize("kind", [LlamaForSequenceClassification, LlamaForTokenClassification, LlamaModel])
@@ -136,9 +123,9 @@ def test_the_config_is_checked_before_the_vocabulary() -> None:
 
 
 def test_shipped_files_need_no_network_and_no_code() -> None:
-    assert {p.name for p in TINY_MODEL.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
-    assert not list(TINY_MODEL.glob("*.py"))
-    assert sum(p.stat().st_size for p in TINY_MODEL.iterdir()) < 10 * 2**20
+    assert {p.name for p in loading.TINY_MODEL.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert not list(loading.TINY_MODEL.glob("*.py"))
+    assert sum(p.stat().st_size for p in loading.TINY_MODEL.iterdir()) < 10 * 2**20
 
 
 @pytest.mark.parametrize(("tokenizer", "message"), [
@@ -147,59 +134,59 @@ def test_shipped_files_need_no_network_and_no_code() -> None:
 ])
 def test_bad_tokenizer(tokenizer, message) -> None:
     with pytest.raises(ValueError, match=message):
-        load(nn.Linear(2, 2), tokenizer)
+        loading.load(nn.Linear(2, 2), tokenizer)
 
 
 @pytest.mark.parametrize(("attributes", "asked", "length"), [
     (dict(max_position_embeddings=100), None, 100), (dict(max_position_embeddings=100), 40, 40),
     (dict(n_positions=70), None, 70), (dict(max_seq_len=50), None, 50), (dict(n_ctx=30), None, 30),
-    (dict(max_position_embeddings=None, n_positions=60), None, 60), ({}, None, DEFAULT_LENGTH), ({}, 9999, 9999),
+    (dict(max_position_embeddings=None, n_positions=60), None, 60), ({}, None, loading.DEFAULT_LENGTH), ({}, 9999, 9999),
 ])
 def test_model_length(attributes, asked, length) -> None:
-    assert model_length(with_config(**attributes), asked) == length
+    assert loading.model_length(with_config(**attributes), asked) == length
 
 
 def test_model_length_of_real_configs() -> None:
-    assert model_length(load_model(), None) == 1024
+    assert loading.model_length(load_model(), None) == 1024
     gpt2 = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=48))
-    assert model_length(gpt2, None) == 48
-    assert model_length(nn.Linear(2, 2), None) == DEFAULT_LENGTH
+    assert loading.model_length(gpt2, None) == 48
+    assert loading.model_length(nn.Linear(2, 2), None) == loading.DEFAULT_LENGTH
 
 
 def test_limits() -> None:
     """Requests fit the cache, and steps are no larger than all requests together."""
     model = with_config(max_position_embeddings=100)
-    config = limited(EngineConfig(max_num_seqs=3), model)
+    config = loading.limited(EngineConfig(max_num_seqs=3), model)
     assert (config.max_model_len, config.max_num_batched_tokens) == (100, 300)
-    config = limited(EngineConfig(num_pages=5, page_size=4, max_num_batched_tokens=7), model)
+    config = loading.limited(EngineConfig(num_pages=5, page_size=4, max_num_batched_tokens=7), model)
     assert (config.max_model_len, config.max_num_batched_tokens) == (16, 7)
 
 
 def test_vocab_size() -> None:
     model = load_model()
-    assert vocab_size(model) == 1848
+    assert loading.vocab_size(model) == 1848
     model.resize_token_embeddings(1900)
-    assert vocab_size(model) == 1900
-    assert vocab_size(nn.Sequential(nn.Embedding(64, 8), nn.Embedding(300, 8), nn.Linear(8, 8))) == 300
+    assert loading.vocab_size(model) == 1900
+    assert loading.vocab_size(nn.Sequential(nn.Embedding(64, 8), nn.Embedding(300, 8), nn.Linear(8, 8))) == 300
     with pytest.raises(ValueError, match="Linear has no embedding, so its vocabulary size is unknown"):
-        vocab_size(nn.Linear(2, 2))
+        loading.vocab_size(nn.Linear(2, 2))
 
 
 def test_eos_token_ids() -> None:
     """The generation config counts before the config, and that before the tokenizer; an id or several."""
     tokenizer = SimpleNamespace(eos_token_id=5)
     model = with_config(eos_token_id=[3, 4])
-    assert eos_token_ids(model, tokenizer) == {3, 4}
+    assert loading.eos_token_ids(model, tokenizer) == {3, 4}
     model.generation_config = SimpleNamespace(eos_token_id=0)
-    assert eos_token_ids(model, tokenizer) == {0}
+    assert loading.eos_token_ids(model, tokenizer) == {0}
     model.generation_config.eos_token_id = None
     model.config.eos_token_id = None
-    assert eos_token_ids(model, tokenizer) == {5}
-    assert eos_token_ids(model, None) == eos_token_ids(nn.Linear(2, 2), None) == frozenset()
-    assert eos_token_ids(load_model(), None) == {0}
+    assert loading.eos_token_ids(model, tokenizer) == {5}
+    assert loading.eos_token_ids(model, None) == loading.eos_token_ids(nn.Linear(2, 2), None) == frozenset()
+    assert loading.eos_token_ids(load_model(), None) == {0}
 
 
 def test_progress_bar(caplog) -> None:
     buckets = [BatchShape(4, 4), BatchShape(1, 1)]
     with caplog.at_level(logging.INFO):
-        assert list(progress_bar(buckets, "Capturing")) == buckets
+        assert list(loading.progress_bar(buckets, "Capturing")) == buckets

@@ -10,17 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
+import transformers
 
-from quire.graph_runner.engine import Engine
+from quire import Engine, SamplingParams
 from quire.graph_runner.sampler import sample
-from quire.graph_runner.sampling_params import SamplingParams
 from tests.sampling import sampling_tensors
 from tests.tiny import GREEDY, PROMPTS, assert_idle, hf_greedy, load_model, load_tokenizer, tokens
 
@@ -191,13 +184,10 @@ def test_after_a_step_that_failed(engine, model, prompts, monkeypatch) -> None:
 
 def test_as_transformers_does(engine, model, prompts) -> None:
     """The same processors give the same tokens as in ``generate``; so do the parameters that have the same meaning."""
-    made = {
-        "list": LogitsProcessorList([NoRepeatNGramLogitsProcessor(2), SuppressTokensLogitsProcessor([20, 30, 358])]),
-        "one": RepetitionPenaltyLogitsProcessor(1.7),
-        "until": MinLengthLogitsProcessor(len(prompts[0]) + 15, [12]),
-    }
-    for processor in made.values():
-        given = processor if isinstance(processor, list) else LogitsProcessorList([processor])
+    several = [transformers.NoRepeatNGramLogitsProcessor(2), transformers.SuppressTokensLogitsProcessor([20, 30, 358])]
+    for processor in (transformers.LogitsProcessorList(several), transformers.RepetitionPenaltyLogitsProcessor(1.7),
+                      transformers.MinLengthLogitsProcessor(len(prompts[0]) + 15, [12])):
+        given = processor if isinstance(processor, list) else transformers.LogitsProcessorList([processor])
         want = hf_greedy(model, prompts[0], 20, logits_processor=given)
         assert tokens(engine.generate(prompts[0], replace(GREEDY, logits_processors=[processor])))[0] == want
         assert want != hf_greedy(model, prompts[0], 20)

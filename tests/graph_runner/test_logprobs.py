@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.sampling_params import SamplingParams
+from quire import Engine, SamplingParams
 from tests.tiny import GREEDY, assert_idle, tokens
 
 # Logits agree to 1e-5 of the largest, which is about 30 here, and so do their normalizers.

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import quire
+from quire import Engine, SamplingParams
 from quire.attn_ops.kv_cache import token_bytes
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.sampling_params import SamplingParams
 from tests.tiny import hf_greedy, tokens
 from tests.zoo.configs import SERVED, build
 

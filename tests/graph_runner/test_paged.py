@@ -80,12 +80,20 @@ def test_padded_batch(no_warnings, plain, model, batch) -> None:
     out = same(plain, model, **batch, max_new_tokens=NEW, do_sample=False)
     assert out.shape == (3, batch.input_ids.shape[1] + NEW)
     assert model.generate.engine.runner.graphs.stats.replayed > 0
+    same(plain, model, batch.input_ids.where(batch.attention_mask.bool(), 9), pad_token_id=9, max_new_tokens=NEW)
+    same(plain, model, batch.input_ids, max_new_tokens=NEW)  # padding that is the end token counts as tokens
 
 
 def test_one_prompt_in_many_forms(no_warnings, plain, model, batch) -> None:
     ids = batch.input_ids[2:, :]
     for args, kwargs in (((ids,), {}), ((), {"input_ids": ids}), ((), {"inputs": ids}), ((), {"inputs": ids.int()})):
         same(plain, model, *args, **kwargs, max_new_tokens=4)
+    ids = batch.input_ids[2:]
+    same(plain, model, ids, GenerationConfig(max_new_tokens=4))
+    same(plain, model, ids, None, None, max_new_tokens=4)
+    assert same(plain, model, ids, GenerationConfig(max_new_tokens=9), max_new_tokens=2).shape[1] == ids.shape[1] + 2
+    processors = LogitsProcessorList([lambda ids, scores: -scores])
+    same(plain, model, batch.input_ids[2:], GenerationConfig(max_new_tokens=3), processors)
 
 
 def test_ends_at_different_places(no_warnings, plain, model, batch) -> None:
@@ -110,11 +118,6 @@ def test_mask(no_warnings, plain, model, batch, tokenizer) -> None:
         out = model.generate(ids, attention_mask=m, max_new_tokens=NEW)
         assert torch.equal(out[:, :9], ids)
         assert torch.equal(out[:, 9:], torch.stack(alone))
-
-
-def test_mask_inferred_from_the_padding(no_warnings, plain, model, batch) -> None:
-    same(plain, model, batch.input_ids.where(batch.attention_mask.bool(), 9), pad_token_id=9, max_new_tokens=NEW)
-    same(plain, model, batch.input_ids, max_new_tokens=NEW)  # padding that is the end token counts as tokens
 
 
 def test_generation_config(no_warnings, plain, model, batch) -> None:
@@ -171,18 +174,15 @@ def test_streamer(no_warnings, plain, model, batch, tokenizer, capsys) -> None:
     assert printed[0] == printed[1] and len(printed[0]) > 20
 
 
-def test_a_row_without_a_token_goes_to_transformers(plain, model, batch) -> None:
+def test_a_row_without_a_token_or_ids_goes_to_transformers(plain, model, batch) -> None:
     mask = batch.attention_mask.clone()
     mask[1] = 0
     with pytest.warns(UserWarning, match="because all tokens of a prompt are masked"):
         same(plain, model, batch.input_ids, attention_mask=mask, max_new_tokens=4)
-
-
-def test_arguments_by_position(no_warnings, plain, model, batch) -> None:
-    ids = batch.input_ids[2:]
-    same(plain, model, ids, GenerationConfig(max_new_tokens=4))
-    same(plain, model, ids, None, None, max_new_tokens=4)
-    assert same(plain, model, ids, GenerationConfig(max_new_tokens=9), max_new_tokens=2).shape[1] == ids.shape[1] + 2
+    embeds = plain.get_input_embeddings()(batch.input_ids[2:]).detach()
+    with pytest.warns(UserWarning, match="because it was not given input_ids of shape .batch, length."):
+        got = model.generate(inputs_embeds=embeds, max_new_tokens=4)
+    assert torch.equal(got, plain.generate(inputs_embeds=embeds, max_new_tokens=4))
 
 
 # -- what goes to transformers
@@ -198,11 +198,6 @@ def test_arguments_given_twice_are_transformers_own_error(more, options, message
     with pytest.warns(UserWarning, match=message), pytest.raises(error) as got:
         model.generate(batch.input_ids, *more, **options)
     assert str(got.value) == str(want.value)
-
-
-def test_processors_by_position(no_warnings, plain, model, batch) -> None:
-    processors = LogitsProcessorList([lambda ids, scores: -scores])
-    same(plain, model, batch.input_ids[2:], GenerationConfig(max_new_tokens=3), processors)
 
 
 def fallbacks(plain, tokenizer, ids) -> dict:
@@ -263,8 +258,7 @@ def on_instance(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("build, method", [
     (lambda: OwnMethod(small().config).eval(), "_get_logits_processor"),
-    (lambda: OwnGenerate(small().config).eval(), "generate"),
-    (lambda: on_instance(small()), "prepare_inputs_for_generation"),
+    (lambda: OwnGenerate(small().config).eval(), "generate"), (lambda: on_instance(small()), "prepare_inputs_for_generation"),
     (lambda: OwnWrapper(small().config).eval(), "_get_logits_processor"),
 ], ids=["method", "generate", "instance", "wraps"])
 def test_methods_of_the_models_own_count(build, method) -> None:
@@ -295,13 +289,6 @@ def test_masks_with_holes_and_windows() -> None:
     model.generate.close()
 
 
-def test_embeddings_alone(plain, model, batch) -> None:
-    embeds = plain.get_input_embeddings()(batch.input_ids[2:]).detach()
-    with pytest.warns(UserWarning, match="because it was not given input_ids of shape .batch, length."):
-        got = model.generate(inputs_embeds=embeds, max_new_tokens=4)
-    assert torch.equal(got, plain.generate(inputs_embeds=embeds, max_new_tokens=4))
-
-
 def test_an_empty_batch_is_transformers_own_affair(plain, model) -> None:
     def outcome(of) -> object:
         try:
@@ -312,11 +299,6 @@ def test_an_empty_batch_is_transformers_own_affair(plain, model) -> None:
     with pytest.warns(UserWarning, match="because it was given an empty batch"):
         got = outcome(model)
     assert got == outcome(plain)
-
-
-def test_streamer_of_a_batch_is_transformers_own_error(model, batch, tokenizer) -> None:
-    with pytest.raises(ValueError, match="TextStreamer only supports batch size 1"):
-        model.generate(**batch, max_new_tokens=4, streamer=TextStreamer(tokenizer))
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -333,6 +315,11 @@ def test_what_transformers_refuses_it_still_refuses(options, message, plain, mod
     with pytest.warns(UserWarning, match=message), pytest.raises(ValueError) as got:
         model.generate(batch.input_ids, **options)
     assert str(got.value) == str(want.value)
+
+
+def test_streamer_of_a_batch_is_transformers_own_error(model, batch, tokenizer) -> None:
+    with pytest.raises(ValueError, match="TextStreamer only supports batch size 1"):
+        model.generate(**batch, max_new_tokens=4, streamer=TextStreamer(tokenizer))
 
 
 @pytest.mark.parametrize("options", [{}, dict(repetition_penalty=1.3)], ids=str)

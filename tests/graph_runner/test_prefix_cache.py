@@ -13,11 +13,10 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire import Engine, SamplingParams
 from quire.graph_runner.block_allocator import BlockAllocator
-from quire.graph_runner.engine import Engine
 from quire.graph_runner.prefix_cache import PrefixCache
 from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch
-from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.scheduler import Scheduler
 from tests.tiny import GREEDY, SAMPLED, assert_idle, hf_greedy, load_model, tokens
 

@@ -90,6 +90,10 @@ def test_without_accept_the_file_stays(folder: Path) -> None:
     said = run(folder)
     assert "1 failed, 1 passed" in said and "a diff" in said
     assert (folder / "test_model.py").read_text() == TESTS
+    (folder / "conftest.py").write_text(NO_MODEL + "\nsys.modules['expecttest'] = None\n")
+    said = run(folder, "--quire-accept")
+    assert "pip install expecttest" in said and "1 failed, 1 passed" in said
+    assert (folder / "test_model.py").read_text() == TESTS
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])
@@ -104,13 +108,6 @@ def test_accept_rewrites_the_file(folder: Path, how: str) -> None:
     if how == "option":
         assert "2 passed" in run(folder, "--quire-accept")
         assert (folder / "test_model.py").read_text() == source
-
-
-def test_accept_without_expecttest_says_what_to_install(folder: Path) -> None:
-    (folder / "conftest.py").write_text(NO_MODEL + "\nsys.modules['expecttest'] = None\n")
-    said = run(folder, "--quire-accept")
-    assert "pip install expecttest" in said and "1 failed, 1 passed" in said
-    assert (folder / "test_model.py").read_text() == TESTS
 
 
 def test_import_is_light() -> None:

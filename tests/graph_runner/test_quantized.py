@@ -75,8 +75,7 @@ WAYS: dict[str, Any] = {
     "dynamic int8 modules": lambda model: exchange(model, DynamicInt8Linear),
     "torchao int8": lambda model: by_torchao("Int8WeightOnlyConfig")(model),
     "torchao float8": lambda model: by_torchao("Float8WeightOnlyConfig")(model),
-    "torchao dynamic int8": lambda model: by_torchao("Int8DynamicActivationInt8WeightConfig")(model),
-    "torchao int4": intx,
+    "torchao dynamic int8": lambda model: by_torchao("Int8DynamicActivationInt8WeightConfig")(model), "torchao int4": intx,
 }
 
 # Where activations are rounded too, a difference in the last bit of a float32 moves one of them by a whole step now and then

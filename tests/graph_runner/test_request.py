@@ -41,15 +41,12 @@ def test_what_is_no_prompt(prompt) -> None:
         token_ids_of(prompt, None, 100, 50)
 
 
-def test_text_that_is_not_unicode(tokenizer) -> None:
+def test_text_that_cannot_be_a_prompt(tokenizer) -> None:
     """As bytes become that are not UTF-8 on a standard input that takes any."""
     broken = b"ab\xff".decode("utf-8", "surrogateescape")
     with pytest.raises(ValueError, match=r"the prompt is not valid text: character 2 is '\\udcff', half of a surrogate pair"):
         token_ids_of(broken, tokenizer, 1848, 50)
     assert token_ids_of("ab", tokenizer, 1848, 50) == tokenizer("ab")["input_ids"]
-
-
-def test_text_and_a_tokenizer_that_only_decodes(tokenizer) -> None:
     backend = tokenizer.backend_tokenizer  # of the tokenizers package
     with pytest.raises(TypeError, match="the prompt is text, and the tokenizer, .*Tokenizer, cannot be called with it"):
         token_ids_of("ab", backend, 1848, 50)

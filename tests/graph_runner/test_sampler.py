@@ -92,15 +92,10 @@ def assert_distributed(tokens: torch.Tensor, probabilities: torch.Tensor) -> Non
 
 
 @pytest.mark.parametrize("stream", ["positions", "seeds"])
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(), SamplingParams(temperature=0.5), SamplingParams(temperature=2.0), SamplingParams(top_k=3),
-        SamplingParams(top_p=0.7), SamplingParams(min_p=0.2),
-        SamplingParams(temperature=1.5, top_k=6, top_p=0.8, min_p=0.15),
-    ],
-    ids=lambda p: f"temperature={p.temperature},top_k={p.top_k},top_p={p.top_p},min_p={p.min_p}",
-)
+@pytest.mark.parametrize("params", [
+    SamplingParams(), SamplingParams(temperature=0.5), SamplingParams(temperature=2.0), SamplingParams(top_k=3),
+    SamplingParams(top_p=0.7), SamplingParams(min_p=0.2), SamplingParams(temperature=1.5, top_k=6, top_p=0.8, min_p=0.15),
+], ids=lambda p: f"temperature={p.temperature},top_k={p.top_k},top_p={p.top_p},min_p={p.min_p}")
 def test_distribution(params: SamplingParams, stream: str) -> None:
     count = 20_000
     row = torch.tensor([0.5, 2.0, -1.0, 1.5, 0.0, 1.0, -math.inf, 0.25, -0.5])
@@ -114,10 +109,9 @@ def test_neighbours_are_independent(lag: str) -> None:
     """Consecutive positions, seeds and vocabulary entries share nothing: their pairs are uniform over 64 cells."""
     count = 20_000
     seed, position, token = (torch.full((count,), start) for start in (5, 7, 11))
-    first = random_bits(seed, position + torch.arange(count) * 3, token)
-    second = random_bits(
-        seed + (lag == "seed"), position + torch.arange(count) * 3 + (lag == "position"), token + (lag == "token")
-    )
+    ahead = position + torch.arange(count) * 3
+    first = random_bits(seed, ahead, token)
+    second = random_bits(seed + (lag == "seed"), ahead + (lag == "position"), token + (lag == "token"))
     for shift in (0, 61):  # the low and the high bits
         cells = (first >> shift & 7) * 8 + (second >> shift & 7)
         assert_distributed(cells, torch.full((64,), 1 / 64))
@@ -133,15 +127,12 @@ def split_mix(n: int) -> int:
     return z ^ z >> 31
 
 
-def test_split_mix_is_the_published_generator() -> None:
-    assert [split_mix(i) for i in range(3)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # of state 0
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40), st.integers(0, 2**20))
 def test_random_bits_are_three_splitmixes(seed: int, position: int, index: int) -> None:
     expected = split_mix(split_mix(split_mix(seed) + position) + index)
     assert int(random_bits(*map(torch.tensor, (seed, position, index)))) % 2**64 == expected
+    assert [split_mix(i) for i in range(3)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # of state 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -190,13 +181,8 @@ def test_filters_keep_what_hugging_face_keeps(scale: float) -> None:
     def pick(*values: float) -> float:
         return values[int(torch.randint(len(values), (), generator=generator))]
 
-    params = [
-        SamplingParams(
-            temperature=pick(0.3, 0.7, 1.0, 1.5), top_k=int(pick(0, 1, 2, 17, 299, 300, 5000)),
-            top_p=pick(0.01, 0.3, 0.55, 0.9, 0.999, 1.0), min_p=pick(0.0, 0.01, 0.2, 1.0),
-        )
-        for _ in range(150)
-    ]
+    params = [SamplingParams(temperature=pick(0.3, 0.7, 1.0, 1.5), top_k=int(pick(0, 1, 2, 17, 299, 300, 5000)),
+                             top_p=pick(0.01, 0.3, 0.55, 0.9, 0.999, 1.0), min_p=pick(0.0, 0.01, 0.2, 1.0)) for _ in range(150)]
     logits = torch.randn(len(params), 300, generator=generator) * scale
     logits[::5, 100:] = -math.inf
     kept = keep_set(logits, params)
@@ -279,14 +265,11 @@ def test_refuses_logits_of_another_shape(logits: torch.Tensor) -> None:
         sample(logits, build([GREEDY] * 2))
 
 
-def test_empty_batch() -> None:
-    assert sample(torch.zeros(0, 5), build([])).shape == (0,)
-
-
 def test_logits_may_be_a_view() -> None:
     wide = random_logits(14, 60)
     view = wide[::2, 5:40]
     assert sample(view, build(MIXED)).tolist() == sample(view.contiguous(), build(MIXED)).tolist()
+    assert sample(torch.zeros(0, 5), build([])).shape == (0,)
 
 
 def test_nothing_is_compiled_on_a_cpu() -> None:

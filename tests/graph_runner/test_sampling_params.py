@@ -48,15 +48,21 @@ def test_unsupported_field_is_refused_by_name(name: str) -> None:
     assert all(supported in str(caught.value) for supported in SUPPORTED)
 
 
-def test_unsupported_field_at_its_default_is_accepted() -> None:
+def test_values_at_the_edges() -> None:
     SamplingParams(spaces_between_special_tokens=True, structured_outputs=None)
+    largest = SamplingParams(temperature=float(np.finfo(np.float32).max)).temperature
+    assert np.isfinite(np.float32(largest))
+    assert SamplingParams(temperature=0).greedy and not SamplingParams().greedy
+    SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.1)  # without effect, as in vLLM
+    assert SamplingParams(max_tokens=None, min_tokens=1000).min_tokens == 1000
+    with pytest.raises(ValueError, match="quire does not support best_of"):
+        SamplingParams(best_of=np.array([3]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"n": 0}, ValueError, "n must be at least 1, got 0"),
-        ({"n": 1.0}, TypeError, "n must be an integer, got 1.0"),
+        ({"n": 0}, ValueError, "n must be at least 1, got 0"), ({"n": 1.0}, TypeError, "n must be an integer, got 1.0"),
         ({"logprobs": -2}, ValueError, "logprobs must be at least 0, -1 for the whole vocabulary, or None for none, got -2"),
         ({"truncate_prompt_tokens": -1}, ValueError, "truncate_prompt_tokens must be at least 1, or None to keep the prompt"),
         ({"prompt_logprobs": 1.5}, TypeError, "prompt_logprobs must be an integer or None, got 1.5"),
@@ -133,10 +139,7 @@ def test_one_form_for_each_value() -> None:
     assert SamplingParams(allowed_token_ids=[3, 3], logit_bias={}) == SamplingParams(allowed_token_ids=(3,))
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.n = 2  # type: ignore[misc]
-
-
-def test_numpy_values() -> None:
-    """They count as the numbers they are, and are stored as Python's, which do not overflow."""
+    # They count as the numbers they are, and are stored as Python's, which do not overflow.
     given = SamplingParams(
         n=np.int64(2), top_k=np.int32(5), seed=np.int64(4), max_tokens=np.uint8(9), min_tokens=np.int8(1),
         stop_token_ids=np.array([1, 2]), temperature=np.float32(0.5), top_p=np.float64(0.5))
@@ -148,22 +151,3 @@ def test_numpy_values() -> None:
     assert {type(v) for v in integers} == {int}
     assert SamplingParams(seed=np.int64(-1), top_k=np.int64(-1)) == SamplingParams()
     SamplingParams(repetition_penalty=np.float64(1), spaces_between_special_tokens=np.True_)  # at their defaults
-
-
-def test_unsupported_numpy_value_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="quire does not support best_of"):
-        SamplingParams(best_of=np.array([3]))  # type: ignore[arg-type]
-
-
-def test_largest_temperature() -> None:
-    largest = SamplingParams(temperature=float(np.finfo(np.float32).max)).temperature
-    assert np.isfinite(np.float32(largest))
-
-
-def test_greedy() -> None:
-    assert SamplingParams(temperature=0).greedy and not SamplingParams().greedy
-    SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.1)  # without effect, as in vLLM
-
-
-def test_min_tokens_without_a_maximum() -> None:
-    assert SamplingParams(max_tokens=None, min_tokens=1000).min_tokens == 1000

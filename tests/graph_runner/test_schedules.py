@@ -12,14 +12,11 @@ from quire.graph_runner.loading import TINY_MODEL
 from tests.tiny import GREEDY, PROMPTS, SAMPLED, assert_idle, greedy_continuations, tokens, unchanged
 
 OPTIONS = {
-    "defaults": {},
-    "chunks_of_1_pages_of_4": dict(prefill_chunk_size=1, page_size=4, kv_layout="HND"),
+    "defaults": {}, "chunks_of_1_pages_of_4": dict(prefill_chunk_size=1, page_size=4, kv_layout="HND"),
     "chunks_of_3": dict(prefill_chunk_size=3, async_stepping=True),
     "chunks_of_16_no_graphs": dict(prefill_chunk_size=16, kv_layout="HND", cudagraph_capture_sizes=[]),
-    "step_of_5_tokens": dict(max_num_batched_tokens=5),
-    "page_of_1": dict(page_size=1, num_pages=500),
-    "one_at_a_time": dict(max_num_seqs=1),
-    "two_at_a_time": dict(max_num_seqs=2, async_stepping=True, max_num_batched_tokens=7),
+    "step_of_5_tokens": dict(max_num_batched_tokens=5), "page_of_1": dict(page_size=1, num_pages=500),
+    "one_at_a_time": dict(max_num_seqs=1), "two_at_a_time": dict(max_num_seqs=2, async_stepping=True, max_num_batched_tokens=7),
     "page_larger_than_all": dict(page_size=128, num_pages=20, cudagraph_capture_sizes=[1, 4]),
     "mixed_graphs": dict(cudagraph_capture_sizes=[2], cudagraph_token_sizes=[8, 64], async_stepping=True),
     "fused": dict(fusions="all", async_stepping=True),

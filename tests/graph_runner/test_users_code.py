@@ -21,8 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
 
 import quire
-from quire.attn_ops.backend import UnsupportedAttention
-from quire.graph_runner.engine import Engine
+from quire import Engine, UnsupportedAttention
 from tests.tiny import GREEDY, assert_idle, hf_greedy, small_llama, snapshot, tokens
 
 IDS = [3, 4, 5]

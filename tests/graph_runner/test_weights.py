@@ -97,12 +97,17 @@ def test_running_requests_go_on_with_the_new_weights(engine) -> None:
     engine.model.generation_config.eos_token_id = eos
 
 
-def test_two_parameters_exchanged(engine) -> None:
+def test_names_that_are_exchanged_or_given_twice(engine) -> None:
     a, b = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight"
     old = snapshot(engine)
     state = engine.model.state_dict()
     engine.update_weights_from_tensors({a: state[b], b: state[a]})
     assert torch.equal(state[a], old[b]) and torch.equal(state[b], old[a])
+    value = engine.get_weights_by_name(NORM)
+    with pytest.raises(quire.WeightUpdateError, match="given twice"):
+        engine.update_weights_from_tensors([(NORM, value), (NORM, value)])
+    with pytest.raises(KeyError, match=r"no parameter 'model.nrm.weight'; near names are model.norm.weight"):
+        engine.get_weights_by_name("model.nrm.weight")
 
 
 @pytest.mark.parametrize(("bad", "message"), [
@@ -129,14 +134,6 @@ def test_values_that_are_no_plain_tensors(engine, value) -> None:
     zeros = torch.zeros_like(engine.get_weights_by_name(UP))
     with refused(engine, quire.WeightUpdateError, f"the update of the parameter '{NORM}' must be a plain tensor, got a"):
         engine.update_weights_from_tensors([(UP, zeros), (NORM, value)])
-
-
-def test_the_same_name_twice(engine) -> None:
-    value = engine.get_weights_by_name(NORM)
-    with pytest.raises(quire.WeightUpdateError, match="given twice"):
-        engine.update_weights_from_tensors([(NORM, value), (NORM, value)])
-    with pytest.raises(KeyError, match=r"no parameter 'model.nrm.weight'; near names are model.norm.weight"):
-        engine.get_weights_by_name("model.nrm.weight")
 
 
 # Disk.

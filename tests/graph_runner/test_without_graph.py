@@ -42,9 +42,6 @@ def test_a_step_takes_the_longer_of_host_and_gpu(with_graph, without, launch, fo
 
 def test_decodes_keep_their_graphs() -> None:
     assert rule(100.0, 1.0, 0.0).reason(batch((1, 10), (1, 20)), {}) is None
-
-
-def test_a_measured_launch_takes_the_place_of_a_slow_host_only() -> None:
     measured = rule(100.0, 80.0, 1e9)
     measured.measure(lambda: None)
     assert measured.launch_us < 1e6

@@ -54,6 +54,21 @@ class Attention(nn.Module):
         return self.out(out.transpose(1, 2).reshape(batch, length, -1))
 
 
+class RMSNorm(nn.Module):
+    """Llama's, as transformers has it; with an ``offset`` Gemma's."""
+
+    def __init__(self, width: int, dtype: torch.dtype = torch.float32, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight, self.offset = nn.Parameter(torch.rand(width, dtype=dtype) + 0.5), offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        if self.offset:
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+            return (wide * (self.offset + self.weight.float())).to(x.dtype)
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
 class Tiny(nn.Module):
     """A causal LM of residual attention layers. More keyword arguments of forward go to the masks."""
 
@@ -88,8 +103,7 @@ class _Traced(Exception):
     """Raised in the place of running a graph."""
 
 
-def capture(function: Callable[..., Any], *args: torch.Tensor, dynamic: bool | None = None
-            ) -> tuple[fx.GraphModule, list[Any]]:
+def capture(function: Callable[..., Any], *args: torch.Tensor, dynamic: bool | None = None) -> tuple[fx.GraphModule, list[Any]]:
     """The graph that Dynamo makes of a function, to be rewritten, and the real tensors behind its placeholders; not run."""
     found: list[Any] = []
 
@@ -122,21 +136,30 @@ def after(model: nn.Module, x: torch.Tensor,
     return matches, graph, out
 
 
+def after_one(run: Callable[[Fusion], int], function: Callable[..., Any], *args: torch.Tensor
+              ) -> tuple[int, fx.GraphModule, list[Any]]:
+    """The matches of a pass on the graph of ``function`` at these sizes, the graph after it, and its inputs."""
+    torch._dynamo.reset()
+    graph, inputs = capture(function, *args)
+    matches = run(Fusion(graph, inputs, FusedWeights()))
+    graph.graph.lint()
+    graph.recompile()
+    return matches, graph, inputs
+
+
 def trace(model: nn.Module, *, dynamic: bool | None = True, length: int = 23, compiler: str = "eager",
           **extra: Any) -> TracedGraph:
     """The one graph that torch.compile makes of ``model``, before any pass."""
     backend = QuireBackend(QuireOptions(compiler=compiler))
     ids = inputs(length)[0][None]
     with torch.no_grad():
-        torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)(
-            ids, torch.arange(length)[None], **extra)
+        torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)(ids, torch.arange(length)[None], **extra)
     (graph,) = backend.graphs
     graph.model, graph.owner = model, backend  # type: ignore[attr-defined]  # a graph holds its model's tensors weakly
     return graph
 
 
-def served(graph: TracedGraph, model: nn.Module, *, page_size: int = 4, layout: Any = "NHD",
-           attention: str = "auto") -> float:
+def served(graph: TracedGraph, model: nn.Module, *, page_size: int = 4, layout: Any = "NHD", attention: str = "auto") -> float:
     """Run the model through ``graph`` in two ragged steps; the largest difference from the plain forwards."""
     compiled = torch.compile(model, backend=graph.owner, dynamic=True, fullgraph=True)
     sequences = inputs(13, 5, 22, seed=1)

@@ -11,15 +11,13 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
+from quire import AttentionCapabilities, CommonAttentionMetadata, UnsupportedAttention, step
 from quire.attn_ops.attention import attention
-from quire.attn_ops.backend import AttentionCapabilities, UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.step import Step, running
 from quire.passes.backend import QuireBackend, quire_backend
 from quire.passes.options import QuireOptions
-from quire.passes.step import step
 from tests.passes.models import DIM, HIDDEN, Attention, Tiny, inputs, tiny
 
 TOLERANCE = 1e-5  # float32, sums of up to 22 numbers of order 1; eps is 1.2e-7
@@ -155,9 +153,6 @@ def test_one_token_of_a_model_that_emits_the_op() -> None:
     quire, kv = compiled(model), cache()
     for begin, end in [(0, 1), (1, 6), (6, 7), (7, 8), (8, 9)]:
         assert close(run(quire, sequence, begin, end, kv), plain(model, sequence[:end], begin))
-
-
-def test_the_layers_own_numbers_find_the_cache() -> None:
     model, (sequence,) = Tiny(Emitting(7), Emitting(3)).eval(), inputs(9)
     quire, kv = compiled(model), cache(layer_ids=[3, 7])
     assert close(run(quire, sequence, 0, 9, kv), plain(model, sequence))
@@ -201,9 +196,6 @@ def test_options() -> None:
         QuireOptions(fusions=["nope"])
     assert QuireOptions(fusions="rope").fusions == ("rope",)
     assert QuireOptions(fusions="projections, rope").fusions == ("projections", "rope")
-
-
-def test_mode_is_refused() -> None:
     graph = torch.fx.symbolic_trace(nn.Linear(1, 1))
     with pytest.raises(ValueError, match=r"takes no mode \(got 'reduce-overhead'\): CUDA graphs are quire's own"):
         quire_backend(graph, [], mode="reduce-overhead")

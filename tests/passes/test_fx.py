@@ -37,13 +37,24 @@ def mutating(x, index, new):
     return y + 1
 
 
-def test_in_place_nodes_are_not_pure() -> None:
+def test_what_writes_is_not_pure() -> None:
     """FX itself takes ``scatter_``, ``setitem`` and ``iadd`` for pure: dropping them corrupts graphs."""
     graph = traced(mutating, torch.zeros(5), torch.zeros(2, dtype=torch.long), torch.ones(2)).graph
     pure = {getattr(n.target, "__name__", n.target): is_pure(n) for n in graph.nodes if n.op.startswith("call")}
     assert pure == {"clone": True, "scatter_": False, "setitem": False, "mul": True, "iadd": False, "sin": True, "cos": True,
                     "add": True}
     assert not any(is_pure(n) for n in placeholders(graph))
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    assert is_pure(graph.call_method("__and__", (x, x))) and not is_pure(graph.call_method("add_", (x, x)))
+    # ``inplace`` by position or name, and ``out``; a True in another place means something else.
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for function, args, options, pure in [
+            (F.relu, (x,), {}, True), (F.relu, (x, True), {}, False), (F.silu, (x,), {"inplace": True}, False),
+            (F.leaky_relu, (x, 0.1, True), {}, False), (F.dropout, (x, 0.5, True), {}, True),
+            (torch.add, (x, 1), {"out": x}, False)]:
+        assert is_pure(graph.call_function(function, args, options)) == pure, (function, args, options)
 
 
 def test_erase_dead() -> None:
@@ -56,23 +67,6 @@ def test_erase_dead() -> None:
     assert [getattr(n.target, "__name__", n.target) for n in graph.nodes if n.op.startswith("call")] == [
         "clone", "scatter_", "setitem", "mul", "iadd", "add"]
     assert erase_dead(graph, []) == 0
-
-
-def test_double_underscore_methods_are_pure() -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    assert is_pure(graph.call_method("__and__", (x, x))) and not is_pure(graph.call_method("add_", (x, x)))
-
-
-def test_functions_that_write_by_an_argument_are_not_pure() -> None:
-    """``inplace`` by position or name, and ``out``; a True in another place means something else."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    for function, args, options, pure in [
-            (F.relu, (x,), {}, True), (F.relu, (x, True), {}, False), (F.silu, (x,), {"inplace": True}, False),
-            (F.leaky_relu, (x, 0.1, True), {}, False), (F.dropout, (x, 0.5, True), {}, True),
-            (torch.add, (x, 1), {"out": x}, False)]:
-        assert is_pure(graph.call_function(function, args, options)) == pure, (function, args, options)
 
 
 def conditions(function, *args, limits=()) -> dict[str, int]:
@@ -89,6 +83,15 @@ def test_shape_conditions() -> None:
     assert conditions(lambda x: x * 2, torch.zeros(23)) == {}
     assert len(conditions(lambda x: x * 2 if x.shape[0] == 64 else x, torch.zeros(23), limits=[64])) == 1
     assert shape_conditions(23) == {}  # a number, and no symbol
+    # A stored table is as long as the model can go: the guard that says so is not another path.
+    table = torch.zeros(64)
+
+    def cut(x):
+        return x + table[: x.shape[0]]
+
+    assert len(conditions(cut, torch.zeros(23))) == 1
+    assert conditions(cut, torch.zeros(23), limits=[64]) == {}
+    assert len(conditions(cut, torch.zeros(23), limits=[63, 128])) == 1
 
 
 @pytest.mark.parametrize("condition, first", [
@@ -99,15 +102,3 @@ def test_shape_conditions_are_not_sampled(condition, first: int) -> None:
     """Whatever the arithmetic: where the path changes is at none of the numbers in it."""
     found = conditions(lambda x: x + 1 if condition(x) else x, torch.zeros(23))
     assert min(found.values()) == first
-
-
-def test_shape_conditions_beyond_a_limit() -> None:
-    """A stored table is as long as the model can go: the guard that says so is not another path."""
-    table = torch.zeros(64)
-
-    def cut(x):
-        return x + table[: x.shape[0]]
-
-    assert len(conditions(cut, torch.zeros(23))) == 1
-    assert conditions(cut, torch.zeros(23), limits=[64]) == {}
-    assert len(conditions(cut, torch.zeros(23), limits=[63, 128])) == 1

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.attention import AttentionSite
+from quire import AttentionSite, CommonAttentionMetadata, Step
 from quire.attn_ops.kv_cache import PagedKVCache, pages_for
-from quire.attn_ops.metadata import CommonAttentionMetadata
-from quire.attn_ops.step import Step
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.rewrite.lower import set_paged_arguments
 from tests.steps import serve as in_steps

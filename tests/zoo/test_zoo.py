@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import fx
 
+from quire import CommonAttentionMetadata, UnsupportedAttention, step
 from quire.attn_ops.attention import Latent
-from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops import experts
 from quire.attn_ops.ops.experts import expert_linear, expert_swiglu
 from quire.attn_ops.ops.rope import rope_kv_write
@@ -30,7 +29,6 @@ from quire.passes.fusions.rope import fuse_rope
 from quire.passes.fx import copy_graph, value
 from quire.passes.options import QuireOptions
 from quire.passes.rewrite.lower import lower
-from quire.passes.step import step
 from quire.passes.verify.row_wise import PRODUCTS
 from tests.zoo.configs import REFUSED, SERVED, Served, build, has_config
 from tests.zoo.harness import TOLERANCE, Batch, error, reference, serve

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from quire.attn_ops import registry
-from quire.attn_ops.backend import UnsupportedAttention, define_state_op
+from quire import CommonAttentionMetadata, UnsupportedAttention, define_state_op
 from quire.attn_ops.backends import cascade, torch_native
 from quire.attn_ops.conformance.batches import Failure, lay_out, prepared, run
 from quire.attn_ops.conformance.checks import Kit, Skip
 from quire.attn_ops.kernels.launch import recording
-from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.registry import get_backend, register_backend
 from tests.attn_ops.cases import SITE as SITE_3
 from tests.attn_ops.cases import make_backend
@@ -36,8 +33,8 @@ SEEN = dataclasses.replace(torch_native.BACKEND, name="seen", state_op=define_st
 
 
 @pytest.fixture(autouse=True)
-def parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "REGISTRY", registry.Registry([SimpleNamespace(name="cascade", load=lambda: cascade.FAMILY)]))
+def parts(entries) -> None:
+    entries(cascade=lambda: cascade.FAMILY)
     register_backend(SEEN)
     prefixes.clear()
 

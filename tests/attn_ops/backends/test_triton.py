@@ -48,9 +48,6 @@ def test_conformance(name, dtype, kv_dtype):
         pytest.skip(str(why))
 
 
-def test_page_size_that_is_no_power_of_two():
-    check_case(BACKEND, make_case([1, 7, 1], [40, 20, 3], **{**SMALL, "page_size": 12}))
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "dim_v"), [
@@ -64,22 +61,22 @@ def test_heads_and_dims(heads, kv_heads, dim, dim_v, dtype):
 
 
 @pytest.mark.parametrize("features", [
-    dict(window=1), dict(scale=0.7), dict(window=6, chunk=16), dict(window=11, softcap=3.0, sinks=True, chunk=32, scale=0.4),
+    dict(page_size=12), dict(window=1), dict(scale=0.7), dict(window=6, chunk=16),
+    dict(window=11, softcap=3.0, sinks=True, chunk=32, scale=0.4),
 ], ids=str)
 def test_features(features):
-    """Contexts of several windows and chunks; float16; and T <= B without being a decode batch."""
-    lens = [1, 3, 4, 5, 12, 40, 75]
-    check_case(BACKEND, make_case([1] * len(lens), lens, **SMALL, **features))
-    check_case(BACKEND, make_case([5, 1, 0, 70], [80, 77, 3, 90], **SMALL, **features))
-    check_case(BACKEND, make_case([5, 1, 1], [80, 77, 3], **{**SMALL, "dtype": FP16}, **features))
-    check_case(BACKEND, make_case([9, *[0] * 9], [80, *[0] * 9], **SMALL, **features))
+    """Contexts of several windows and chunks; float16; T <= B without being a decode batch; pages of no power of two."""
+    lens, shape = [1, 3, 4, 5, 12, 40, 75], {**SMALL, **features}
+    check_case(BACKEND, make_case([1] * len(lens), lens, **shape))
+    check_case(BACKEND, make_case([5, 1, 0, 70], [80, 77, 3, 90], **shape))
+    check_case(BACKEND, make_case([5, 1, 1], [80, 77, 3], **{**shape, "dtype": FP16}))
+    check_case(BACKEND, make_case([9, *[0] * 9], [80, *[0] * 9], **shape))
 
 
 def test_window_and_chunk_visit_no_key_outside():
     """Keys and values that no query may see are NaN: reading one, even with weight 0, would show."""
     for features, query, seq, unseen in (
-        (dict(window=9), 1, 100, 88), (dict(window=9), 12, 100, 76), (dict(chunk=32), 1, 100, 96),
-        (dict(chunk=32), 3, 100, 96),
+        (dict(window=9), 1, 100, 88), (dict(window=9), 12, 100, 76), (dict(chunk=32), 1, 100, 96), (dict(chunk=32), 3, 100, 96),
     ):
         case = make_case([query, 1], [seq, 1], **SMALL, **features)
         pages = case.metadata.block_table_tensor[0, : unseen // 4].long()
@@ -377,24 +374,17 @@ def test_quantized_infinity_reads_back_as_nan(query_lens, kv_dtype):
         assert scale.isnan().tolist() == [False, True]
 
 
-def test_scales_must_lie_alike():
-    case = make_case([1], [5], **SMALL, kv_dtype=torch.int8)
-    case.cache.v_scale[0] = case.cache.v_scale[0].contiguous()
-    with pytest.raises(ValueError, match="k_scale and v_scale of the same strides"):
-        run_case(BACKEND, case)
-    case.cache.k_scale[0] = case.cache.v_scale[0] = None
-    with pytest.raises(ValueError, match="needs k_scale and v_scale"):
-        run_case(BACKEND, case)
+def test_caches_that_the_kernels_cannot_read_are_refused():
+    for kv_dtype, change, message in (
+        (INT8, lambda c: c.v_scale.__setitem__(0, c.v_scale[0].contiguous()), "k_scale and v_scale of the same strides"),
+        (INT8, lambda c: (c.k_scale.__setitem__(0, None), c.v_scale.__setitem__(0, None)), "needs k_scale and v_scale"),
+        (None, lambda c: c.k.__setitem__(0, c.k[0].transpose(1, 3).contiguous().transpose(1, 3)), "last dim is contiguous"),
+    ):
+        case = make_case([1], [5], **SMALL, kv_dtype=kv_dtype)
+        change(case.cache)
+        with pytest.raises(ValueError, match=message):
+            run_case(BACKEND, case)
 
-
-# Registration, availability, errors.
-
-
-def test_cache_with_a_strided_last_dim_is_refused():
-    case = make_case([1], [5], **SMALL)
-    case.cache.k[0] = case.cache.k[0].transpose(1, 3).contiguous().transpose(1, 3)
-    with pytest.raises(ValueError, match="last dim is contiguous"):
-        run_case(BACKEND, case)
 
 
 def test_available_says_why_not(monkeypatch):

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from quire.attn_ops import registry
-from quire.attn_ops.backend import CudagraphSupport, define_paged_op
+from quire import CudagraphSupport, current_step, define_paged_op
 from quire.attn_ops.backends import torch_native, two_batch
-from quire.attn_ops.conformance.batches import lay_out, run
+from quire.attn_ops.conformance.batches import compare, lay_out, run
 from quire.attn_ops.conformance.checks import Kit, Skip
 from quire.attn_ops.registry import get_backend, register_backend
-from quire.attn_ops.step import current_step
 from tests.attn_ops.cases import SITE as SITE_3
 
 SITE = dataclasses.replace(SITE_3, layer=0)
@@ -43,9 +41,8 @@ SEEN = dataclasses.replace(
 
 
 @pytest.fixture(autouse=True)
-def parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = SimpleNamespace(name="two_batch", load=lambda: two_batch.FAMILY)
-    monkeypatch.setattr(registry, "REGISTRY", registry.Registry([entry]))
+def parts(entries) -> None:
+    entries(two_batch=lambda: two_batch.FAMILY)
     register_backend(SEEN)
     calls.clear()
 
@@ -73,8 +70,6 @@ def test_cut(queries: list[int], key: str | None, halves: list[tuple[int, int]])
 
 def test_a_graph_of_mostly_padding() -> None:
     """A replay of one sequence in a graph of four: the second half is padding, and both write where the capture did."""
-    from quire.attn_ops.conformance.batches import compare
-
     batch = lay_out(SITE, [1], [9], page_size=4, pad=(3, 3))
     compare(run(get_backend("two_batch:seen"), batch, graph_key="a graph"), batch)
     assert calls == [(2, 2), (2, 2)]

@@ -17,15 +17,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quire import UnsupportedAttention, backends
 from quire.attn_ops import registry
-from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.backends import aiter, ascend, cudnn, flash_attention, intel_amx, trtllm_mha, wave
 from quire.attn_ops.conformance.batches import check
 from quire.attn_ops.conformance.checks import DECODE, MIXED, REFUSED, Kit
 from quire.attn_ops.conformance.ops import ENCODERS, OpKit
 from quire.attn_ops.conformance.sweeps import ignored, last_tokens
 from quire.attn_ops.ops.varlen import varlen_attention, varlen_attention_eager
-from quire.attn_ops.registry import backends
 from quire.attn_ops.vendor import missing, too_old
 
 CPU = torch.device("cpu")
@@ -340,13 +339,6 @@ def test_encoders_run_on_flash_attention(kit, which, monkeypatch) -> None:
         varlen_attention(q, k, v, *starts, scale=1.0, implementation="flash_attention")
 
 
-def test_encoders_without_the_package() -> None:
-    q = torch.randn(3, 2, 16)
-    starts = torch.tensor([0, 3], dtype=torch.int32)
-    with pytest.raises(UnsupportedAttention, match="implementation='flash_attention' is not usable: "):
-        varlen_attention(q, q, q, starts, starts, scale=1.0, implementation="flash_attention")
-
-
 @pytest.mark.parametrize("module, which, calls", CASES, ids=name_of)
 def test_what_is_not_declared_raises(kit, module, which, calls) -> None:
     k = kit(module, which)
@@ -369,14 +361,15 @@ def test_why_it_is_not_usable(module) -> None:
         assert module.NAME in str(backends("cpu")).split("not verified on hardware")[1]
 
 
-def test_missing_packages_are_named_with_their_install_line() -> None:
+def test_missing_and_wrong_packages_are_named_with_their_install_line(monkeypatch) -> None:
     assert missing("no_such_package_here", "pip install it") == "no_such_package_here is not installed: pip install it"
     assert missing("no_such_package_here.part", "do") == "no_such_package_here.part is not installed: do"
     assert missing("torch", "") is None
-
-
-def test_packages_of_the_wrong_version_are_named(monkeypatch) -> None:
-    """A call whose signature has changed would fail in the middle of a step, or mean something else."""
+    q = torch.randn(3, 2, 16)
+    starts = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(UnsupportedAttention, match="implementation='flash_attention' is not usable: "):
+        varlen_attention(q, q, q, starts, starts, scale=1.0, implementation="flash_attention")
+    # A call whose signature has changed would fail in the middle of a step, or mean something else.
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.18.post1+cu130")
     assert too_old("flashinfer-python", "0.7.2") == (
         "flashinfer-python 0.6.18.post1+cu130 is installed, its calls are those of "
@@ -388,7 +381,7 @@ def test_packages_of_the_wrong_version_are_named(monkeypatch) -> None:
         "the module that is installed is not that of no-such-distribution: pip install it")
 
 
-def test_a_build_without_cpu_kernels_is_not_taken(monkeypatch) -> None:
+def test_other_builds_and_projects_of_the_same_name_are_not_taken(monkeypatch, tmp_path) -> None:
     """sgl-kernel's build for GPUs has the same name, and would fail in the middle of a step."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
     monkeypatch.setattr(intel_amx, "missing", lambda module, install: None)
@@ -396,10 +389,7 @@ def test_a_build_without_cpu_kernels_is_not_taken(monkeypatch) -> None:
                            (None, r"sgl_kernel does not load \(ModuleNotFoundError")):
         monkeypatch.setitem(sys.modules, "sgl_kernel", build)
         assert re.search(message, intel_amx.BACKEND.available(CPU))
-
-
-def test_another_project_of_the_same_name_is_not_taken(monkeypatch, tmp_path) -> None:
-    """PyPI's aiter would fail in the middle of a step, with an AttributeError."""
+    # PyPI's aiter would fail in the middle of a step, with an AttributeError.
     (tmp_path / "aiter").mkdir()
     (tmp_path / "aiter" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -121,10 +121,6 @@ def spoil(**changes):
     return change
 
 
-def clone_caches(given):
-    given["k_cache"], given["v_cache"] = given["k_cache"].clone(), given["v_cache"].clone()
-
-
 def write_padding_to_slot_0(given):
     """Slot -1 read as slot 0: a kernel that clamps."""
     if given["k"] is not None:
@@ -140,10 +136,6 @@ def write_one_slot_too_many(given):
         size, last = given["k_cache"].shape[1], int(slots.max()) + 1
         if last // size < given["k_cache"].shape[0]:
             given["k_cache"][last // size, last % size] = 0.0
-
-
-def read_the_next_page_too(given):
-    given["seq_lens"], given["prepared"] = torch.where(given["seq_lens"] > 0, given["seq_lens"] + 1, 0), []
 
 
 def no_zeros_for_padding(given):
@@ -165,10 +157,6 @@ def leak_from_others(given):
     out = torch_native.paged_attention(**given)
     values = given["v_cache"][given["block_table"][0].long()].flatten(0, 1)[: int(given["seq_lens"][0])]
     return out + 0 * values.sum()
-
-
-def pages_in_physical_order(given):
-    given["block_table"] = given["block_table"].sort(dim=1, descending=True).values
 
 
 def other_heads(given):
@@ -199,18 +187,20 @@ WRONG = {
     "no_chunk": (spoil(chunk=lambda g: None), {"feature chunk", "features together"}),
     "no_sinks": (spoil(sinks=lambda g: None), {"feature sinks", "features together"}),
     "scale": (spoil(scale=lambda g: 1.0), {"decode batch", "mixed batch"}),
-    "functional": (clone_caches, {"decode batch", "mixed batch", "prefill batch"}),
+    "functional": (spoil(k_cache=lambda g: g["k_cache"].clone(), v_cache=lambda g: g["v_cache"].clone()),
+                   {"decode batch", "mixed batch", "prefill batch"}),
     "slot_minus_one": (write_padding_to_slot_0, {"padding"}),
     "one_slot_more": (write_one_slot_too_many, {"decode batch", "mixed batch"}),
-    "one_key_more": (read_the_next_page_too, {"decode batch", "mixed batch"}),
+    "one_key_more": (spoil(seq_lens=lambda g: torch.where(g["seq_lens"] > 0, g["seq_lens"] + 1, 0), prepared=lambda g: []),
+                     {"decode batch", "mixed batch"}),
     "padding_not_zero": (no_zeros_for_padding, {"padding", "stale metadata in padding"}),
-    "nan": (leak_garbage, {"garbage in unused slots"}),
-    "nan_of_others": (leak_from_others, {"garbage in unused slots"}),
+    "nan": (leak_garbage, {"garbage in unused slots"}), "nan_of_others": (leak_from_others, {"garbage in unused slots"}),
     "window_of_one": (spoil(window=lambda g: g["window"] if g["window"] != 1 else 2), {"feature window"}),
     "long_chunk": (spoil(chunk=lambda g: g["chunk"] if g["chunk"] != 29 else None), {"feature chunk"}),
     "window_edge": (edge_in_extend_only("window"), {"windows at page boundaries"}),
     "chunk_edge": (edge_in_extend_only("chunk"), {"chunks at page boundaries"}),
-    "page_order": (pages_in_physical_order, {"decode batch", "mixed batch"}),
+    "page_order": (spoil(block_table=lambda g: g["block_table"].sort(dim=1, descending=True).values),
+                   {"decode batch", "mixed batch"}),
     "writes_when_shared": (write_though_shared, {"shared cache (no k, v)"}),
     "grouped_heads": (other_heads, {"decode batch", "query heads per key head"}),
     "dtype": (lambda g: torch_native.paged_attention(**g).double(), {"decode batch"}),
@@ -314,9 +304,6 @@ def test_undeclared_features_must_be_refused() -> None:
     careless = dataclasses.replace(plain, capabilities=Careless(**fields))
     assert {"feature window", "feature sinks", "layout HND", "page size 4", "non-causal",
             "KV cache int8"} <= failures(careless)
-
-
-def test_a_declaration_that_cannot_be_kept() -> None:
     assert "non-causal" in failures(broken(lambda given: None, non_causal=True), "non-causal")
 
 

@@ -19,15 +19,12 @@ def run(backend, name: str, kv_dtype: torch.dtype | None = None, dtype: torch.dt
     dict(Kit(backend, CPU, dtype, kv_dtype).checks())[name]()
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_torch_native(kv_dtype: torch.dtype | None) -> None:
-    run(torch_native.BACKEND, "states: causal, to all", kv_dtype)
-    run(torch_native.BACKEND, "trees of drafts", kv_dtype)
-
-
-def test_half_precision() -> None:
-    run(torch_native.BACKEND, "states: causal, to all", dtype=torch.bfloat16)
-    run(torch_native.BACKEND, "trees of drafts", dtype=torch.bfloat16)
+@pytest.mark.parametrize(("kv_dtype", "dtype"), [
+    *((kv, torch.float32) for kv in (None, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)), (None, torch.bfloat16),
+], ids=str)
+def test_torch_native(kv_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+    run(torch_native.BACKEND, "states: causal, to all", kv_dtype, dtype)
+    run(torch_native.BACKEND, "trees of drafts", kv_dtype, dtype)
 
 
 @pytest.mark.slow

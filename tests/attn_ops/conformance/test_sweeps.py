@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from quire import AttentionBackend, current_step
 from quire.attn_ops import registry
-from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.conformance import ops, page
 from quire.attn_ops.conformance.command import main
@@ -23,7 +23,6 @@ from quire.attn_ops.conformance.lanes import work_off
 from quire.attn_ops.conformance.report import check_backend, run_checks
 from quire.attn_ops.conformance.sweeps import SHAPES
 from quire.attn_ops.registry import get_backend, register_backend
-from quire.attn_ops.step import current_step
 from tests.attn_ops.conformance.test_kit import NAMES, broken, failures, spoil
 
 NATIVE = get_backend("torch_native")
@@ -182,7 +181,7 @@ def test_json_and_page(tmp_path, capsys) -> None:
 # The command line.
 
 
-def test_main(capsys) -> None:
+def test_main(capsys, monkeypatch) -> None:
     assert main(["--backend", "torch_native", "--device", "cpu", "--only", "batch"]) == 0
     out = capsys.readouterr().out
     assert "attention backend torch_native on cpu" in out and "mixed batch" in out
@@ -192,9 +191,6 @@ def test_main(capsys) -> None:
     both = "full=torch_native,window=flex_attention"
     assert main(["--backend", f"torch_native,{both}", "--device", "cpu", "--only", "decode batch"]) == 0
     assert f"attention backend {both} on cpu" in capsys.readouterr().out
-
-
-def test_main_fails(capsys, monkeypatch) -> None:
     monkeypatch.setattr(registry, "REGISTRY", registry.Registry())
     register_backend(broken(spoil(window=lambda g: None)))
     assert main(["--backend", "broken", "--only", "feature window"]) == 1

@@ -10,17 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.attn_ops.metadata import (
-    NULL_PAGE,
-    PAD_SLOT_ID,
-    CommonAttentionMetadata,
-    create_ubatch_slices,
-    make_draft_metadata,
-    make_local_attention_virtual_batches,
-    split_attn_metadata,
-)
+from quire.attn_ops import metadata
 
-build = CommonAttentionMetadata.build
+build = metadata.CommonAttentionMetadata.build
 
 
 def test_mixed_batch() -> None:
@@ -34,17 +26,19 @@ def test_mixed_batch() -> None:
     assert meta.logits_indices.tolist() == [2, 2, 3]
     assert (meta.num_reqs, meta.num_actual_tokens, meta.num_tokens) == (3, 4, 4)
     assert (meta.max_query_len, meta.max_seq_len, meta.page_size) == (3, 10, 4)
+    meta = build([2], [2], [[1]], page_size=4)
+    assert {meta.query_start_loc.dtype, meta.seq_lens.dtype, meta.block_table_tensor.dtype} == {torch.int32}
+    assert {meta.slot_mapping.dtype, meta.positions.dtype, meta.logits_indices.dtype} == {torch.int64}
 
 
-def test_slots_of_a_sequence() -> None:
-    """vLLM's example: pages 7 and 3 of 16 tokens."""
-    slots = build([32], [32], [[7, 3]], page_size=16).slot_mapping.tolist()
-    assert [slots[p] for p in (0, 15, 16, 20)] == [112, 127, 48, 52]
 
-
-def test_pages_that_sequences_read_may_be_shared() -> None:
+def test_slots() -> None:
     meta = build([1, 2], [6, 7], [[3, 8], [3, 9, -1]], page_size=4)
     assert meta.slot_mapping.tolist() == [8 * 4 + 1, 9 * 4 + 1, 9 * 4 + 2]
+    table = torch.tensor([[7, 3, 0], [1, 0, 0]])  # entries past a sequence's pages are free to be the null page
+    assert build([1, 1], [20, 2], table, page_size=16).slot_mapping.tolist() == [3 * 16 + 3, 16 + 1]
+    page = 2**28
+    assert build([1], [1], [[page]], page_size=16).slot_mapping.tolist() == [page * 16]
 
 
 def test_max_page() -> None:
@@ -54,27 +48,13 @@ def test_max_page() -> None:
     assert build([], [], [], page_size=4).max_page == 0
 
 
-def test_dtypes() -> None:
-    meta = build([2], [2], [[1]], page_size=4)
-    assert {meta.query_start_loc.dtype, meta.seq_lens.dtype, meta.block_table_tensor.dtype} == {torch.int32}
-    assert {meta.slot_mapping.dtype, meta.positions.dtype, meta.logits_indices.dtype} == {torch.int64}
-
-
-def test_block_table_as_a_tensor() -> None:
-    table = torch.tensor([[7, 3, 0], [1, 0, 0]])  # entries past a sequence's pages are free to be the null page
-    assert build([1, 1], [20, 2], table, page_size=16).slot_mapping.tolist() == [3 * 16 + 3, 16 + 1]
-
-
 def test_empty_batch() -> None:
     meta = build([], [], [], page_size=4)
-    assert meta.query_start_loc.tolist() == [0] and meta.slot_mapping.tolist() == [] and meta.num_reqs == 0
-    assert meta.block_table_tensor.shape == (0, 1) and (meta.max_query_len, meta.max_seq_len) == (0, 0)
-    assert meta.positions.tolist() == []
-
-
-def test_large_slots_do_not_overflow() -> None:
-    page = 2**28
-    assert build([1], [1], [[page]], page_size=16).slot_mapping.tolist() == [page * 16]
+    assert meta.query_start_loc.tolist() == [0] and meta.slot_mapping.tolist() == meta.positions.tolist() == []
+    assert meta.block_table_tensor.shape == (0, 1) and (meta.num_reqs, meta.max_query_len, meta.max_seq_len) == (0, 0, 0)
+    padded = meta.padded(2, 3)
+    assert padded.query_start_loc.tolist() == [0, 0, 0, 0] and padded.slot_mapping.tolist() == [-1, -1]
+    assert padded.logits_indices.tolist() == [0, 0, 0]  # an index that exists, though nothing is there
 
 
 # Padding.
@@ -85,26 +65,20 @@ def test_padding() -> None:
     padded = meta.padded(6, 4)
     assert padded.query_start_loc.tolist() == padded.query_start_loc_cpu.tolist() == [0, 2, 3, 3, 3]
     assert padded.seq_lens.tolist() == padded.seq_lens_cpu.tolist() == [5, 9, 0, 0]
-    assert padded.slot_mapping.tolist() == meta.slot_mapping.tolist() + [PAD_SLOT_ID] * 3
-    assert padded.block_table_tensor.tolist() == meta.block_table_tensor.tolist() + [[NULL_PAGE] * 3] * 2
+    assert padded.slot_mapping.tolist() == meta.slot_mapping.tolist() + [metadata.PAD_SLOT_ID] * 3
+    assert padded.block_table_tensor.tolist() == meta.block_table_tensor.tolist() + [[metadata.NULL_PAGE] * 3] * 2
     assert padded.positions.tolist() == meta.positions.tolist() + [0, 0, 0]
     assert padded.logits_indices.tolist() == [1, 2, 2, 2]
     assert (padded.num_reqs, padded.num_actual_tokens, padded.num_tokens) == (2, 3, 6)  # the first two without padding
     assert padded.query_start_loc.dtype == torch.int32 and padded.slot_mapping.dtype == torch.int64
-
-
-def test_padding_by_nothing_changes_nothing() -> None:
+    # A planner that reads the live part sees the batch as it was built.
     meta = build([2, 1], [5, 9], [[3, 4], [1, 2, 6]], page_size=4)
-    same = meta.padded(3, 2)
-    for field in dataclasses.fields(meta):
-        before, after = getattr(meta, field.name), getattr(same, field.name)
-        assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
-
-
-def test_padding_an_empty_batch() -> None:
-    padded = build([], [], [], page_size=4).padded(2, 3)
-    assert padded.query_start_loc.tolist() == [0, 0, 0, 0] and padded.slot_mapping.tolist() == [-1, -1]
-    assert padded.logits_indices.tolist() == [0, 0, 0]  # an index that exists, though nothing is there
+    for same in (meta.padded(3, 2), meta.padded(6, 4).unpadded()):
+        for field in dataclasses.fields(meta):
+            before, after = getattr(meta, field.name), getattr(same, field.name)
+            assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
+    assert meta.padded(6, 4).num_computed_tokens_cpu.tolist() == [3, 8, 0, 0]
+    assert meta.padded(6, 4).query_lens_cpu.tolist() == [2, 1, 0, 0]
 
 
 def test_every_field_of_rows_follows_every_change_of_rows() -> None:
@@ -113,14 +87,14 @@ def test_every_field_of_rows_follows_every_change_of_rows() -> None:
                                encoder_seq_lens=np.array([7, 9]))
     padded = meta.padded(8, 4)
     assert padded.encoder_seq_lens.tolist() == [7, 9, 0, 0] and padded.unpadded().encoder_seq_lens.tolist() == [7, 9]
-    cut = make_local_attention_virtual_batches(4, padded)
+    cut = metadata.make_local_attention_virtual_batches(4, padded)
     assert (cut.seq_lens.tolist(), cut.total_lens.tolist()) == ([4, 4, 4], [20, 20, 4])
     assert cut.encoder_seq_lens.tolist() == [7, 7, 9]
-    whole = make_local_attention_virtual_batches(4, build([6], [8], [[1, 2]], page_size=4))
+    whole = metadata.make_local_attention_virtual_batches(4, build([6], [8], [[1, 2]], page_size=4))
     assert whole.total_lens.tolist() == [8, 8]  # of the sequence, not of its chunk
-    parts = split_attn_metadata(create_ubatch_slices(meta.query_start_loc_cpu, [2]), meta)
+    parts = metadata.split_attn_metadata(metadata.create_ubatch_slices(meta.query_start_loc_cpu, [2]), meta)
     assert [(p.total_lens.tolist(), p.encoder_seq_lens.tolist()) for p in parts] == [([20], [7]), ([20, 4], [7, 9])]
-    drafts = make_draft_metadata(dataclasses.replace(meta, seq_lens=torch.tensor([8, 4], dtype=torch.int32)), 2, 2,
+    drafts = metadata.make_draft_metadata(dataclasses.replace(meta, seq_lens=torch.tensor([8, 4], dtype=torch.int32)), 2, 2,
                                  torch.arange(10, 14, dtype=torch.int32)[:, None])
     assert [d.total_lens.tolist() for d in drafts] == [[20, 20, 5, 5], [20, 20, 6, 6]]
     assert drafts[0].encoder_seq_lens.tolist() == [7, 7, 9, 9]
@@ -170,14 +144,3 @@ def test_padding_errors(tokens, reqs) -> None:
     meta = build([2, 1], [5, 9], [[3, 4], [1, 2, 6]], page_size=4)
     with pytest.raises(ValueError, match=f"cannot pad a batch of 3 tokens and 2 sequences to {tokens} and {reqs}"):
         meta.padded(tokens, reqs)
-
-
-def test_without_padding() -> None:
-    """A planner that reads the live part sees the batch as it was built."""
-    meta = build([2, 1], [5, 9], [[3, 4], [1, 2, 6]], page_size=4)
-    back = meta.padded(6, 4).unpadded()
-    for field in dataclasses.fields(meta):
-        before, after = getattr(meta, field.name), getattr(back, field.name)
-        assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
-    assert meta.padded(6, 4).num_computed_tokens_cpu.tolist() == [3, 8, 0, 0]
-    assert meta.padded(6, 4).query_lens_cpu.tolist() == [2, 1, 0, 0]

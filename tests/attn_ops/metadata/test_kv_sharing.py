@@ -9,19 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.attn_ops import metadata
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.metadata import (
-    KV_SHARING_FAST_PREFILL_METADATA_FIELDS,
-    AttentionMetadataBuilder,
-    KVSharingFastPrefillMetadata,
-    create_fast_prefill_custom_backend,
-    make_kv_sharing_fast_prefill_common_attn_metadata,
-)
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.step import Step
 from tests.attn_ops.metadata.batches import batches, make_batch
 
-fast = make_kv_sharing_fast_prefill_common_attn_metadata
+fast = metadata.make_kv_sharing_fast_prefill_common_attn_metadata
 
 
 def wanted(meta, indices):
@@ -34,11 +28,8 @@ def test_the_worked_example() -> None:
     got = fast(meta)
     assert got.query_start_loc.tolist() == [0, 1, 3, 4] and (got.num_actual_tokens, got.max_query_len) == (4, 2)
     assert got.seq_lens is meta.seq_lens and got.slot_mapping is meta.slot_mapping
-    assert isinstance(got, KVSharingFastPrefillMetadata)
-    assert all(hasattr(got, name) for name, _, _ in KV_SHARING_FAST_PREFILL_METADATA_FIELDS)
-
-
-def test_nothing_to_leave_out() -> None:
+    assert isinstance(got, metadata.KVSharingFastPrefillMetadata)
+    assert all(hasattr(got, name) for name, _, _ in metadata.KV_SHARING_FAST_PREFILL_METADATA_FIELDS)
     plain, decode = make_batch([3], [3]), wanted(make_batch([1, 1], [4, 5]), [0, 1])
     assert fast(plain) is plain and fast(decode) is decode
 
@@ -52,7 +43,7 @@ def test_rows_of_the_full_prefill(meta, data) -> None:
     counts = [data.draw(st.integers(0, n)) for n in meta.query_lens_cpu.tolist()]
     ends = meta.query_start_loc_cpu[1:].tolist()
     indices = [t for end, n in zip(ends, counts, strict=True) for t in range(end - n, end)]
-    backend = create_fast_prefill_custom_backend("FastPrefill", get_backend("torch_native"))
+    backend = metadata.create_fast_prefill_custom_backend("FastPrefill", get_backend("torch_native"))
     cache = PagedKVCache(num_layers=1, num_pages=60, page_size=4, num_kv_heads=1, head_dim=8, dtype=torch.float32, device="cpu")
     q, k, v = torch.randn(3, meta.num_actual_tokens, 1, 8, generator=torch.Generator().manual_seed(2))
 
@@ -83,7 +74,7 @@ def test_indices_on_a_device_are_not_waited_for() -> None:
 def test_the_wrapper_plans_for_the_tokens_with_logits() -> None:
     planned = []
     own = replace(get_backend("torch_native"), name="mine", plan=lambda metadata, step: planned.append(metadata))
-    backend = create_fast_prefill_custom_backend("FastPrefill", own)
+    backend = metadata.create_fast_prefill_custom_backend("FastPrefill", own)
     meta = wanted(make_batch([5, 2], [5, 2]), [4, 6])
     cache = PagedKVCache(num_layers=1, num_pages=4, page_size=4, num_kv_heads=1, head_dim=8, dtype=torch.float32, device="cpu")
     assert backend.name == "FastPrefillmine" and backend.op is own.op
@@ -104,7 +95,7 @@ def test_the_wrapper_of_an_engines_backend_class(frozen) -> None:
         def __post_init__(self) -> None:
             object.__setattr__(self, "doubled", 2 * len(self.starts))
 
-    class Builder(AttentionMetadataBuilder):
+    class Builder(metadata.AttentionMetadataBuilder):
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
             return Metadata(common_attn_metadata.query_start_loc.tolist())
 
@@ -113,12 +104,12 @@ def test_the_wrapper_of_an_engines_backend_class(frozen) -> None:
         def get_builder_cls():
             return Builder
 
-    made = create_fast_prefill_custom_backend("FastPrefill", Backend)
+    made = metadata.create_fast_prefill_custom_backend("FastPrefill", Backend)
     builder, meta = made.get_builder_cls()([], [], None, torch.device("cpu")), wanted(make_batch([5, 2], [5, 2]), [4, 6])
     got, captured = builder.build(0, meta), builder.build_for_cudagraph_capture(meta)
     assert made.__name__ == "FastPrefillBackend" and issubclass(made, Backend)
     assert (got.starts, captured.starts, got.doubled) == ([0, 1, 2], [0, 5, 7], 6)
     for one in (got, captured):
-        assert isinstance(one, Metadata) and isinstance(one, KVSharingFastPrefillMetadata)
+        assert isinstance(one, Metadata) and isinstance(one, metadata.KVSharingFastPrefillMetadata)
         assert one.logits_indices_padded is meta.logits_indices_padded and one.num_logits_indices == 2
     assert builder.build(0, make_batch([3], [3])).starts == [0, 3]  # no logits asked for: the whole batch

@@ -35,29 +35,6 @@ def test_a_table_with_fewer_columns() -> None:
     assert got.block_table_tensor.tolist() == [[0, 1], [2, 3], [11, 12], [13, 14], [15, 16], [17, 17], [20, 21], [22, 23]]
 
 
-@pytest.mark.parametrize(("q", "k", "chunk", "page", "width", "want_q", "want_k", "table"), [
-    ([8], [12], 4, 2, 6, [4, 4], [4, 4], [[2, 3], [4, 5]]),
-    ([7], [10], 4, 2, 5, [1, 4, 2], [4, 4, 2], [[0, 1], [2, 3], [4, 4]]),
-    ([1], [5], 4, 2, 3, [1], [1], [[2, 2]]), ([4], [6], 10, 2, 3, [4], [6], [[0, 1, 2, 2, 2]]),
-    ([6, 6], [8, 8], 4, 4, 2, [2, 4, 2, 4], [4] * 4, [[0], [1], [2], [3]]),
-    ([100, 1], [100, 40], 32, 16, 7, [32, 32, 32, 4, 1], [32, 32, 32, 4, 8], [[0, 1], [2, 3], [4, 5], [6, 6], [9, 10]]),
-])
-def test_more_examples(q, k, chunk, page, width, want_q, want_k, table) -> None:
-    got = local(q, k, chunk, page, torch.arange(len(q) * width).view(len(q), width))
-    assert (got.query_lens_cpu.tolist(), got.seq_lens.tolist(), got.block_table_tensor.tolist()) == (want_q, want_k, table)
-
-
-@pytest.mark.parametrize(("q", "k", "chunk", "count"), [
-    ([1000], [1000], 256, 4), ([1000], [1255], 256, 5), ([300, 700, 90], [300, 1400, 90], 128, 10),
-    ([64, 64], [64, 64], 256, 2),
-    ([1] * 4, [5, 17, 16, 33], 16, 4),
-])
-def test_counts(q, k, chunk, count) -> None:
-    assert local(q, k, chunk, 16 if chunk % 16 == 0 else 1).num_reqs == count
-
-
-def test_a_chunk_longer_than_every_sequence_keeps_its_borders() -> None:
-    """SGLang 0.5.2 shrinks the chunk to the longest sequence, in whole pages, and cuts this prompt of 1000 tokens in two."""
     got = local([1000], [1000], 8192, 16)
     assert got.seq_lens.tolist() == [1000] and got.block_table_tensor.shape == (1, 512)
 

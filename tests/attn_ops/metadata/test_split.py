@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.attn_ops.metadata import (
-    decode_first_order,
-    reorder_batch_to_split_decodes_and_prefills,
-    split_decodes_and_prefills,
-    split_decodes_prefills_and_extends,
-    split_prefill_chunks,
-)
+from quire.attn_ops import metadata
 from tests.attn_ops.metadata.batches import make_batch
 
 
@@ -28,13 +22,13 @@ from tests.attn_ops.metadata.batches import make_batch
     ([2, 2, 2, 4], 4, True, (3, 1, 6, 4)), ([2, 2, 2, 4, 5, 6, 7, 8], 4, True, (3, 5, 6, 30)),
 ])
 def test_examples(lens, threshold, uniform, want) -> None:
-    assert split_decodes_and_prefills(make_batch(lens, lens), threshold, uniform) == want
+    assert metadata.split_decodes_and_prefills(make_batch(lens, lens), threshold, uniform) == want
 
 
 def test_rows_of_padding_end_no_run_of_decodes() -> None:
     """vLLM's page says (3, 1, 6, 2) here: a padded speculative decode batch would leave its captured graph."""
     meta = replace(make_batch([2, 2, 2, 0], [5, 5, 5, 5]), num_actual_tokens=8)
-    assert split_decodes_and_prefills(meta, 3, require_uniform=True) == (4, 0, 8, 0)
+    assert metadata.split_decodes_and_prefills(meta, 3, require_uniform=True) == (4, 0, 8, 0)
 
 
 @settings(max_examples=100, deadline=None)
@@ -46,14 +40,14 @@ def test_split_against_a_loop(lens, threshold, uniform) -> None:
             first = i
             break
     meta = make_batch(lens, [n + 3 for n in lens]).padded(sum(lens) + 2, len(lens) + 2)
-    assert split_decodes_and_prefills(meta, threshold, uniform) == (
+    assert metadata.split_decodes_and_prefills(meta, threshold, uniform) == (
         first, len(lens) - first, sum(lens[:first]), sum(lens[first:]))
 
 
 def test_three_regions() -> None:
     meta = make_batch([1, 2, 4, 5, 6], [10, 11, 20, 5, 6])
-    assert split_decodes_prefills_and_extends(meta, 3) == (2, 1, 2, 3, 4, 11)
-    assert split_decodes_prefills_and_extends(make_batch([1, 1], [4, 5])) == (2, 0, 0, 2, 0, 0)
+    assert metadata.split_decodes_prefills_and_extends(meta, 3) == (2, 1, 2, 3, 4, 11)
+    assert metadata.split_decodes_prefills_and_extends(make_batch([1, 1], [4, 5])) == (2, 0, 0, 2, 0, 0)
 
 
 @settings(max_examples=50, deadline=None)
@@ -61,7 +55,7 @@ def test_three_regions() -> None:
 def test_prefill_chunks(lens, more, first) -> None:
     """Each fits the workspace, together they are all rows in order, and none could take the next row too."""
     size = max([1, *lens]) + more
-    chunks = split_prefill_chunks(lens, size, first)
+    chunks = metadata.split_prefill_chunks(lens, size, first)
     assert [r for begin, end in chunks for r in range(begin, end)] == list(range(first, first + len(lens)))
     for begin, end in chunks:
         assert sum(lens[begin - first : end - first]) <= size
@@ -70,7 +64,7 @@ def test_prefill_chunks(lens, more, first) -> None:
 
 def test_a_sequence_larger_than_the_workspace() -> None:
     with pytest.raises(ValueError, match="sequence 4 has 9 tokens, more than the workspace of 8"):
-        split_prefill_chunks([3, 9], 8, first=3)
+        metadata.split_prefill_chunks([3, 9], 8, first=3)
 
 
 @dataclass
@@ -98,8 +92,8 @@ def reorder(rows, threshold=1, prompts=None):
     batch = Batch([str(i) for i in range(len(rows))], np.array([c for _, c in rows]),
                   None if prompts is None else np.array(prompts))
     output = Output({str(i): n for i, (n, _) in enumerate(rows)})
-    moved = reorder_batch_to_split_decodes_and_prefills(batch, output, threshold)
-    assert not reorder_batch_to_split_decodes_and_prefills(batch, output, threshold)
+    moved = metadata.reorder_batch_to_split_decodes_and_prefills(batch, output, threshold)
+    assert not metadata.reorder_batch_to_split_decodes_and_prefills(batch, output, threshold)
     order = [int(i) for i in batch.req_ids]
     assert [rows[i][1] for i in order] == batch.num_computed_tokens_cpu.tolist()
     assert moved == (order != list(range(len(rows))))
@@ -141,7 +135,7 @@ def test_reorder_of_a_batch_that_knows_no_computed_tokens(lens, threshold, want)
     batch.swap_states = lambda a, b: batch.req_ids.__setitem__(slice(None), [
         batch.req_ids[{a: b, b: a}.get(i, i)] for i in range(len(lens))])
     output = Output({str(i): n for i, n in enumerate(lens)})
-    moved = reorder_batch_to_split_decodes_and_prefills(batch, output, threshold)
+    moved = metadata.reorder_batch_to_split_decodes_and_prefills(batch, output, threshold)
     assert [int(i) for i in batch.req_ids] == want and moved == (want != list(range(len(lens))))
 
 
@@ -155,7 +149,7 @@ def test_the_last_token_of_a_prompt_is_no_decode() -> None:
 def test_reorder_properties(rows, threshold) -> None:
     """A permutation into decodes, extends, prefills that leaves alone what is in its place."""
     order = reorder(rows, threshold)
-    assert order == decode_first_order([n for n, _ in rows], [c for _, c in rows], decode_threshold=threshold).tolist()
+    assert order == metadata.decode_first_order([n for n, _ in rows], [c for _, c in rows], decode_threshold=threshold).tolist()
     region = [3 if c == 0 else 2 if n > threshold else 0 for n, c in rows]
     assert sorted(order) == list(range(len(rows))) and [region[i] for i in order] == sorted(region)
     assert all(order[i] == i for i in range(len(rows)) if region[i] == sorted(region)[i])

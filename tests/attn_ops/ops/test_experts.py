@@ -10,23 +10,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quire.attn_ops.ops import experts
-from quire.attn_ops.ops.experts import (
-    MAX_PAIRS,
-    Tile,
-    decode_tile,
-    expert_linear,
-    expert_linear_cuda,
-    expert_linear_eager,
-    expert_swiglu,
-    expert_swiglu_cuda,
-    expert_swiglu_eager,
-    prefill_tile,
-)
+from quire.attn_ops.ops.experts import expert_linear, expert_linear_cuda, expert_linear_eager, expert_swiglu_eager
 
 triton = pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Case = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor, bool]
-SMALL = Tile(16, 32, 32, 4, 2)
+SMALL = experts.Tile(16, 32, 32, 4, 2)
 
 
 def case(tokens: int, k: int = 2, count: int = 4, n: int = 32, width: int = 64, *, each: bool = False, bias: bool = False,
@@ -124,7 +113,7 @@ def test_the_tiles_that_are_launched(path: str) -> None:
 def test_more_pairs_than_a_tile(block_m: int) -> None:
     args = case(75, 1, 3, n=16, width=32, ids=[1] * 70 + [0, 2, 2, 0, 2])
     for path in ("pairs", "sorted"):
-        close(expert_linear_cuda(*args, path=path, tile=Tile(block_m, 16, 32, 4, 2)), args)
+        close(expert_linear_cuda(*args, path=path, tile=experts.Tile(block_m, 16, 32, 4, 2)), args)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.int16])
@@ -184,7 +173,7 @@ def test_summed_the_same_in_every_batch() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for k in (2048, 2880):
             for gated in (False, True):
-                tiles = [decode_tile(pairs, 8, k, dtype, gated) for pairs in (1, 32, 100, MAX_PAIRS)]
+                tiles = [experts.decode_tile(pairs, 8, k, dtype, gated) for pairs in (1, 32, 100, experts.MAX_PAIRS)]
                 assert len({t.block_k for t in tiles}) == 1 and len({t.block_m for t in tiles}) == 3
 
 
@@ -193,10 +182,10 @@ def test_which_path(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     of = experts._Pairs.of
     monkeypatch.setattr(experts._Pairs, "of", lambda *args: asked.append(of(*args).order is None) or of(*args))
-    for tokens in (MAX_PAIRS // 8, MAX_PAIRS // 8 + 1):
+    for tokens in (experts.MAX_PAIRS // 8, experts.MAX_PAIRS // 8 + 1):
         expert_linear_cuda(*case(tokens, 8, 128, n=8, width=8))
     assert asked == [True, False]
-    rows = [prefill_tile(pairs, 8, 64, torch.float16).block_m for pairs in (50, 150, 400, 10000)]
+    rows = [experts.prefill_tile(pairs, 8, 64, torch.float16).block_m for pairs in (50, 150, 400, 10000)]
     assert rows == [16, 32, 64, 128]
 
 
@@ -233,7 +222,7 @@ def test_swiglu_is_gate_and_up() -> None:
 @pytest.mark.parametrize("options", [
     dict(tokens=1, k=1), dict(tokens=5), dict(tokens=5, transposed=True), dict(tokens=3, inner=40, width=72),
     dict(tokens=3, inner=40, width=72, transposed=True), dict(tokens=40, k=2, ids=[2] * 80),
-    dict(tokens=4, ids=[0, 4, -1, 3, 1 << 40, 2, 4, 4]), dict(tokens=60, count=40),
+    dict(tokens=4, ids=[0, 4, -1, 3, 1 << 40, 2, 4, 4]), dict(tokens=30, count=40),
 ], ids=lambda o: "-".join(f"{k}{v if isinstance(v, int) else ''}" for k, v in o.items()))
 def test_swiglu(options: dict[str, Any], path: str) -> None:
     """Against the definition in fp32 with rounded parts; fp16 rounds gate, up and their product: three times 5e-4 of values
@@ -242,7 +231,7 @@ def test_swiglu(options: dict[str, Any], path: str) -> None:
         args = swiglu_case(**options, dtype=dtype)
         wide = expert_swiglu_eager(*(a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args))
         for tile in (SMALL, None):
-            out = expert_swiglu_cuda(*args, path=path, tile=tile)
+            out = experts.expert_swiglu_cuda(*args, path=path, tile=tile)
             assert out.dtype == dtype
             torch.testing.assert_close(out.float(), wide, atol=tolerance, rtol=tolerance)
 
@@ -250,7 +239,7 @@ def test_swiglu(options: dict[str, Any], path: str) -> None:
 def test_swiglu_of_wrong_shapes() -> None:
     x, up, down, ids, _ = swiglu_case(3)
     for wrong in ((up[:, 2:], down), (up, down[:3]), (up, down.float()), (up[:, :, 1:], down)):
-        for op in (expert_swiglu_eager, expert_swiglu_cuda):
+        for op in (expert_swiglu_eager, experts.expert_swiglu_cuda):
             with pytest.raises(ValueError, match="does not match|do not match"):
                 op(x, *wrong, ids, False)
 
@@ -276,10 +265,7 @@ def test_no_pairs() -> None:
 def test_opcheck() -> None:
     for options in (dict(bias=True), dict(transposed=True, each=True), {}):
         torch.library.opcheck(expert_linear, case(3, dtype=torch.float32, **options))  # type: ignore[arg-type]
-    torch.library.opcheck(expert_swiglu, swiglu_case(3, dtype=torch.float32))
-
-
-def test_fake_for_any_number_of_tokens() -> None:
+    torch.library.opcheck(experts.expert_swiglu, swiglu_case(3, dtype=torch.float32))
     with FakeTensorMode():
         weight = torch.empty(8, 32, 64, device="cuda")
         out = expert_linear(torch.empty(5, 64, device="cuda"), weight, None, torch.empty(5, 2, dtype=torch.int64), False)

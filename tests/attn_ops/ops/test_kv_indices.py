@@ -10,14 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.attn_ops.attention import visible
-from quire.attn_ops.ops.kv_indices import (
-    create_flashinfer_kv_indices,
-    create_flashmla_kv_indices,
-    get_num_kv_splits,
-    normal_decode_set_metadata,
-    prepare_swa_spec_page_table,
-    update_sliding_window_buffer,
-)
+from quire.attn_ops.ops import kv_indices as kv
 
 WIDTH = 40
 
@@ -40,7 +33,7 @@ def test_flat_indices(rows, starts, spare) -> None:
     table, lens = tokens_table(), [n for _, _, n in rows]
     indptr = ints([0, *torch.tensor(lens).cumsum(0).tolist()])
     out = torch.full((sum(lens) + spare,), -7, dtype=torch.int32)
-    create_flashinfer_kv_indices(table, ints([r for r, _, _ in rows]), ints(lens), indptr,
+    kv.create_flashinfer_kv_indices(table, ints([r for r, _, _ in rows]), ints(lens), indptr,
                                  ints([s for _, s, _ in rows]) if starts else None, out)
     want = [int(table[r, (s if starts else 0) + t]) for r, s, n in rows for t in range(n)]
     assert out.tolist() == want + [-7] * spare
@@ -49,7 +42,7 @@ def test_flat_indices(rows, starts, spare) -> None:
 def test_flat_indices_with_gaps() -> None:
     """Regions may be larger than their rows."""
     out = torch.full((9,), -7, dtype=torch.int32)
-    create_flashinfer_kv_indices(ints([[5, 6, 7]]).expand(2, 3), ints([0, 1]), ints([2, 1]), ints([1, 5, 9]), None, out)
+    kv.create_flashinfer_kv_indices(ints([[5, 6, 7]]).expand(2, 3), ints([0, 1]), ints([2, 1]), ints([1, 5, 9]), None, out)
     assert out.tolist() == [-7, 5, 6, -7, -7, 5, -7, -7, -7]
 
 
@@ -62,7 +55,7 @@ def test_page_tables(rows, page, starts) -> None:
     begin = [s // page * page if starts else 0 for _, s, _ in rows]
     lens = [n for _, _, n in rows]
     out = torch.full((len(rows), 23), -1, dtype=torch.int32)
-    create_flashmla_kv_indices(table, ints([r for r, _, _ in rows]), ints(lens), ints(begin) if starts else None, out, page)
+    kv.create_flashmla_kv_indices(table, ints([r for r, _, _ in rows]), ints(lens), ints(begin) if starts else None, out, page)
     for i, (r, _, _) in enumerate(rows):
         count = -(-lens[i] // page)
         assert out[i].tolist() == pages[r, begin[i] // page :][:count].tolist() + [-1] * (23 - count)
@@ -71,7 +64,7 @@ def test_page_tables(rows, page, starts) -> None:
 def test_long_rows_of_small_pages_are_filled() -> None:
     table = torch.arange(8192).int()[None]
     out = torch.full((1, 256), -1, dtype=torch.int32)
-    create_flashmla_kv_indices(table, ints([0]), ints([8192]), None, out, 32)
+    kv.create_flashmla_kv_indices(table, ints([0]), ints([8192]), None, out, 32)
     assert out[0].tolist() == list(range(256))
 
 
@@ -93,19 +86,19 @@ def splits_by_hand(lens, g, heads, kv_heads, most, cores):
        st.integers(1, 16), st.integers(1, 200))
 def test_splits(lens, g, heads, most, cores) -> None:
     out = torch.zeros(len(lens) * g, dtype=torch.int32)
-    get_num_kv_splits(out, ints(lens), *heads, most, cores)
+    kv.get_num_kv_splits(out, ints(lens), *heads, most, cores)
     assert out.tolist() == splits_by_hand(lens, g, *heads, most, cores)
     assert 1 <= out.min() and out.max() <= most
 
 
 def test_fixed_splits() -> None:
     out = torch.zeros(4, dtype=torch.int32)
-    get_num_kv_splits(out, ints([5, 9]), 8, 8, 16, 0)
+    kv.get_num_kv_splits(out, ints([5, 9]), 8, 8, 16, 0)
     assert out.tolist() == [16] * 4
-    get_num_kv_splits(out, ints([5, 9]), 8, 8, 8, 132, static=True)
+    kv.get_num_kv_splits(out, ints([5, 9]), 8, 8, 8, 132, static=True)
     assert out.tolist() == [8] * 4
     with pytest.raises(ValueError, match="4 rows, not a multiple of the 3 sequences"):
-        get_num_kv_splits(out, ints([5, 9, 1]), 8, 8, 8, 132)
+        kv.get_num_kv_splits(out, ints([5, 9, 1]), 8, 8, 8, 132)
 
 
 @settings(max_examples=80, deadline=None)
@@ -119,7 +112,7 @@ def test_window_keys(rows, window, prefix_only, mapped) -> None:
     query, seq = [q for _, q, _ in rows], [q + c for _, q, c in rows]
     indptr, lens, start = torch.zeros(len(rows) + 1, dtype=torch.int32), *torch.zeros(2, len(rows), dtype=torch.int32)
     out = torch.full((sum(seq) + 2,), -7, dtype=torch.int32)
-    update_sliding_window_buffer(table, ints([r for r, _, _ in rows]), ints(seq), ints(query), window, kv_indptr=indptr,
+    kv.update_sliding_window_buffer(table, ints([r for r, _, _ in rows]), ints(seq), ints(query), window, kv_indptr=indptr,
                                  kv_lens=lens, kv_start=start, out=out, prefix_only=prefix_only, slot_map=slot_map)
     want = []
     for (r, q, _), n in zip(rows, seq, strict=True):
@@ -139,13 +132,6 @@ def test_window_keys(rows, window, prefix_only, mapped) -> None:
     assert out[indptr[-1] :].eq(-7).all()
 
 
-def test_a_decode_sees_window_keys() -> None:
-    indptr, lens, start = torch.zeros(4, dtype=torch.int32), *torch.zeros(2, 3, dtype=torch.int32)
-    update_sliding_window_buffer(tokens_table(), ints([0, 1, 2]), ints([3, 4, 30]), ints([1, 1, 1]), 4, kv_indptr=indptr,
-                                 kv_lens=lens, kv_start=start, out=torch.zeros(20, dtype=torch.int32))
-    assert (lens.tolist(), start.tolist()) == ([3, 4, 4], [0, 0, 26])
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 3), st.data())
 def test_verification_tables(prefix, draft, data) -> None:
@@ -153,7 +139,7 @@ def test_verification_tables(prefix, draft, data) -> None:
     a = torch.arange(len(prefix) * 9).view(-1, 9).int()
     b = 1000 + torch.arange(len(own) * 4).view(-1, 4).int()
     out = torch.full((len(own), 15), -7, dtype=torch.int32)
-    prepare_swa_spec_page_table(out, a, b, ints(prefix), ints(own), draft)
+    kv.prepare_swa_spec_page_table(out, a, b, ints(prefix), ints(own), draft)
     for r, n in enumerate(own):
         want = a[r // draft, : prefix[r // draft]].tolist() + b[r, :n].tolist()
         assert out[r].tolist() == want + [-7] * (15 - len(want))
@@ -161,7 +147,7 @@ def test_verification_tables(prefix, draft, data) -> None:
 
 def test_verification_tables_of_other_sizes() -> None:
     with pytest.raises(ValueError, match="2 sequences of 3 draft tokens need 6 rows; out has 4"):
-        prepare_swa_spec_page_table(torch.zeros(4, 5), torch.zeros(2, 5), torch.zeros(4, 3), ints([1, 1]), ints([1] * 4), 3)
+        kv.prepare_swa_spec_page_table(torch.zeros(4, 5), torch.zeros(2, 5), torch.zeros(4, 3), ints([1, 1]), ints([1] * 4), 3)
 
 
 @pytest.mark.parametrize("page", [1, 2, 16, 128])
@@ -174,7 +160,7 @@ def test_decode_metadata(page, delta) -> None:
     slot_map = torch.arange(int(table.max()) + page).flip(0) // page * page  # another page for each page
     lens, cu = torch.zeros(3, dtype=torch.int32), torch.full((4,), 9, dtype=torch.int32)
     out, out_window = torch.full((2, 3, 14), -7, dtype=torch.int32)
-    normal_decode_set_metadata(lens, cu, out, table, ints([2, 0, 1]), ints(seq), delta, page, slot_map, out_window)
+    kv.normal_decode_set_metadata(lens, cu, out, table, ints([2, 0, 1]), ints(seq), delta, page, slot_map, out_window)
     assert lens.tolist() == [n + delta for n in seq] and cu.tolist() == [0, *lens.cumsum(0).tolist()]
     for i, row in enumerate([2, 0, 1]):
         count = -(-int(lens[i]) // page)

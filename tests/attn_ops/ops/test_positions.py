@@ -38,7 +38,4 @@ def test_long_sequences_and_many() -> None:
 
 def test_the_op_is_sound() -> None:
     torch.library.opcheck(compute_position, (torch.tensor([4, 0]), torch.tensor([2, 3]), 5))
-
-
-def test_decode() -> None:
     assert clamp_position(torch.tensor([5, 1, 0], dtype=torch.int32)).tolist() == [4, 0, 0]

@@ -129,13 +129,14 @@ def test_where_the_definition_rounds(offset) -> None:
     assert torch.equal(rope_kv_write_eager(*args, **form._replace(interleaved=True).options()), expected)
 
 
-def test_many_tokens() -> None:
+def test_many_tokens_and_none() -> None:
     """Programs of several heads, a last block that is not full."""
     check(rope_kv_write_cuda, case(tokens=12, heads=5, kv_heads=3))
     many = case(tokens=20, heads=5, kv_heads=3)
     twice = [torch.cat([x] * 13) if i in (0, 1, 2, 3, 4) else x for i, x in enumerate(many)]  # 260 tokens
     twice[12] = torch.cat([many[12], torch.full((240,), -1, device=DEVICE)])
     check(rope_kv_write_cuda, twice)
+    assert rope_kv_write_cuda(*case(tokens=0)).shape == (0, 4, 16)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -166,10 +167,6 @@ def test_unmapped_slots_keep_their_bits(run) -> None:
     for old, new in zip(before, args[8:10], strict=True):
         changed = (old != new).flatten(2).any(-1).nonzero().tolist()
         assert changed == [[9 // PAGE, 9 % PAGE]]
-
-
-def test_no_tokens() -> None:
-    assert rope_kv_write_cuda(*case(tokens=0)).shape == (0, 4, 16)
 
 
 def test_a_cache_that_cannot_be_written() -> None:

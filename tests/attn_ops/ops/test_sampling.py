@@ -141,12 +141,6 @@ def test_rows_past_two_gigabytes() -> None:
     assert sample_tokens_cuda(far, *rows).tolist() == sample_tokens_eager(case(3, 100, torch.float16), *how(3)).tolist()
 
 
-def test_float64_takes_the_definition() -> None:
-    logits = case(3, 300).double()
-    logits[0, 3], logits[0, 200] = 50.0, 50.0 + 1e-13  # equal as float32
-    assert check(logits, how(3))[0] == 200
-
-
 # ---- noise
 
 

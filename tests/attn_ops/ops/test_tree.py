@@ -9,8 +9,7 @@ import random
 import pytest
 import torch
 
-from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import UnsupportedAttention
+from quire import AttentionSite, UnsupportedAttention
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.conformance.batches import Failure, compare_numbers, lay_out
 from quire.attn_ops.conformance.checks import Kit

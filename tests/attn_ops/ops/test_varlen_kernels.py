@@ -21,28 +21,22 @@ def kit(request, monkeypatch) -> ops.OpKit:
     return ops.OpKit(torch.device("cpu"), request.param)
 
 
-def test_merging(kit: ops.OpKit) -> None:
+def test_padding_and_merging(kit: ops.OpKit) -> None:
     kit.merge_two()
     kit.merge_many()
     kit.merge_empty()
+    kit.varlen_padding()
+    kit.varlen_merges()
+    out, lse = torch.ones(2, 3, 1, 4), torch.zeros(2, 3, 1)
+    lse[0, 1] = float("nan")
+    merged, total = ops.merge_states(out, lse)
+    assert merged[0].isnan().all() and total[0].isnan().all() and merged[1].isfinite().all()
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 7}, {"window": 7, "causal": True}, {"softcap": 4.0}], ids=str)
 def test_ragged_sequences(kit: ops.OpKit, options) -> None:
     for lens, dims in zip(ops.ENCODERS, ((32, 32), (24, 40)), strict=True):
         kit.check_varlen(kit.inputs(*lens, dims=dims), **options)
-
-
-def test_padding_and_merging(kit: ops.OpKit) -> None:
-    kit.varlen_padding()
-    kit.varlen_merges()
-
-
-def test_a_nan_stays_in_its_state(kit: ops.OpKit) -> None:
-    out, lse = torch.ones(2, 3, 1, 4), torch.zeros(2, 3, 1)
-    lse[0, 1] = float("nan")
-    merged, total = ops.merge_states(out, lse)
-    assert merged[0].isnan().all() and total[0].isnan().all() and merged[1].isfinite().all()
 
 
 @pytest.mark.parametrize("states", [1, 3, 32, 33, 70])

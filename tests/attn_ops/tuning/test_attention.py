@@ -6,17 +6,14 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from quire.attn_ops import registry
+from quire import AttentionBackend, AttentionCapabilities, CudagraphSupport, backends, register_backend
 from quire.attn_ops.attention import AttentionSite, Latent
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
 from quire.attn_ops.backends import hybrid, torch_native
-from quire.attn_ops.registry import backends, register_backend
 from quire.attn_ops.selection import select_backend
 from quire.attn_ops.tuning import attention as tuning
 from quire.attn_ops.tuning.attention import Measurement
@@ -120,6 +117,8 @@ def test_every_point_of_the_grid_counts_the_same() -> None:
     chosen = select()
     assert chosen.backend is a  # and 9x9, which only b has, does not count
     assert "decode 122.5 us against 100.0 us" in chosen.passed_over["b"][0]
+    tuning.save([row(a, {"1x8": 9.0}), row(b, {"1x16": 1.0})])
+    assert select().backend is b, "no common point decides nothing"
 
 
 def test_layers_of_several_kinds_count_by_their_number() -> None:
@@ -178,11 +177,6 @@ def test_times_are_compared_only_if_measured_alike() -> None:
     quarter = dataclasses.replace(SITE, num_heads=8, num_kv_heads=2)  # measured by neither: the largest comparable group
     assert select(quarter).backend is b
 
-
-def test_no_common_point_decides_nothing() -> None:
-    a, b = make("a", 0), make("b", 1)
-    tuning.save([row(a, {"1x8": 9.0}), row(b, {"1x16": 1.0})])
-    assert select().backend is a
 
 
 # Files.
@@ -258,7 +252,7 @@ def mla(heads: int, **changes: Any) -> AttentionSite:
     return AttentionSite(0, heads, heads, 192, 128, torch.bfloat16, 0.07, latent=Latent(512, 64), **changes)
 
 
-def latent_backends(monkeypatch: pytest.MonkeyPatch, support: CudagraphSupport = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
+def latent_backends(entries: Any, support: CudagraphSupport = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
                     ) -> tuple[AttentionBackend, AttentionBackend]:
     """The first in order of priority, which captures any batch, and one that captures ``support``; pairs of both."""
     found = []
@@ -267,15 +261,13 @@ def latent_backends(monkeypatch: pytest.MonkeyPatch, support: CudagraphSupport =
                                      cudagraph_support=captures)
         found.append(AttentionBackend(name, caps, lambda device: None, op=None, mla_op=torch_native.BACKEND.mla_op,
                                       priority={"cpu": place, "cuda": place}))
-    entries = [*(SimpleNamespace(name=b.name, load=lambda b=b: b) for b in found),
-               SimpleNamespace(name="hybrid", load=lambda: hybrid.FAMILY)]
-    monkeypatch.setattr(registry, "REGISTRY", registry.Registry(entries))
+    entries(**{b.name: lambda b=b: b for b in found}, hybrid=lambda: hybrid.FAMILY)
     return found[0], found[1]
 
 
-def test_latent_layers_go_by_their_own_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent_layers_go_by_their_own_times(entries: Any) -> None:
     """Not by those of dense layers with as many heads, nor by those of other latent vectors."""
-    whole, decodes = latent_backends(monkeypatch)
+    whole, decodes = latent_backends(entries)
     tuning.save([row(whole, 20.0, mla(16)), row(decodes, 10.0, mla(16)), row(whole, 1.0), row(decodes, 9.0)])
     chosen = select(mla(16))
     assert chosen.backend is decodes
@@ -288,9 +280,9 @@ def test_latent_layers_go_by_their_own_times(monkeypatch: pytest.MonkeyPatch) ->
     assert "this shape is not measured here" in select(mla(32), page_size=128).why, "three doublings of a page are one too many"
 
 
-def test_a_pair_decodes_by_the_faster_backend_and_keeps_all_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_decodes_by_the_faster_backend_and_keeps_all_graphs(entries: Any) -> None:
     """Alone it would have to be twice as fast, for the steps that it leaves out of CUDA graphs."""
-    whole, decodes = latent_backends(monkeypatch)
+    whole, decodes = latent_backends(entries)
     tuning.save([row(whole, 19.0, mla(128)), row(decodes, 10.0, mla(128))])
     chosen = select(mla(128), device=GPU)
     assert chosen.backend.name == "hybrid:whole+decodes"
@@ -305,8 +297,8 @@ def test_a_pair_decodes_by_the_faster_backend_and_keeps_all_graphs(monkeypatch: 
         "plans each step on the host, and it is not 1.2 times as fast"]
 
 
-def test_no_pair_where_decodes_are_not_captured_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, decodes = latent_backends(monkeypatch, CudagraphSupport.NEVER)
+def test_no_pair_where_decodes_are_not_captured_either(entries: Any) -> None:
+    whole, decodes = latent_backends(entries, CudagraphSupport.NEVER)
     tuning.save([row(whole, 19.0, mla(128)), row(decodes, 10.0, mla(128))])
     assert select(mla(128), device=GPU).backend is whole
 
@@ -314,7 +306,8 @@ def test_no_pair_where_decodes_are_not_captured_either(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("heads, name", [(16, "triton"), (32, "triton"), (64, "hybrid:triton+flashinfer_mla"),
                                          (128, "hybrid:triton+flashinfer_mla")])
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_what_ships_decides_mla_on_an_h200(monkeypatch: pytest.MonkeyPatch, heads: int, name: str, page_size: int) -> None:
+def test_what_ships_decides_mla_on_an_h200(monkeypatch: pytest.MonkeyPatch, entries: Any, heads: int, name: str, page_size: int
+                                           ) -> None:
     """Over the grid Triton is faster at 16 heads, FlashInfer at 128."""
     from quire.attn_ops.backends import flashinfer_mla, triton
 
@@ -323,10 +316,8 @@ def test_what_ships_decides_mla_on_an_h200(monkeypatch: pytest.MonkeyPatch, head
     monkeypatch.setattr(tuning, "device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(tuning, "versions", lambda backend: next(
         (r.torch, r.packages) for r in tuning.load(shipped) if r.backend == backend.name))
-    usable = [dataclasses.replace(b, available=lambda device: None) for b in (triton.BACKEND, flashinfer_mla.BACKEND)]
-    entries = [*(SimpleNamespace(name=b.name, load=lambda b=b: b) for b in usable),
-               SimpleNamespace(name="hybrid", load=lambda: hybrid.FAMILY)]
-    monkeypatch.setattr(registry, "REGISTRY", registry.Registry(entries))
+    entries(**{b.name: lambda b=b: dataclasses.replace(b, available=lambda device: None)
+               for b in (triton.BACKEND, flashinfer_mla.BACKEND)}, hybrid=lambda: hybrid.FAMILY)
     assert select(mla(heads), device=GPU, page_size=page_size).backend.name == name
     assert select(mla(heads), device=GPU, page_size=page_size, kv_dtype=torch.int8).backend.name == "triton"
     assert "flashinfer_mla" not in select(device=GPU, page_size=page_size).passed_over, "it is not meant for dense layers"

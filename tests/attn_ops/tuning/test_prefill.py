@@ -25,9 +25,6 @@ def test_pairs_are_those_that_the_masks_leave(window, chunk) -> None:
         for p in range(s - q, s):
             expected += min(p + 1, window or p + 1, p % chunk + 1 if chunk else p + 1)
     assert pairs(query, seq, window, chunk) == expected
-
-
-def test_work_counts_heads_and_dims_and_the_longest_sequence() -> None:
     one, two = work(SITE, np.array([4096]), np.array([4096])), work(SITE, np.array([1024] * 8), np.array([5120] * 8))
     assert one == Work(2 * 4096 * 4097 / 2 * 32 * 256 / 1e9, 4096, 4096 * 8 * 256 / 1e6) and two.keys == 5120
     assert two.mb == pytest.approx(10 * one.mb)

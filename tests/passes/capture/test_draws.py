@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from quire import CommonAttentionMetadata, SamplingParams, Step
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops import sampling as draw
-from quire.attn_ops.step import Step
 from quire.graph_runner.sampler import SamplingTensors, sample
-from quire.graph_runner.sampling_params import SamplingParams
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.options import QuireOptions
 from tests.passes.models import tiny

@@ -21,6 +21,10 @@ def test_the_modes_come_back() -> None:
     with evaluating(m):
         assert not any(module.training for module in m.modules())
     assert m.training and m[1].training and not m[0].training and "train" not in vars(m)
+    m = model()
+    with evaluating(m):
+        m.eval()
+    assert not any(module.training for module in m.modules())
 
 
 @pytest.mark.parametrize("part", ["model", "layer"])
@@ -38,13 +42,6 @@ def test_training_set_for_a_moment_spoils_the_trace() -> None:
         m.train()
         m.eval()
     assert not m.training
-
-
-def test_evaluation_set_meanwhile_stays() -> None:
-    m = model()
-    with evaluating(m):
-        m.eval()
-    assert not any(module.training for module in m.modules())
 
 
 def test_hooks_that_only_mark_outputs_for_autograd() -> None:

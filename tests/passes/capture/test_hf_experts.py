@@ -223,22 +223,16 @@ def targets(model: nn.Module) -> list[str]:
         paged.close()
 
 
-def test_traced() -> None:
+def test_traced_and_on_a_cpu_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One op a layer, nothing sorted, and the check for tokens that meet finds none (a refusal would raise)."""
     found = targets(build(SERVED["qwen3_moe"]))
     assert found.count(str(expert_swiglu)) == 2
     assert not any(word in name for name in found for word in ("sort", "histc", "cumsum", "grouped_mm"))
-
-
-def test_eager_by_choice_is_replaced() -> None:
-    """transformers' loop over the experts in use could not be traced."""
+    # transformers' loop over the experts in use could not be traced.
     model = build(SERVED["qwen3_moe"])
     model.set_experts_implementation("eager")
     assert targets(model).count(str(expert_swiglu)) == 2
     assert model.config._experts_implementation == "eager"
-
-
-def test_on_a_cpu_the_model_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     found = targets(build(SERVED["qwen3_moe"]))
     assert str(expert_swiglu) not in found and any("grouped_mm" in name for name in found)

@@ -11,22 +11,12 @@ import pytest
 import torch
 import transformers
 
+from quire import AttentionCapabilities, CommonAttentionMetadata, UnsupportedAttention
 from quire.attn_ops.attention import attention
-from quire.attn_ops.backend import AttentionCapabilities, UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.step import Step, running
-from quire.passes.capture.hf_interface import (
-    ACTIVE,
-    NAME,
-    attention_function,
-    check_implementation,
-    configs_of,
-    interface_active,
-    register,
-    uses_interface,
-)
+from quire.passes.capture import hf_interface
 from quire.passes.capture.paged_model import find_sites
 from tests.steps import serve
 from tests.zoo.configs import SERVED, build
@@ -38,15 +28,15 @@ TOLERANCE = 1e-5
 @pytest.fixture(autouse=True)
 def inside():
     """As where ``interface_active`` is: the function is called by a model that quire has switched over."""
-    token = ACTIVE.set(True)
+    token = hf_interface.ACTIVE.set(True)
     yield
-    ACTIVE.reset(token)
+    hf_interface.ACTIVE.reset(token)
 
 
 def test_outside_quire_it_is_refused() -> None:
     """No mask is built for our name: a padded batch would come out wrong, silently, in another thread for example."""
     with pytest.raises(RuntimeError, match="outside quire: either another thread is making an engine"):
-        contextvars.Context().run(attention_function, layer(), *qkv(), None)
+        contextvars.Context().run(hf_interface.attention_function, layer(), *qkv(), None)
 
 
 def layer(**options) -> SimpleNamespace:
@@ -77,7 +67,7 @@ OPTIONS = dict(layer=2, scale=8**-0.5, window=None, softcap=None, chunk=None, ca
 ])
 def test_arguments(module, arguments, options) -> None:
     q, k, v = qkv()
-    out, weights = attention_function(module, q, k, v, None, **arguments)
+    out, weights = hf_interface.attention_function(module, q, k, v, None, **arguments)
     assert weights is None and out.shape == (2, 5, 4, 6) and out.is_contiguous()
     assert torch.equal(out, attention(q, k, v, None, **{**OPTIONS, **options}).transpose(1, 2))
 
@@ -85,7 +75,7 @@ def test_arguments(module, arguments, options) -> None:
 def test_sinks() -> None:
     q, k, v = qkv()
     sinks = torch.randn(4)
-    out, _ = attention_function(layer(), q, k, v, None, s_aux=sinks)
+    out, _ = hf_interface.attention_function(layer(), q, k, v, None, s_aux=sinks)
     assert torch.equal(out, attention(q, k, v, sinks, **OPTIONS).transpose(1, 2))
 
 
@@ -101,7 +91,7 @@ def test_sinks() -> None:
 ])
 def test_refusals(module, mask, arguments, message) -> None:
     with pytest.raises(UnsupportedAttention, match=message):
-        attention_function(module, *qkv(), mask, **arguments)
+        hf_interface.attention_function(module, *qkv(), mask, **arguments)
 
 
 # Switching a model over, and back.
@@ -112,19 +102,19 @@ def model_of(name: str, **options) -> torch.nn.Module:
 
 
 def test_uses_interface() -> None:
-    assert uses_interface(model_of("llama"))
-    assert not uses_interface(model_of("falcon"))  # calls F.sdpa itself
-    assert not uses_interface(torch.nn.Linear(1, 1))
+    assert hf_interface.uses_interface(model_of("llama"))
+    assert not hf_interface.uses_interface(model_of("falcon"))  # calls F.sdpa itself
+    assert not hf_interface.uses_interface(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_the_old_implementation_comes_back(implementation) -> None:
     model = model_of("llama", attention=implementation)
     state, config = dict(model.state_dict(keep_vars=True)), model.config.to_dict()
-    with interface_active(model):
-        assert {c._attn_implementation for c in configs_of(model)} == {NAME}
+    with hf_interface.interface_active(model):
+        assert {c._attn_implementation for c in hf_interface.configs_of(model)} == {hf_interface.NAME}
     assert model.config._attn_implementation == implementation
-    with pytest.raises(KeyError), interface_active(model):
+    with pytest.raises(KeyError), hf_interface.interface_active(model):
         raise KeyError("stop")
     assert model.config._attn_implementation == implementation
     assert model.config.to_dict() == config
@@ -135,9 +125,9 @@ def test_every_config_of_a_composite_model() -> None:
     """A vision-language model has one config for its text model and others; all are switched, all come back."""
     parts = torch.nn.Module()
     parts.text, parts.other = model_of("llama"), model_of("qwen2", attention="eager")
-    with interface_active(parts):
-        assert [c._attn_implementation for c in configs_of(parts)] == [NAME, NAME]
-    assert [c._attn_implementation for c in configs_of(parts)] == ["sdpa", "eager"]
+    with hf_interface.interface_active(parts):
+        assert [c._attn_implementation for c in hf_interface.configs_of(parts)] == [hf_interface.NAME, hf_interface.NAME]
+    assert [c._attn_implementation for c in hf_interface.configs_of(parts)] == ["sdpa", "eager"]
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama4"])
@@ -145,7 +135,7 @@ def test_without_a_step_the_model_is_what_it_was(name) -> None:
     """The semantic op's dense implementation, gradients included, in place of transformers' own."""
     ours, theirs = model_of(name), model_of(name, attention="eager")
     ids = torch.randint(3, 64, (2, 19), generator=torch.Generator().manual_seed(0))
-    with interface_active(ours):
+    with hf_interface.interface_active(ours):
         out = ours(input_ids=ids, use_cache=False).logits
         out.square().mean().backward()
     expected = theirs(input_ids=ids, use_cache=False).logits
@@ -181,10 +171,10 @@ def test_functions_of_the_users_are_refused(name, table, monkeypatch) -> None:
     ("kernels-community/other", False), ("my-sdpa", False)])
 def test_names_of_implementations(name, known) -> None:
     if known:
-        check_implementation(name)
+        hf_interface.check_implementation(name)
     else:
         with pytest.raises(UnsupportedAttention, match="is unknown, and quire's attention would replace it"):
-            check_implementation(name)
+            hf_interface.check_implementation(name)
 
 
 # A paged step with no compiler.
@@ -204,35 +194,32 @@ def test_eager_paged_steps(name) -> None:
 
     with torch.no_grad():
         expected = [model_of(name, attention="eager")(input_ids=s[None], use_cache=False).logits[0] for s in ids]
-        with interface_active(model):
+        with hf_interface.interface_active(model):
             served = serve(call, ids, [(9, 1), (1, 13), (3, 7)], 4)
     for out, want in zip(served, expected, strict=True):
         assert (out - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
-def test_eager_paged_step_refuses_a_latent_cache() -> None:
+def test_eager_paged_steps_refuse() -> None:
     """Without a graph there are keys and values only, which a cache of latent vectors cannot hold."""
     model = model_of("deepseek_v3")
     cache = PagedKVCache.for_model(model, num_pages=4, page_size=4, latent=True)
     meta = CommonAttentionMetadata.build([5], [5], [[1, 2]], page_size=4)
-    with (interface_active(model), running(Step(cache, meta)), torch.no_grad(),
+    with (hf_interface.interface_active(model), running(Step(cache, meta)), torch.no_grad(),
           pytest.raises(UnsupportedAttention, match="holds latent vectors .* torch.compile")):
         model(input_ids=torch.ones(1, 5, dtype=torch.long), position_ids=meta.positions[None], use_cache=False)
-
-
-def test_eager_paged_step_refuses_what_the_backend_cannot() -> None:
-    """Layer 0 has a window, layer 1 has none: whichever comes, it is checked."""
+    # Layer 0 has a window, layer 1 has none: whichever comes, it is checked.
     plain = AttentionCapabilities(devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32}))
     weak = dataclasses.replace(get_backend("torch_native"), name="weak", capabilities=plain)
     model = model_of("gemma2")
     cache = PagedKVCache(num_layers=2, num_pages=4, page_size=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, device="cpu")
     meta = CommonAttentionMetadata.build([5], [5], [[1, 2]], page_size=4)
-    with torch.no_grad(), interface_active(model), running(Step(cache, meta, attention=weak)):
+    with torch.no_grad(), hf_interface.interface_active(model), running(Step(cache, meta, attention=weak)):
         with pytest.raises(UnsupportedAttention, match="attention site 0 needs .*weak cannot: no window; no softcap"):
             model(input_ids=torch.ones(1, 5, dtype=torch.long), position_ids=meta.positions[None], use_cache=False)
 
 
 def test_registering_twice_is_harmless() -> None:
-    register()
-    register()
-    assert transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[NAME] is attention_function
+    hf_interface.register()
+    hf_interface.register()
+    assert transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[hf_interface.NAME] is hf_interface.attention_function

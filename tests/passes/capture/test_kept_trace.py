@@ -25,9 +25,7 @@ from torch._guards import Guard
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers.models.llama import modeling_llama
 
-from quire.attn_ops.backend import UnsupportedAttention
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.sampling_params import SamplingParams
+from quire import Engine, SamplingParams, UnsupportedAttention
 from quire.passes.capture import facts, kept_trace
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.fx import fake_mode, text_of
@@ -92,10 +90,6 @@ def test_compilations_of_the_traced_model_are_found() -> None:
     first, second = sizes(), sizes()
     assert (first[0], second[0]) == (True, False) and any("quire_k_cache_1" in each for each in first[1])
     assert second[1] == first[1]
-
-
-def test_a_module_that_is_not_of_transformers() -> None:
-    assert was_traced(tiny) and not was_traced(tiny)
 
 
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -198,7 +192,7 @@ def test_a_model_that_differs_is_traced(change: Callable[[Any], None]) -> None:
     model.close()
 
 
-def test_replaced_code_of_transformers_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_code_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert was_traced(llama) and not was_traced(llama)
     half = modeling_llama.rotate_half
     with monkeypatch.context() as patch:
@@ -208,10 +202,6 @@ def test_replaced_code_of_transformers_is_traced(monkeypatch: pytest.MonkeyPatch
         forward = modeling_llama.LlamaMLP.forward
         patch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x) * 0.5)
         assert was_traced(llama)
-    assert was_traced(llama) and not was_traced(llama)
-
-
-def test_replaced_functions_of_torch_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert was_traced(llama) and not was_traced(llama)
     linear = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: linear(self, x) * 0.5)
@@ -298,21 +288,29 @@ def test_an_environment_variable_that_the_forward_reads(tmp_path: Path, monkeypa
     torch.testing.assert_close(model.by_itself(ids, ids), expected)
 
 
-class Optional(Tiny):
-    """A list of it decides on a path, by being empty or not."""
+class Holding(Tiny):
+    """Its forward follows whether a list is empty, a closure (as of a decorator or a factory), and whether an object has an
+    attribute, by a name that the object may not know."""
 
-    def __init__(self, *extra: float) -> None:
+    def __init__(self, *extra: float, factor: float = 1.0, **more: float) -> None:
         super().__init__(*tiny().layers)
-        self.extra = list(extra)
+
+        def activation(x: torch.Tensor) -> torch.Tensor:
+            return F.silu(x) * factor
+
+        self.extra, self.activation, self.held = list(extra), activation, types.SimpleNamespace(**more)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
-        out = super().forward(input_ids, position_ids, **more)
-        return -out if self.extra else out
+        out = self.activation(super().forward(input_ids, position_ids, **more))
+        out = -out if self.extra else out
+        return out * 2 if hasattr(self.held, "double") else out
 
 
-def test_a_list_that_is_no_longer_empty_is_traced() -> None:
-    assert was_traced(lambda: Optional().eval()) and not was_traced(lambda: Optional().eval())
-    assert was_traced(lambda: Optional(1.0).eval())
+@pytest.mark.parametrize("other", [lambda: Holding(1.0), lambda: Holding(factor=2.0), lambda: Holding(double=1.0)],
+                         ids=["a list that is not empty", "a closure over another number", "an attribute"])
+def test_what_a_model_holds_otherwise_is_traced(other: Callable[[], nn.Module]) -> None:
+    makes = [lambda: Holding().eval(), lambda: other().eval()]
+    assert [was_traced(makes[i]) for i in (0, 0, 1, 1, 0)] == [True, False, True, False, True]  # the last one is kept
 
 
 @pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
@@ -327,49 +325,6 @@ def test_hooks_of_all_modules_are_traced(register: Callable[..., Any]) -> None:
     assert not was_traced(tiny)
 
 
-class Closure(Tiny):
-    """Its activation is a closure, as of a decorator or a factory."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__(*tiny().layers)
-
-        def activation(x: torch.Tensor) -> torch.Tensor:
-            return F.silu(x) * factor
-
-        self.activation = activation
-
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **extra: torch.Tensor) -> torch.Tensor:
-        return self.activation(super().forward(input_ids, position_ids, **extra))
-
-
-def test_a_closure_over_another_number_is_traced() -> None:
-    assert was_traced(lambda: Closure(1.0).eval()) and not was_traced(lambda: Closure(1.0).eval())
-    assert was_traced(lambda: Closure(2.0).eval())
-
-
-class Asking(Tiny):
-    """Its forward asks whether an object has an attribute, by a name that the object may not know."""
-
-    def __init__(self, **more: float) -> None:
-        super().__init__(*tiny().layers)
-        self.held = types.SimpleNamespace(**more)
-
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **extra: torch.Tensor) -> torch.Tensor:
-        out = super().forward(input_ids, position_ids, **extra)
-        return out * 2 if hasattr(self.held, "double") else out
-
-
-def test_an_attribute_that_appears_or_goes_is_traced() -> None:
-    def without() -> nn.Module:
-        return Asking().eval()
-
-    def with_it() -> nn.Module:
-        return Asking(double=1.0).eval()
-
-    assert [was_traced(make) for make in (without, without, with_it, with_it)] == [True, False, True, False]
-    assert was_traced(without)  # the last one is kept
-
-
 def test_a_guard_on_an_attribute_as_of_torch_2_11() -> None:
     """The guard HASATTR has no argument there: it is on the attribute, which may not be there."""
     guard = Guard(AttrSource(LocalSource("held"), "double"), GuardBuilder.HASATTR)  # type: ignore[arg-type]
@@ -382,14 +337,7 @@ def test_a_guard_on_an_attribute_as_of_torch_2_11() -> None:
     assert facts.difference(found, scope) == "L['held'] (HASATTR)"
 
 
-def test_a_process_that_started_in_another_folder_takes_it(tmp_path: Path) -> None:
-    """Dynamo has an option that tells: where it writes what is debugged."""
-    assert was_traced(tiny)
-    with torch._dynamo.config.patch(debug_dir_root=str(tmp_path)):
-        assert not was_traced(tiny)
-
-
-def test_a_trace_is_taken_after_another() -> None:
+def test_a_trace_is_taken_after_another_and_in_another_folder(tmp_path: Path) -> None:
     """Torch 2.11 leaves None behind as what it is translating."""
     assert was_traced(tiny)
     state = torch._dynamo.symbolic_convert.tls
@@ -398,6 +346,9 @@ def test_a_trace_is_taken_after_another() -> None:
         assert not was_traced(tiny)
     finally:
         vars(state).pop("current_tx", None)
+    # Dynamo has an option that tells: where it writes what is debugged.
+    with torch._dynamo.config.patch(debug_dir_root=str(tmp_path)):
+        assert not was_traced(tiny)
 
 
 # -- not kept -------------------------------------------------------------------------------------------------------------

@@ -12,10 +12,8 @@ import transformers
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from quire.attn_ops.backend import UnsupportedAttention
+from quire import CommonAttentionMetadata, Step, UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.metadata import CommonAttentionMetadata
-from quire.attn_ops.step import Step
 from quire.passes.capture.paged_model import PagedModel, find_sites
 from quire.passes.options import QuireOptions
 from quire.passes.verify.sites import check_config, format_sites
@@ -72,6 +70,12 @@ def test_the_model_is_left_as_it_was_when_it_is_refused() -> None:
     with pytest.raises(UnsupportedAttention, match="dropout"):
         PagedModel(model, EAGER)
     assert model.training
+    # Dynamo wraps it in pages of text.
+    model = build(SERVED["llama"])
+    model.model.layers[1].self_attn.layer_idx = None
+    with pytest.raises(UnsupportedAttention) as refused:
+        PagedModel(model, EAGER)
+    assert str(refused.value) == "LlamaAttention (layer None) has no integer layer_idx; quire cannot tell its KV cache."
 
 
 def test_find_sites_leaves_the_model_alone() -> None:
@@ -113,8 +117,7 @@ class CausalIf(Tiny):
     (NoPositions(), "NoPositions.forward takes no position_ids; a ragged batch cannot be given to it"),
     (Breaks(Attention(4, 2, is_causal=True)), "Breaks could not be traced into one graph"),
     (CausalIf(), r"CausalIf could not be traced .*condition on the length as is_causal .*is_causal=True.*test_paged_model.py"),
-    (tiny(is_causal=True, dropout_p=0.5), "layers.0: dropout 0.5"),
-    (Tiny(), "no attention was found"),
+    (tiny(is_causal=True, dropout_p=0.5), "layers.0: dropout 0.5"), (Tiny(), "no attention was found"),
 ])
 def test_refused(model, message) -> None:
     with pytest.raises(UnsupportedAttention, match=message):
@@ -218,15 +221,6 @@ def test_a_model_dropped_unclosed_has_weights_of_their_own() -> None:
         gc.collect()
     assert len(storages()) == count
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
-
-
-def test_an_error_of_ours_while_tracing_comes_out_as_it_is() -> None:
-    """Dynamo wraps it in pages of text."""
-    model = build(SERVED["llama"])
-    model.model.layers[1].self_attn.layer_idx = None
-    with pytest.raises(UnsupportedAttention) as refused:
-        PagedModel(model, EAGER)
-    assert str(refused.value) == "LlamaAttention (layer None) has no integer layer_idx; quire cannot tell its KV cache."
 
 
 def test_logits_may_come_in_a_tuple() -> None:

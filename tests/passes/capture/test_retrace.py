@@ -10,12 +10,9 @@ import pytest
 import torch
 
 import quire
-from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import UnsupportedAttention
+from quire import AttentionSite, CommonAttentionMetadata, UnsupportedAttention, step
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.passes.capture.paged_model import find_sites
-from quire.passes.step import step
 from tests.zoo.configs import SERVED, build
 from tests.zoo.harness import TOLERANCE
 

@@ -19,11 +19,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 pytest.importorskip("triton")
 
+from quire import CommonAttentionMetadata, Step
 from quire.attn_ops.kernels.launch import Launch, TensorArgument, _side_stream, implementations, launch, recording, side_stream
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.registry import get_backend
-from quire.attn_ops.step import Step
 from quire.attn_ops.tuning import small_linear as tuning
 from quire.attn_ops.tuning.small_linear import LinearShape
 from quire.passes.capture.paged_model import PagedModel

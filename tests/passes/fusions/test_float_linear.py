@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from quire.passes.fusions.base import FusedWeights, Fusion
 from quire.passes.fusions.float_linear import fuse_float_linear
-from tests.passes.models import capture, listing
+from tests.passes.models import after_one, listing
 
 
 class Layer(nn.Module):
@@ -25,27 +24,19 @@ class Layer(nn.Module):
         return self.call(x, self.weight)
 
 
-def fused(layer: Layer, x: Tensor) -> tuple[int, fx.GraphModule, list[Any]]:
-    torch._dynamo.reset()
-    gm, inputs = capture(layer, x)
-    count = fuse_float_linear(Fusion(gm, inputs, FusedWeights()))
-    gm.graph.lint()
-    gm.recompile()
-    return count, gm, inputs
-
-
 @pytest.mark.parametrize("call", [
     lambda x, w: F.linear(x.type(torch.float32), w.type(torch.float32)), lambda x, w: F.linear(x.float(), w.float()),
     lambda x, w: F.linear(x.to(torch.float32), w.to(torch.float32))], ids=["type", "float", "to"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_matches(call: Callable[[Tensor, Tensor], Any], dtype: torch.dtype) -> None:
     layer, x = Layer(call, dtype), torch.randn(5, 16).to(dtype)
-    count, gm, inputs = fused(layer, x)
+    count, gm, inputs = after_one(fuse_float_linear, layer, x)
     assert count == 1 and torch.equal(gm(*inputs)[0], layer(x))
 
 
 def test_graph() -> None:
-    _, gm, _ = fused(Layer(lambda x, w: F.linear(x.float(), w.float()).softmax(-1)), torch.randn(5, 16).bfloat16())
+    layer = Layer(lambda x, w: F.linear(x.float(), w.float()).softmax(-1))
+    _, gm, _ = after_one(fuse_float_linear, layer, torch.randn(5, 16).bfloat16())
     assert_expected_inline(listing(gm.graph), """\
 l_self_parameters_weight_: [8, 16]
 l_x_: [5, 16]
@@ -67,4 +58,4 @@ def changed(x: Tensor, w: Tensor) -> Tensor:
     (lambda x, w: F.linear(x.float(), (w * 2).float()), torch.bfloat16),
 ], ids=["half", "float32", "bias", "changed in place", "float64", "computed weight"])
 def test_left_alone(call: Callable[[Tensor, Tensor], Any], dtype: torch.dtype) -> None:
-    assert fused(Layer(call, dtype), torch.randn(5, 16).to(dtype))[0] == 0
+    assert after_one(fuse_float_linear, Layer(call, dtype), torch.randn(5, 16).to(dtype))[0] == 0

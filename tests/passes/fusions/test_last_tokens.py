@@ -14,10 +14,9 @@ from expecttest import assert_expected_inline
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from quire import CommonAttentionMetadata, Step
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops.small_linear import small_linear
-from quire.attn_ops.step import Step
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.compile.regions import compile_by_regions
 from quire.passes.fake_values import compute_value
@@ -26,7 +25,7 @@ from quire.passes.fusions.last_tokens import last_tokens
 from quire.passes.fx import copy_graph, value
 from quire.passes.options import QuireOptions
 from quire.passes.verify.row_wise import PRODUCTS
-from tests.passes.models import HIDDEN, VOCAB, Attention, changes, listing
+from tests.passes.models import HIDDEN, VOCAB, Attention, RMSNorm, changes, listing
 from tests.passes.verify.test_quantized import Int8
 from tests.steps import ragged
 from tests.tiny import load_model
@@ -34,16 +33,6 @@ from tests.zoo.harness import LENGTHS, STEPS
 
 #: Two float32 results of one formula: sums over up to 48 terms of order 1, in another order where a product has other rows.
 CLOSE = dict(atol=1e-5, rtol=1e-5)
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(HIDDEN, dtype=dtype) + 0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.float32)
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 class MLP(nn.Module):
@@ -71,7 +60,7 @@ class Decoder(nn.Module):
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCAB, HIDDEN)
         self.attention = nn.ModuleList(Attention(4, 2, is_causal=True) for _ in range(layers))
-        self.norm1, self.norm2, self.norm3, self.mlp = RMSNorm(), RMSNorm(), RMSNorm(), MLP()
+        self.norm1, self.norm2, self.norm3, self.mlp = RMSNorm(HIDDEN), RMSNorm(HIDDEN), RMSNorm(HIDDEN), MLP()
         self.behind, self.choose_head = behind, head
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
         for name, member in members.items():

@@ -6,33 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-import quire
-from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.ops.lora_linear import lora_linear
 from quire.attn_ops.ops.lora_rows import lora_group, lora_rows
-from quire.attn_ops.step import Step, running
-from quire.passes.backend import QuireBackend
-from quire.passes.fusions.base import Fusion
 from quire.passes.fusions.lora_group import group_lora
 from quire.passes.fusions.lora_linear import fuse_lora_linear
 from quire.passes.fusions.projections import fuse_projections
 from quire.passes.fusions.small_linear import fuse_small_linear
-from quire.passes.fx import copy_graph, is_function, schema_arguments
-from quire.passes.options import QuireOptions
-from tests.passes.fusions.test_lora_group import TOKENS, WIDTH, Adapted, Chosen
-
-
-class Norm(nn.Module):
-    """Llama's, as transformers has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(WIDTH, dtype=torch.bfloat16) + 0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
-        return self.weight * wide.to(x.dtype)
+from quire.passes.fx import is_function, schema_arguments
+from tests.passes.fusions.test_lora_group import WIDTH, Adapted, Chosen, rewritten
+from tests.passes.models import RMSNorm
 
 
 class Layer(nn.Module):
@@ -41,7 +23,7 @@ class Layer(nn.Module):
     def __init__(self, kind: type[Adapted], **options: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.norms = nn.ModuleList([Norm(), Norm()])
+        self.norms = nn.ModuleList(RMSNorm(WIDTH, torch.bfloat16) for _ in range(2))
         self.q, self.k = kind(48, 2.0, **options), kind(16, 0.5, **options)
         self.gate, self.up, self.down = (kind(WIDTH, s, **options) for s in (1.0, 0.5, 0.3))
         self.eval()
@@ -99,33 +81,9 @@ class Made(Layer):
 
 def fused(model: nn.Module) -> tuple[int, list[dict], int, torch.Tensor, torch.Tensor]:
     """Matches, the arguments of the ops made, other ops of adapters left, the graph's result, and the model's."""
-    x = torch.randn(1, TOKENS, WIDTH).bfloat16()
-    backend = QuireBackend(QuireOptions(compiler="eager"))
-    torch._dynamo.mark_dynamic(x, 1)
-    cache = PagedKVCache(num_layers=1, num_pages=2, page_size=4, num_kv_heads=1, head_dim=4, dtype=torch.float32, device="cpu")
-    step = Step(cache, quire.CommonAttentionMetadata.build([1], [1], [[1]], page_size=4), adapters=torch.tensor([1, 0, 3]))
-    with torch.no_grad():
-        try:
-            torch.compile(model, backend=backend, fullgraph=True)(x)
-        except RuntimeError as e:  # outside a step; the graph is there
-            assert "does not say which adapters" in str(e)
-    with torch.no_grad(), running(step):
-        want = model(x)
-        graph = backend.graphs[0]
-        gm = copy_graph(graph.gm)
-        work = Fusion(gm, graph.inputs, backend.weights)
-        fuse_projections(work)
-        group_lora(work)
-        matches = fuse_lora_linear(work)
-        gm.graph.lint()
-        fuse_small_linear(work)
-        gm.graph.lint()
-        gm.recompile()
-        made = [schema_arguments(n) for n in gm.graph.nodes if is_function(n, (lora_linear,))]
-        left = sum(is_function(n, (lora_group, lora_rows)) for n in gm.graph.nodes)
-        out = gm(*[x.shape[1] if isinstance(e, (int, torch.SymInt)) else e for e in graph.inputs], *work.added)[0]
-        backend.weights.restore()
-        return matches, made, left, out, want
+    (*_, matches, _), graph, out, want = rewritten(model, fuse_projections, group_lora, fuse_lora_linear, fuse_small_linear)
+    made = [schema_arguments(n) for n in graph.nodes if is_function(n, (lora_linear,))]
+    return matches, made, sum(is_function(n, (lora_group, lora_rows)) for n in graph.nodes), out, want
 
 
 @pytest.mark.parametrize("names", [1, 2])

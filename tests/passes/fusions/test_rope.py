@@ -55,10 +55,7 @@ def test_norms_go_along() -> None:
     """Both norms with one eps leave the graph; of two kinds, they stay, and only the rotation goes."""
     assert "rsqrt" not in listing(run(Rotary(norms=(1e-6, 1e-6)), "rope")[0].gm.graph)
     assert listing(run(Rotary(norms=(1e-6, 1e-2)), "rope")[0].gm.graph).count(" = rsqrt(") == 2
-
-
-def test_a_norm_that_another_reads_too() -> None:
-    """After the rotation, only what the op made is replaced: the keys that the model returns are still computed."""
+    # After the rotation, only what the op made is replaced: the keys that the model returns are still computed.
     model = Rotary(norms=(1e-6, 1e-6), norm_after=True, keys_too=True)
     assert matches(model) == 1
     same(model)

@@ -10,13 +10,12 @@ import pytest
 import torch
 import transformers
 from expecttest import assert_expected_inline
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from quire.attn_ops.ops.routing import route_rows
 from quire.passes.fusions import router, routing
-from quire.passes.fusions.base import FusedWeights, Fusion
 from quire.passes.fx import value
-from tests.passes.models import capture, listing
+from tests.passes.models import after_one, listing
 
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "num_experts_per_tok": 2}
 #: By module: the prefix of its classes, and sizes of the configuration.
@@ -50,13 +49,8 @@ def make(case: str, dtype: torch.dtype) -> nn.Module:
     return made
 
 
-def fused(f: Callable[..., Any], *args: Tensor) -> tuple[int, fx.GraphModule, list[Any]]:
-    torch._dynamo.reset()
-    gm, inputs = capture(f, *args)
-    count = router.fuse_router(Fusion(gm, inputs, FusedWeights()))
-    gm.graph.lint()
-    gm.recompile()
-    return count, gm, inputs
+def fused(f: Callable[..., Any], *args: Tensor) -> Any:
+    return after_one(router.fuse_router, f, *args)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

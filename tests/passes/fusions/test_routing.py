@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor, fx
+from torch import Tensor
 
 from quire.attn_ops.ops.routing import topk_rows
 from quire.passes.fusions import routing
-from quire.passes.fusions.base import FusedWeights, Fusion
 from quire.passes.fx import value
-from tests.passes.models import capture, listing
+from tests.passes.models import after_one, listing
 
 ROWS = torch.randn(5, 12)
 
@@ -24,12 +23,8 @@ def on_a_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "DEVICES", ("cpu",))
 
 
-def fused(f: Callable[[Tensor], Any], x: Tensor = ROWS) -> tuple[int, fx.GraphModule]:
-    torch._dynamo.reset()
-    gm, _ = capture(f, x)
-    count = routing.fuse_topk(Fusion(gm, [x], FusedWeights()))
-    gm.recompile()
-    return count, gm
+def fused(f: Callable[[Tensor], Any], x: Tensor = ROWS) -> Any:
+    return after_one(routing.fuse_topk, f, x)[:2]
 
 
 @pytest.mark.parametrize("f", [
@@ -56,11 +51,9 @@ l_x_: [5, 12]
 topk_rows_default = topk_rows.default(l_x_, 2)
 getitem_1 = getitem(topk_rows_default, 1)
 return (getitem_1,)""")
-
-
-def test_unsorted_may_be_sorted() -> None:
     count, gm = fused(lambda x: x.topk(3, sorted=False)[1])
-    assert count == 1 and torch.equal(gm(ROWS)[0], ROWS.topk(3)[1])
+    assert count == 1 and torch.equal(gm(ROWS)[0], ROWS.topk(3)[1]), "unsorted may be sorted"
+
 
 
 @pytest.mark.parametrize("f, x", [

@@ -27,10 +27,7 @@ def test_a_number_is_made_where_it_is_used() -> None:
     assert [n.args for n in gm.graph.find_nodes(op="call_function", target=torch.tensor)] == [(True,)]
     for node in full:  # what the kernel computes, on a device that has values
         assert torch.equal(torch.full(*node.args, dtype=node.kwargs["dtype"]), torch.tensor(node.args[1]))
-
-
-def test_other_tensors_stay() -> None:
-    """Lists, moves that change more than the device, and those within one, whose result may be changed in place."""
+    # Lists, moves that change more than the device, and those within one, whose result may be changed in place.
     def forward(x):
         number = torch.tensor(1.5)
         same = number.to(x.device)

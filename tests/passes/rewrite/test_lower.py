@@ -139,9 +139,6 @@ def test_one_graph_for_each_format_of_the_cache() -> None:
     assert lowered(graph, page_size=4) is first
     assert lowered(graph, page_size=8) is not first and lowered(graph, page_size=4, layout="HND") is not first
     assert len(site_nodes(graph.raised.graph)) == 2  # the raised graph stays, to be lowered again
-
-
-def test_backends_are_lowered_apart() -> None:
     if all_backends()["triton"].available(torch.device("cpu")):
         pytest.skip("Triton's interpreter is off")
     model = tiny()

@@ -156,9 +156,6 @@ MISSES = (
 def test_near_misses_stay_dense() -> None:
     """Beside layers that do match: a wrong match would serve wrong tokens."""
     assert latents(Model(plain, *MISSES, plain)) == [Latent(RANK, ROPE), *[None] * len(MISSES), Latent(RANK, ROPE)]
-
-
-def test_bias_stays_dense() -> None:
     assert latents(Model(plain, bias=True)) == [None]
 
 

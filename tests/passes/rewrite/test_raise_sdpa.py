@@ -137,8 +137,7 @@ def expand_reshape(x, times):
 
 
 REPEATS = {
-    "expand_reshape": expand_reshape,
-    "repeat_interleave": lambda x, times: x.repeat_interleave(times, dim=1),
+    "expand_reshape": expand_reshape, "repeat_interleave": lambda x, times: x.repeat_interleave(times, dim=1),
     "repeat_interleave_torch": lambda x, times: torch.repeat_interleave(x, times, 1),
     "flatten": lambda x, times: x.unsqueeze(2).expand(-1, -1, times, -1, -1).flatten(1, 2),
     "unsqueeze_repeat": lambda x, times: x.unsqueeze(2).repeat(1, 1, times, 1, 1).view(x.shape[0], -1, *x.shape[2:]),
@@ -147,8 +146,7 @@ REPEATS = {
 
 # Heads 0 1 0 1 and not 0 0 1 1, or one of them changed: another model. Its keys are cached as they are, which is right.
 TILES = {
-    "repeat": lambda x, times: x.repeat(1, times, 1, 1),
-    "cat": lambda x, times: torch.cat([x] * times, dim=1),
+    "repeat": lambda x, times: x.repeat(1, times, 1, 1), "cat": lambda x, times: torch.cat([x] * times, dim=1),
     "expand_other_side": lambda x, times: x.unsqueeze(1).expand(-1, times, -1, -1, -1).flatten(1, 2),
     "changed_copy": lambda x, times: x.repeat_interleave(times, 1) * torch.tensor([1.0, 2.0, 1.0, 1.0]).view(1, 4, 1, 1),
 }
@@ -203,15 +201,12 @@ def test_under_autocast_the_op_computes_in_its_dtype() -> None:
 def test_the_refusal_names_the_layer() -> None:
     model = Tiny(Attention(4, 2, is_causal=True), Attention(4, 2, mask=alibi)).eval()
     refused(model, r"cannot be paged:\n  layers.1: its mask is not proven .* .node mul.* of layers.1.; .* can be served")
+    refused(tiny(mask=from_argument), "an attention_mask was passed; a paged batch is ragged and takes none",
+            attention_mask=torch.ones(1, 23, dtype=torch.bool))
 
 
 def from_argument(module, position_ids, attention_mask):
     return causal(module, position_ids) & attention_mask[:, None, None, :]
-
-
-def test_attention_mask_is_refused() -> None:
-    refused(tiny(mask=from_argument), "an attention_mask was passed; a paged batch is ragged and takes none",
-            attention_mask=torch.ones(1, 23, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 23, 23), (23, 23)])
@@ -337,10 +332,7 @@ def test_counts_and_leaves_nothing_of_the_mask() -> None:
     names = {getattr(n.target, "__name__", n.target) for n in gm.graph.nodes}
     assert not names & {"le", "gt", "and_", "repeat_interleave"}  # the mask and the repeats are gone
     assert raise_sdpa(gm) == (0, {})
-
-
-def test_the_traced_graph_is_left_alone() -> None:
-    """Dynamo reads its own module again, and the plain way runs it."""
+    # Dynamo reads its own module again, and the plain way runs it.
     graph = trace(tiny(mask=window(8)))
     before = str(graph.gm.graph)
     _ = graph.sites

@@ -66,13 +66,11 @@ def written_in_vmap(ids: Tensor, p: Tensor) -> Tensor:
 
 
 KINDS = {
-    "causal": (of(lambda i, j: j >= 0), MaskKind()),
-    "window": (of(lambda i, j: i - j < 8), MaskKind(window=8)),
+    "causal": (of(lambda i, j: j >= 0), MaskKind()), "window": (of(lambda i, j: i - j < 8), MaskKind(window=8)),
     "window by whole steps": (of(lambda i, j: ((i - j) / 8).int() <= 0), MaskKind(window=8)),
     "chunk": (of(lambda i, j: i // 8 == j // 8), MaskKind(chunk=8)),
     "all": (lambda ids, p: p[0][None] + p[0][:, None] >= 0, MaskKind(causal=False)),
-    "transposed": (lambda ids, p: (p[0][None] >= p[0][:, None]).mT, MaskKind()),
-    "-inf": (hidden(-math.inf), MaskKind()),
+    "transposed": (lambda ids, p: (p[0][None] >= p[0][:, None]).mT, MaskKind()), "-inf": (hidden(-math.inf), MaskKind()),
     "in place, by position": (lambda ids, p: F.relu(p[0][None] - p[0][:, None], True) == 0, MaskKind()),
     "itself": (lambda ids, p: F.relu(p[0][None] - p[0][:, None] + 1, True) == 1, MaskKind(window=1)),
 }
@@ -107,8 +105,7 @@ REFUSED = {
     "chunk and window": (of(lambda i, j: (i // 16 == j // 16) & (i - j < 8)), "none of causal, sliding window, chunk"),
     "a key of a table": (lambda ids, p: of(lambda i, j: i >= j)(ids, p) & (N != 37)[p[0]][None], "none of causal"),
     "window per head": (lambda ids, p: of(lambda i, j: i >= j)(ids, p) & (p[0][:, None] - p[0][None] < WIDTHS), "differs"),
-    "soft": (hidden(-2.0), "it adds a bias to the scores"),
-    "-1e4": (hidden(-1e4), "it adds a bias to the scores"),
+    "soft": (hidden(-2.0), "it adds a bias to the scores"), "-1e4": (hidden(-1e4), "it adds a bias to the scores"),
     "ids as positions": (lambda ids, p: ids[0][None] <= ids[0][:, None], "it depends on L.*input_ids.*, token ids"),
     "unknown operator": (lambda ids, p: of(lambda i, j: i >= j)(ids, p) & ~torch.isin(ids, N[50:])[0][None], "it uses isin"),
     "random": (lambda ids, p: of(lambda i, j: i >= j)(ids, p) & (torch.rand(4) < 0.9)[0], "it uses rand"),

@@ -337,24 +337,19 @@ REFUSED_PICKS = {
     "tokens drawn by the numbers of others": (lambda x, p, k: sample_tokens(x[0][k], x[0][k][:, 0], k, k), "with the places"),
 }
 SERVED = {
-    "adapters of each token": lambda x, p: adapted(x),
-    "reduction": lambda x, p: x - x.mean(-1, keepdim=True),
+    "adapters of each token": lambda x, p: adapted(x), "reduction": lambda x, p: x - x.mean(-1, keepdim=True),
     "product": lambda x, p: (x @ WEIGHT, x[0] @ WEIGHT, (WEIGHT @ x.mT).mT, torch.mv(x[0], WEIGHT[0])),
-    "slice": lambda x, p: (x[..., 1:], x[:, : x.shape[1]], x[:, 0:]),
-    "convolution": lambda x, p: F.conv1d(x.mT, POINTWISE).mT,
+    "slice": lambda x, p: (x[..., 1:], x[:, : x.shape[1]], x[:, 0:]), "convolution": lambda x, p: F.conv1d(x.mT, POINTWISE).mT,
     "batch norm": lambda x, p: F.batch_norm(x[0], TABLE[0], TABLE[1].exp()),
     "place": lambda x, p: (x + TABLE[p], x * p[..., None], x[:, torch.arange(x.shape[1])]),
     "vmap": lambda x, p: (torch.vmap(lambda t, i: t - t.mean() + TABLE[i])(x[0], p[0]), torch.vmap(lambda w: x @ w)(EXPERTS)),
     "bilinear": lambda x, p: F.bilinear(x, x[..., :3].tanh(), KERNEL),
     "instance norm": lambda x, p: F.instance_norm(x[0].view(-1, 2, 4)).view(x.shape),
     "its own memory": lambda x, p: x.new_empty_strided((1, x.shape[1], WIDTH), (0, WIDTH, 1)).copy_(x),
-    "order": sorted_and_back,
-    "stored": stored_per_row,
-    "unused": lambda x, p: x if x.mean(1) is not None else p,
+    "order": sorted_and_back, "stored": stored_per_row, "unused": lambda x, p: x if x.mean(1) is not None else p,
     "experts": lambda x, p: by_expert(x),
     "experts by counted ids": lambda x, p: by_expert(x, counts=lambda found, ids: one_hot(ids).sum(0)),
-    "experts in a loop": lambda x, p: in_a_loop(x, back=True),
-    "attended": lambda x, p: attended(x),
+    "experts in a loop": lambda x, p: in_a_loop(x, back=True), "attended": lambda x, p: attended(x),
     "a memory": lambda x, p: F.scaled_dot_product_attention(x, TABLE[None], TABLE[None]),
 }
 
