@@ -285,12 +285,8 @@ def _by_itself(paged: PagedModel, ids: torch.Tensor, positions: torch.Tensor | N
 def _check_own_positions(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) -> torch.Tensor | None:
     """Refuse a model whose own positions are not 0, 1, 2, ... (RoBERTa's begin at padding_idx + 1). The same kernels run with
     and without positions, so a difference is not rounding. Returns its logits with positions; None: it does not run so."""
-    positions = torch.arange(len(ids), device=ids.device)
-    try:
-        with mode:
-            plain = paged.by_itself(ids, positions).float()
-    except Exception as error:
-        logger.info("packing check: the model does not run by itself: %s: %s", type(error).__name__, error)
+    plain = _by_itself(paged, ids, torch.arange(len(ids), device=ids.device), mode, "by itself")
+    if plain is None:
         return None
     own = _by_itself(paged, ids, None, mode, "by itself without positions")
     if own is None:  # it may need them, or something else that the engine does without

@@ -13,6 +13,7 @@ import quire.passes.pipeline
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.registry import get_backend
 from quire.graph_runner.packing_check import check_packing
+from quire.passes.capture.evaluating import ChangedWhileTraced
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.options import QuireOptions
 from tests.adversarial import harness
@@ -226,3 +227,20 @@ def test_positions_of_its_own(first: int, needed: bool, refused: bool, dtype: to
     with pytest.raises(UnsupportedAttention, match="counts positions in a way of its own") if refused else nullcontext():
         try_packing(paged)
     assert model.training and model.attention.training
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_training_set_meanwhile_is_no_excuse(call: int, monkeypatch) -> None:
+    """Another thread's ``model.train()`` spoils a forward of the check: the model is traced again, not served unchecked."""
+    paged = PagedModel(Counting(2), QuireOptions(compiler="eager"))
+    calls, by_itself = [], paged.by_itself
+
+    def spoiled(*args):
+        calls.append(args)
+        if len(calls) == call:
+            raise ChangedWhileTraced("training: False -> True, by another thread")
+        return by_itself(*args)
+
+    monkeypatch.setattr(paged, "by_itself", spoiled)
+    with pytest.raises(ChangedWhileTraced):
+        try_packing(paged)
