@@ -243,15 +243,18 @@ def _expand_ranks(total, held, ranks_from, start, mine, factor, tokens, t, lora,
             place = ((i * PARTS + part) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + ranks_from
             low += tl.load(lora.shrunk + place + tl.arange(0, BLOCK_Q)[None, :], mask=((tokens < t) & has & needed)[:, None],
                            other=0.0)
-        lows = lows + (low * (factor * scaling)[:, None],)  # type: ignore[assignment]
+        if held[j - FROM].dtype != tl.float16:  # float16 might not hold it
+            low *= scaling
+        lows = lows + (low * factor[:, None],)  # type: ignore[assignment]
     for j in tl.static_range(FROM, TO):
-        _, _, _, _, _, _, has, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
+        _, _, _, _, _, scaling, has, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
         factors = held[j - FROM]
         if BLOCK_T == 1:
-            low = tl.sum(lows[j - FROM], 0)
-            total += tl.sum(factors.to(tl.float32) * low[:, None], 0)[None, :]
+            more = tl.sum(factors.to(tl.float32) * tl.sum(lows[j - FROM], 0)[:, None], 0)[None, :]
+            total += more * scaling if factors.dtype == tl.float16 else more
         elif needed:
             more = tl.dot(lows[j - FROM].to(factors.dtype), factors, tl.zeros_like(total), input_precision="tf32x3")
+            more = more * scaling if factors.dtype == tl.float16 else more
             total = tl.where(has[:, None], total + more, total)  # 0 times inf is not 0
     return total
 

@@ -101,6 +101,18 @@ def test_an_adapter_that_overflows_is_its_own_tokens_alone(tokens) -> None:
     assert torch.equal(bad, (case.rows & 1) == 1)
 
 
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_a_scaling_that_first_products_in_float16_could_not_take(tokens) -> None:
+    """``(A x) * scaling`` is above float16's largest number, ``B (A x) * scaling`` is not."""
+    pytest.importorskip("triton")
+    case = Case(tokens, torch.float16)
+    case.b, case.scaling = [b / 2**14 for b in case.b], [s * 2.0**15 for s in case.scaling]
+    with case.step:
+        got, want = case.run(lora_linear_cuda), case.run(lora_linear_eager, dtype=torch.float64)
+    # b / 2**14 is a denormal in float16, with 2**-24 for its last bit: as large as 2**-9 of it, in sums of some 40 numbers.
+    torch.testing.assert_close(got.double(), want, atol=0.5, rtol=2**-6)
+
+
 def test_outside_the_kernels_range() -> None:
     """More adapters than the kernels take, and no step."""
     case = Case(2, torch.float32, every=True)
