@@ -41,7 +41,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -326,6 +326,7 @@ class BackendFamily:
 
     name: str
     usage: str
+    _: KW_ONLY
     make: Callable[[str, Callable[[str], AttentionBackend]], AttentionBackend]
     matches: Callable[[str], bool] | None = None
     long_prefill: Callable[[str, str], str] | None = None

@@ -48,7 +48,7 @@ def measurements(path: Path) -> list[Measurement]:
 def made(environment: dict[str, Any], backend: str, shape: ShapeClass, kv_heads: int, times: dict[str, dict[str, float]]
          ) -> Measurement:
     """``times``: microseconds by point, of "decode" and "extend"."""
-    versions = {package: str(version).partition("+")[0] for package, version in environment["versions"].items()}
+    versions = {package: version and version.partition("+")[0] for package, version in environment["versions"].items()}
     packages = {package: versions[CALLED.get(package, package)] for package in get_backend(backend).packages}
     return Measurement(environment["device"], versions["torch"], backend, packages, shape, kv_heads, None, None,
                        times["decode"], times["extend"], environment["date"][:10])

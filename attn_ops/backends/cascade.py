@@ -107,4 +107,4 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
 
 
 FAMILY = BackendFamily(NAME, "cascade:NAME[@READS]: a prefix that all sequences share is read once, where that saves READS "
-                       f"reads of a key per layer ({READS})", make)
+                       f"reads of a key per layer ({READS})", make=make)

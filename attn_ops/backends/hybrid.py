@@ -50,6 +50,6 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
 
 
 FAMILY = BackendFamily(NAME, "hybrid:PREFILL+DECODE[@long]: one backend for prefill, another for decoding; @long: prefill only "
-                       "where it was measured faster", make,
+                       "where it was measured faster", make=make,
                        long_prefill=lambda prefill, rest: f"{NAME}:{prefill}+{rest}@{LONG}",
                        pair=lambda prefill, decode: f"{NAME}:{prefill}+{decode}")

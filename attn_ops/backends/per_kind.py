@@ -39,5 +39,5 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
         lambda site: chosen[kind_of(site.window, site.chunk)].serves(site))
 
 
-FAMILY = BackendFamily("per_kind", "full=NAME,window=NAME,chunk=NAME: one backend for each kind of layer", make,
+FAMILY = BackendFamily("per_kind", "full=NAME,window=NAME,chunk=NAME: one backend for each kind of layer", make=make,
                        matches=lambda name: "=" in name)

@@ -154,4 +154,4 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
         route=lambda site: f"{base.serves(site)} of two halves")
 
 
-FAMILY = BackendFamily(NAME, "two_batch:NAME: each batch as two halves, on two streams of a GPU", make)
+FAMILY = BackendFamily(NAME, "two_batch:NAME: each batch as two halves, on two streams of a GPU", make=make)

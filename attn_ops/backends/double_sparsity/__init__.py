@@ -54,7 +54,7 @@ def _prepare(*tables: Any) -> list[Tensor]:
 
 def _prepare_fake(slot_mapping: Tensor, block_table: Tensor, *others: Any) -> list[Tensor]:
     tokens = slot_mapping.shape[0]
-    return [block_table.new_empty(tokens, block_table.shape[1]), block_table.new_empty(tokens)]
+    return [block_table.new_empty(tokens, block_table.shape[1]), block_table.new_empty(tokens, dtype=torch.int32)]
 
 
 PREPARE = define_prepare(NAME, _prepare, _prepare_fake)  # padding tokens have no keys, and so an output of 0
@@ -148,4 +148,4 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     return backend(name, Options(int(tokens), int(dense_below), int(channels), ranked))
 
 
-FAMILY = BackendFamily(NAME, USAGE, make)
+FAMILY = BackendFamily(NAME, USAGE, make=make)

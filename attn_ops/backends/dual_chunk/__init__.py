@@ -227,4 +227,4 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     return backend(name, chunk, chunk - local, Sparse(dense_below, last, lines))
 
 
-FAMILY = BackendFamily(NAME, USAGE, make)
+FAMILY = BackendFamily(NAME, USAGE, make=make)
