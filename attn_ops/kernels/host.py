@@ -90,11 +90,11 @@ class Adapters(NamedTuple):
     scalings: Any
 
 
-def first_products(t: int, block_r: int, num_warps: int) -> dict[str, Any]:
-    """Constants of ``shrink`` (attn_ops/kernels/lora.py) for several tokens: what a part loads is on its way at once, as far as
-    shared memory goes."""
+def first_products(t: int, block_r: int, num_warps: int, item: int) -> dict[str, Any]:
+    """Constants of ``shrink`` (attn_ops/kernels/lora.py) for several tokens, whose numbers have ``item`` bytes: what a part
+    loads is on its way at once, as far as shared memory goes."""
     ranks = min(block_r, 32)
-    stage = (2 * (16 if t <= 16 else 32) + 4 * ranks) * 32 * num_warps  # bytes
+    stage = (item * (16 if t <= 16 else 32) + 4 * ranks) * 32 * num_warps  # bytes
     return {"RANKS": ranks, "SLICES": num_warps, "STAGES": max(2, min(8, 96 * 1024 // stage))}
 
 

@@ -196,8 +196,8 @@ def _adapter(j: tl.constexpr, start, mine, lora, ADAPTERS: tl.constexpr, PER: tl
 def factors_of(start, end, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: tl.constexpr, ADAPTERS: tl.constexpr,
                PER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr):
     """Of the adapters FROM to TO (of PER: ``_adapter``) the ranks ranks_from .. ranks_from + BLOCK_Q of B for the columns from
-    ``start`` to ``end``, (BLOCK_Q, BLOCK_N); zeros where no token needs them. No kernel of the step writes them: so they may be
-    read before ``wait_for_previous``."""
+    ``start`` to ``end``, (BLOCK_Q, BLOCK_N); zeros where no token needs them. May be called before ``wait_for_previous``:
+    see NOTE [Reads before the wait] in attn_ops/kernels/pdl.py."""
     mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
     columns, r = start + tl.arange(0, BLOCK_N), ranks_from + tl.arange(0, BLOCK_Q)
     held = ()
@@ -247,15 +247,17 @@ def _expand_ranks(total, held, ranks_from, start, mine, factor, tokens, t, lora,
             low *= scaling
         lows = lows + (low * factor[:, None],)  # type: ignore[assignment]
     for j in tl.static_range(FROM, TO):
-        _, _, _, _, _, scaling, has, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
-        factors = held[j - FROM]
+        _, _, column, size, _, scaling, has, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
+        at, factors = start + tl.arange(0, BLOCK_N) - column, held[j - FROM]
+        mixed = has[:, None] & ((at >= 0) & (at < size))[None, :]  # elsewhere it is 0, which times inf is not 0
         if BLOCK_T == 1:
             more = tl.sum(factors.to(tl.float32) * tl.sum(lows[j - FROM], 0)[:, None], 0)[None, :]
-            total += more * scaling if factors.dtype == tl.float16 else more
+            more = more * scaling if factors.dtype == tl.float16 else more
+            total = tl.where(mixed, total + more, total)
         elif needed:
             more = tl.dot(lows[j - FROM].to(factors.dtype), factors, tl.zeros_like(total), input_precision="tf32x3")
             more = more * scaling if factors.dtype == tl.float16 else more
-            total = tl.where(has[:, None], total + more, total)  # 0 times inf is not 0
+            total = tl.where(mixed, total + more, total)
     return total
 
 

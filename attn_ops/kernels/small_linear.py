@@ -39,6 +39,25 @@ def _load_weights(w, scale, like, rows, cols, stride, N, K, EVEN_N: tl.constexpr
 
 
 @triton.jit
+def norm_kernel(x, weight, out, K, stride_x, eps, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
+    """A token per program: its RMSNorm, rounded as Llama's: before the product with ``weight`` and after it."""
+    row = tl.program_id(0).to(tl.int64)
+    wait_for_previous(PDL)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        cols = start + tl.arange(0, BLOCK_K)
+        wide = tl.load(x + row * stride_x + cols, mask=cols < K, other=0.0).to(tl.float32)
+        squares += wide * wide
+    rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    let_next_start(PDL)
+    for start in range(0, K, BLOCK_K):
+        cols = start + tl.arange(0, BLOCK_K)
+        wide = tl.load(x + row * stride_x + cols, mask=cols < K, other=0.0).to(tl.float32)
+        y = (wide * rms).to(out.dtype.element_ty) * tl.load(weight + cols, mask=cols < K, other=0.0)
+        tl.store(out + row * K + cols, y, mask=cols < K)
+
+
+@triton.jit
 def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                   SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
                   ADAPTERS: tl.constexpr = 0, BLOCK_R: tl.constexpr = 16, RANKS: tl.constexpr = 1):

@@ -14,6 +14,7 @@ ops run their eager definitions, in which each adapter costs two products for al
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,7 +81,11 @@ def adapters_of(x: Tensor, bits: Sequence[int]) -> Tensor | None:
     step = current_step()
     if step is None or step.adapters is None:
         raise RuntimeError("lora_rows: the step does not say which adapters its tokens have; set Step.adapters")
-    return step.adapters[: x.shape[1]]
+    rows = step.adapters[: x.shape[1]]
+    if rows.dtype != torch.int64 or rows.shape != (x.shape[1],) or rows.stride(0) != 1:
+        raise RuntimeError(f"lora_rows: Step.adapters must be one contiguous int64 number for each of the {x.shape[1]} tokens, "
+                           f"not {rows.dtype} of shape {tuple(step.adapters.shape)} and stride {step.adapters.stride()}")
+    return rows
 
 
 def lora_rows_cuda(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float],
@@ -121,7 +126,9 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     lora, blocks = adapters_for(x, a, b, [sum(sizes[:layer]) for layer in layers], scaling, bits, parts)
     kernels, options = host.kernel_module("kernels.lora"), {**blocks, "pdl": host.use_pdl(x.device, t), "num_warps": 4}
     block_r, tiles = blocks["BLOCK_R"], -(-t // blocks["BLOCK_T"])
-    first: dict[str, Any] = {"RANKS": block_r, "SLICES": 1, "STAGES": 1} if t == 1 else host.first_products(t, block_r, 4)
+    first: dict[str, Any] = {"RANKS": block_r, "SLICES": 1, "STAGES": 1}
+    if t > 1:
+        first = host.first_products(t, block_r, 4, x2.element_size())
     launch(kernels.rows_shrink_kernel, (len(a) * (block_r // first["RANKS"]), parts, tiles), x2, lora, t, k, x2.stride(0),
            **first, **options)
     out = bases[0].new_empty(1, t, sum(sizes))
@@ -135,7 +142,10 @@ def blocks_of(lora: host.Adapters, one_layer: Callable[[int], bool]) -> dict[str
     """Constants of the second products: the adapters of a program, ranks at a time, and columns; of all its adapters they are
     held in registers. ``one_layer``: whether a program of so many columns has those of one layer."""
     block_r, adapters = lora.shrunk.shape[3], len(lora.b)
-    per = max(lora.starts.count(start) for start in lora.starts) if len({up.dtype for up in lora.b}) == 1 else adapters
+    ranges = sorted(set(zip(lora.starts, lora.sizes, strict=True)))
+    apart = all(start + size <= after for (start, size), (after, _) in itertools.pairwise(ranges))
+    alike = len({up.dtype for up in lora.b}) == 1
+    per = max(map(lora.starts.count, lora.starts)) if apart and alike else adapters
 
     def columns(per: int) -> tuple[int, int]:
         ranks = min(block_r, 32 if per <= 2 else 16)

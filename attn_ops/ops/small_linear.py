@@ -4,7 +4,7 @@ With M tokens (M <= 32) a linear layer reads N * K weights for 2 * M * N * K ope
 memory bandwidth. So what comes before and after it in a decoder layer runs in the same kernel, at no cost in bytes:
 
 * before: RMSNorm. ``rms(x) * w_norm`` is a scale per row, which commutes with the product; its sum of squares is computed from
-  the same loads of x.
+  the same loads of x. (Of several tokens in float16 it runs apart: see ``normalized``.)
 * after: SwiGLU, ``silu(gate) * up``, where weight holds the rows of gate, then of up; or the sum with the residual stream.
 
 Two kernels: for M = 1 a sum of products (no tensor cores: their smallest tile would be 16 tokens), and else a tile of weight
@@ -114,6 +114,8 @@ def small_linear_cuda(
     x2 = rows_contiguous(x.reshape(m, k))
     res = rows_contiguous(residual.reshape(m, n)) if residual is not None else None
     bias, norm_weight, scale = (t if t is None else t.contiguous() for t in (bias, norm_weight, scale))
+    if norm_weight is not None and m > 1 and x.dtype == torch.float16:
+        x2, norm_weight = normalized(x2, norm_weight, eps, pdl), None
     out = x.new_empty(m, n)
     if config is None:
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
@@ -133,7 +135,7 @@ def small_linear_cuda(
     if lora is not None:
         adapters, parts, _, block_r = lora.shrunk.shape
         options |= {"ADAPTERS": adapters, "BLOCK_R": block_r, "RANKS": 2} if m == 1 else {
-            "ADAPTERS": adapters, "BLOCK_R": block_r, "PARTS": parts, **host.first_products(m, block_r, config.num_warps)}
+            "ADAPTERS": adapters, "BLOCK_R": block_r, "PARTS": parts, **host.first_products(m, block_r, config.num_warps, 2)}
         rows += adapters * (block_r // options["RANKS"]) * parts
     if m == 1 and (scale is None or config.block_n < 16):
         launch(kernels.vector_kernel, (rows,), *pointers, n, k, weight.stride(0), eps, lora, **options)
@@ -153,6 +155,15 @@ def small_linear_cuda(
             launch(kernels.add_up_kernel, (-(-n // 256), -(-m // 4)), sums, scale, bias, res, out, m, n, sizes[-2], BLOCK_M=4,
                    BLOCK_N=256, SPLITS=config.splits, pdl=pdl)
     return out.view(*x.shape[:-1], n)
+
+
+def normalized(x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool) -> torch.Tensor:
+    """RMSNorm of x (M, K), in a launch of its own: in float16 several tokens' ``x * weight``, which the kernels multiply before
+    they know a token's factor, may be too large a number."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(host.kernel_module("kernels.small_linear").norm_kernel, (x.shape[0],), x, weight, out, x.shape[1], x.stride(0), eps,
+           BLOCK_K=2048, pdl=pdl, num_warps=4)
+    return out
 
 
 def _int4(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.attn_ops.ops.lora_linear import lora_linear, lora_linear_cuda, lora_linear_eager
-from quire.attn_ops.ops.lora_rows import MAX_KERNEL_ADAPTERS
+from quire.attn_ops.ops.lora_rows import MAX_KERNEL_ADAPTERS, lora_group_cuda
 from quire.attn_ops.ops.small_linear import MAX_TOKENS
 from quire.attn_ops.step import running
 from tests.attn_ops.ops.test_lora_rows import step
@@ -99,6 +99,49 @@ def test_an_adapter_that_overflows_is_its_own_tokens_alone(tokens) -> None:
         got = case.run(lora_linear_cuda)
     bad = got[0].isfinite().logical_not().any(-1).cpu()
     assert torch.equal(bad, (case.rows & 1) == 1)
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("sizes", [(48, 16), (64, 64)], ids=["in one tile", "in two"])
+def test_an_adapter_that_overflows_stays_in_its_layer(sizes, tokens) -> None:
+    """k's adapter must not reach q, whose columns may be in the same tile."""
+    pytest.importorskip("triton")
+    x, weight = torch.ones(1, tokens, 64, device=DEVICE).half(), torch.zeros(sum(sizes), 64, device=DEVICE).half()
+    a, b = torch.full((4, 64), float("inf"), device=DEVICE), torch.ones(sizes[1], 4, device=DEVICE)
+    got = lora_linear_cuda(x, weight, None, None, 0.0, None, False, [a], [b], [sizes[0]], [1.0], [0])
+    bases = [base.contiguous() for base in torch.zeros_like(got).split(sizes, -1)]
+    group = lora_group_cuda(bases, x, [a], [b], [1], [1.0], [0])
+    for out in (got, group):
+        assert out[..., : sizes[0]].eq(0).all() and out[..., sizes[0] :].isinf().all()
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_large_activations_in_float16(tokens) -> None:
+    """``x * norm`` is above float16's largest number before the norm's factor, 69.5 after it."""
+    pytest.importorskip("triton")
+    case = Case(tokens, torch.float32)
+    case.x[..., 0], case.norm[0] = 20000, 7.8
+    with case.step:
+        got, want = case.run(lora_linear_cuda), case.run(lora_linear_eager, dtype=torch.float64)
+    torch.testing.assert_close(got.double(), want, atol=0.3, rtol=2**-8)
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_adapters_of_rows_that_overlap(tokens) -> None:
+    """One of all rows and one of the last: each is added once."""
+    pytest.importorskip("triton")
+    x, weight = torch.ones(1, tokens, 64, device=DEVICE).half() / 64, torch.zeros(128, 64, device=DEVICE).half()
+    a, b = [torch.ones(4, 64, device=DEVICE)] * 2, [torch.ones(128, 4, device=DEVICE), torch.ones(64, 4, device=DEVICE)]
+    got = lora_linear_cuda(x, weight, None, None, 0.0, None, False, a, b, [0, 64], [1.0, 2.0], [0, 0])
+    assert got[..., :64].eq(4).all() and got[..., 64:].eq(12).all()
+
+
+def test_the_step_says_it_token_by_token() -> None:
+    """The kernels read ``Step.adapters`` by its address."""
+    case = Case(4, torch.float32)
+    for rows in (torch.ones(3), torch.ones(4, dtype=torch.int32), torch.ones(4, 2, dtype=torch.int64)[:, 0]):
+        with running(step(rows.to(DEVICE))), pytest.raises(RuntimeError, match="one contiguous int64 number for each"):
+            case.run(lora_linear_cuda)
 
 
 @pytest.mark.parametrize("tokens", [1, 6])

@@ -75,6 +75,15 @@ def test_programs_share_the_columns(tokens, n, k, splits) -> None:
     close(out, (args[0], args[1].float() * args[-1][:, None], *args[2:-1]))
 
 
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 32])
+def test_large_activations_in_float16(tokens, swiglu) -> None:
+    """``x * norm`` is above float16's largest number before the norm's factor; the result is not, for any number of tokens."""
+    args = case(tokens, 64, 64, norm=True, swiglu=swiglu)
+    args[0][..., 0], args[3][0] = 20000, 7.8
+    close(small_linear_cuda(*args), args)
+
+
 @pytest.mark.parametrize("options", [dict(norm=True), dict(swiglu=True)], ids=str)
 def test_whole_sums_are_not_shared(options) -> None:
     args = quantized(case(40, 64, 128, **options), torch.int8)
