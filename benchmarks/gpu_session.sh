@@ -45,7 +45,7 @@ pieces() {
     piece experts 240 measure experts
     piece prefix 240 measure prefix
     piece fast_prefill 120 measure fast_prefill
-    piece adapters 160 measure adapters
+    piece adapters 300 measure adapters
     piece logprobs 100 measure logprobs
     for m in qwen3-0.6b llama-1b; do piece "grpo-$m" 340 grpo "$m"; done
     piece evaluate 340 measure evaluate
