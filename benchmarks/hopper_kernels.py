@@ -291,9 +291,9 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
             (("qkv", (4096, 1024, 1024)), ("down", (4096,))), ((16, 1), (128, 32)), ((1, True), (2, False)), (HALF, FULL)):
         yield f"lora rows {name} {rank} {tokens} {adapters} {own}", partial(
             lora_of_tokens, tokens, sizes, rank, adapters, every, own)
-    for (name, sizes, swiglu), rank, tokens, own in product(
-            (("qkv", (4096, 1024, 1024), False), ("gate_up", (14336, 14336), True), ("o", (4096,), False)), (16, 128),
-            (1, 16, 32), (torch.bfloat16, torch.float32)):
+    for (name, sizes, swiglu), (rank, tokens), own in product(
+            (("qkv", (4096, 1024, 1024), False), ("gate_up", (14336, 14336), True), ("o", (4096,), False)),
+            ((16, 1), (16, 16), (16, 32), (128, 32)), (torch.bfloat16, torch.float32)):
         yield f"lora linear {name} {rank} {tokens} {own}", partial(lora_layer, tokens, sizes, swiglu, rank, own, rank > 16)
     for (rows, vocabulary, pdl), dtype, filtered in product(((1, 128256, True), (256, 50257, False)), (HALF, FULL),
                                                              (False, True)):
