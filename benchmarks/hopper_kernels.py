@@ -34,7 +34,7 @@ from quire.attn_ops.ops.positions import compute_position_triton
 from quire.attn_ops.ops.rope import RopeForm, rope_kv_write_cuda
 from quire.attn_ops.ops.routing import route_rows_cuda, topk_rows_cuda
 from quire.attn_ops.ops.sampling import sample_tokens_cuda
-from quire.attn_ops.ops.small_linear import normalized, small_linear_cuda
+from quire.attn_ops.ops.small_linear import norm_apart, small_linear_cuda
 from quire.attn_ops.ops.tree import tree_attention_state_triton
 from quire.attn_ops.ops.varlen import varlen_attention_cuda
 from quire.attn_ops.step import running
@@ -238,7 +238,7 @@ def logprobs(rows: int, vocabulary: int, dtype: torch.dtype, filtered: bool, pdl
 
 def small_kernels(rows: int) -> None:
     """Kernels around attention and linear layers: positions, the page tables of FlashInfer, a norm in float16."""
-    normalized(zeros(rows, 4096, dtype=torch.float16), zeros(4096, dtype=torch.float16), 1e-5, rows == 1)
+    norm_apart(zeros(rows, 4096, dtype=torch.float16), zeros(4096, dtype=torch.float16), 1e-5, rows == 1)
     compute_position_triton(zeros(rows, **INTS), zeros(rows, **INTS), 100)
     pages.gather_pages[(rows, 2)](zeros(rows, 512, **INTS), zeros(4, rows + 1, **INTS), zeros(9, **INTS), 512, rows + 1,
                                   BLOCK=pages.BLOCK)

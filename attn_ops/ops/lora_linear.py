@@ -21,7 +21,7 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
 from quire.attn_ops.ops.lora_rows import adapters_fit, adapters_for, blocks_of, lora_rows_eager
-from quire.attn_ops.ops.small_linear import MAX_TOKENS, normalized, small_linear_cuda
+from quire.attn_ops.ops.small_linear import MAX_TOKENS, norm_apart, small_linear_cuda
 
 
 def lora_linear_eager(
@@ -67,9 +67,9 @@ def lora_linear_cuda(
             or weight.stride(1) != 1 or not alike:
         return lora_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, a, b, starts, scaling, bits)
     t, n = x.shape[1], weight.shape[0] // (2 if swiglu else 1)
-    if norm_weight is not None and t > 1 and x.dtype == torch.float16:
-        x = normalized(host.rows_contiguous(x[0]), norm_weight.contiguous(), eps, host.use_pdl(x.device, t))[None]
-        norm_weight = None
+    norm_weight = None if norm_weight is None else norm_weight.contiguous()
+    x2, norm_weight = norm_apart(host.rows_contiguous(x[0]), norm_weight, eps, host.use_pdl(x.device, t))
+    x = x2[None]
     pdl = host.use_pdl(x.device, 1) if pdl is None else pdl  # several tokens too: the second kernel is set up beside the first
     # For one token a program has whole sums of few ranks; else many ranks and a part of the columns, as long as it takes less
     # time than a program of the weight.

@@ -4,7 +4,7 @@ With M tokens (M <= 32) a linear layer reads N * K weights for 2 * M * N * K ope
 memory bandwidth. So what comes before and after it in a decoder layer runs in the same kernel, at no cost in bytes:
 
 * before: RMSNorm. ``rms(x) * w_norm`` is a scale per row, which commutes with the product; its sum of squares is computed from
-  the same loads of x. (Of several tokens in float16 it runs apart: see ``normalized``.)
+  the same loads of x. (Of several tokens in float16 it runs apart: see ``norm_apart``.)
 * after: SwiGLU, ``silu(gate) * up``, where weight holds the rows of gate, then of up; or the sum with the residual stream.
 
 Two kernels: for M = 1 a sum of products (no tensor cores: their smallest tile would be 16 tokens), and else a tile of weight
@@ -114,8 +114,7 @@ def small_linear_cuda(
     x2 = rows_contiguous(x.reshape(m, k))
     res = rows_contiguous(residual.reshape(m, n)) if residual is not None else None
     bias, norm_weight, scale = (t if t is None else t.contiguous() for t in (bias, norm_weight, scale))
-    if norm_weight is not None and m > 1 and x.dtype == torch.float16:
-        x2, norm_weight = normalized(x2, norm_weight, eps, pdl), None
+    x2, norm_weight = norm_apart(x2, norm_weight, eps, pdl)
     out = x.new_empty(m, n)
     if config is None:
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
@@ -157,13 +156,16 @@ def small_linear_cuda(
     return out.view(*x.shape[:-1], n)
 
 
-def normalized(x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool) -> torch.Tensor:
-    """RMSNorm of x (M, K), in a launch of its own: in float16 several tokens' ``x * weight``, which the kernels multiply before
-    they know a token's factor, may be too large a number."""
+def norm_apart(x: torch.Tensor, weight: torch.Tensor | None, eps: float, pdl: bool
+               ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x (M, K) and the weight of its RMSNorm for the kernels; for several tokens in float16 the norm's result, made in a launch
+    of its own, and None: ``x * weight``, multiplied before the kernels know a token's factor, may be too large there."""
+    if weight is None or len(x) == 1 or x.dtype != torch.float16:
+        return x, weight
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch(host.kernel_module("kernels.small_linear").norm_kernel, (x.shape[0],), x, weight, out, x.shape[1], x.stride(0), eps,
            BLOCK_K=2048, pdl=pdl, num_warps=4)
-    return out
+    return out, None
 
 
 def _int4(
