@@ -114,12 +114,12 @@ def small_linear_cuda(
     x2 = rows_contiguous(x.reshape(m, k))
     res = rows_contiguous(residual.reshape(m, n)) if residual is not None else None
     bias, norm_weight, scale = (t if t is None else t.contiguous() for t in (bias, norm_weight, scale))
-    x2, norm_weight = norm_apart(x2, norm_weight, eps, pdl)
     out = x.new_empty(m, n)
     if config is None:
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
     if config is None and lora is None:
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
+    x2, norm_weight = norm_apart(x2, norm_weight, eps, pdl)
     config = config or by_rule(m, weight.shape[0], k, swiglu)
     if config.block_m:
         if scale is not None and norm_weight is None and not swiglu and fits_wide(k, config):
