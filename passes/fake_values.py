@@ -4,12 +4,14 @@ Computing with symbolic sizes takes up to a millisecond per node, and a model re
 with inputs alike only the first is computed, and the others get fakes like its result: in memory of their own, or in that of
 the same input. What an operation makes of fakes follows from their metadata, what memory they share, and the state of PyTorch
 (gradients, autocast). A node that gives neither tensors nor numbers may be there to change that state, so after one nothing is
-taken from another node any more. Known not to change it: what ``nn.Module()`` leaves in the graph, as in ``self.layers[:n]``.
+taken from another node any more. Known not to change it: an assignment to parts of a tensor, and what ``nn.Module()`` leaves in
+the graph, as in ``self.layers[:n]``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from quire.passes.fx import evaluate, sizes_of, storage_of, value, written_by
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_CHANGES_NOTHING = (torch._C._log_api_usage_once,)
+_KEEPS_STATE = (operator.setitem, torch._C._log_api_usage_once)
 #: Makes a result like another one, of inputs like its inputs. It holds no fake, which would keep the mode.
 _Make = Callable[[list[Any], FakeTensorMode], Any]
 #: None: a node has perhaps changed the state of PyTorch.
@@ -95,7 +97,7 @@ def computed(node: fx.Node, of: Callable[[fx.Node], Any], mode: FakeTensorMode, 
         key = _key(node, of, inputs)
     except _Odd:
         result = compute(node)
-        if not isinstance(node.target, torch._ops.OpOverload) and node.target not in _CHANGES_NOTHING and not all(  # operators change tensors at most
+        if not isinstance(node.target, torch._ops.OpOverload) and node.target not in _KEEPS_STATE and not all(  # operators change tensors at most
                 isinstance(x, (torch.Tensor, *_NUMBERS)) or type(x) in _PLAIN and x is not None
                 for x in tree_leaves(result, is_leaf=lambda x: x is None)):
             _made[mode] = None

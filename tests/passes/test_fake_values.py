@@ -75,7 +75,7 @@ def test_values_and_memory_are_those_of_the_trace(name: str) -> None:
     model.close()
     assert described(graph) == described(gm.graph)
     calls = [n for n in gm.graph.nodes if n.op.startswith("call")]
-    assert computed < len(calls), "nothing was taken from an equal node"
+    assert computed < 0.7 * len(calls), "the second layer is like the first"
 
 
 class Odd(nn.Module):
