@@ -30,6 +30,7 @@ KERNELS_TESTS="tests/gpu/test_triton_gpu.py tests/gpu/test_experts_gpu.py tests/
 
 measure() { benchmarks/measure.sh "$@"; }
 suite() { TESTS="$*" measure tests; }
+kit_suite() { TESTS=tests/gpu/test_conformance_gpu.py RESUME=$(earlier h200_kits_suite.json) measure tests; }  # RETRY=1 goes on
 grpo() { GRPO_MODELS=$1 measure grpo; }
 
 # name, seconds that it may take, command
@@ -38,7 +39,7 @@ pieces() {
     piece decode 300 measure against
     piece suite-models 530 suite $MODELS_TESTS
     piece suite-kernels 400 suite $KERNELS_TESTS
-    piece suite-kit 530 suite tests/gpu/test_conformance_gpu.py
+    piece suite-kit 530 kit_suite
     piece start 240 measure start
     piece rivals 480 measure rivals
     for i in 1 2 3; do piece "matrix$i" 520 matrix "matrix$i"; done
@@ -65,7 +66,7 @@ pieces() {
 }
 
 # These go on with what earlier calls have measured; `more` ends with 3 while something is left (RETRY=1 goes on).
-more() { RESUME=$(earlier "h200_$1.json") measure "${2:-$1}"; }
+more() { RESUME=$(earlier "h200_$1*.json") measure "${2:-$1}"; }
 matrix() { NAME=$1 RESUME=$(earlier 'matrix*.json') DEADLINE=$((DEADLINE - SECONDS - 10)) benchmarks/matrix.sh; }
 grid() { RESUME=$(earlier '*attention_grid.json') LIMIT=$((LIMIT - 40)) measure kernels; }
 

@@ -71,6 +71,11 @@ class Run:
     results: dict[str, Result] = field(default_factory=dict)
     reason: str | None = None
 
+    @classmethod
+    def of(cls, case: Case, only: str = "") -> Run:
+        """The checks of a backend whose names contain ``only``."""
+        return cls(case, [check for check, _ in case.checks() if only in check])
+
     @property
     def left(self) -> list[str]:
         return [name for name in self.names if name not in self.results]
@@ -117,8 +122,55 @@ def runs_of(given: argparse.Namespace) -> list[Run]:
                 print(f"{name}: not checked: {why}")
                 runs.append(Run(replace(case, dtype=None, kv_dtype=None), reason=why))
                 continue
-        runs.append(Run(case, [check for check, _ in case.checks() if given.only in check]))
+        runs.append(Run.of(case, given.only))
     return runs
+
+
+def check_all(runs: Sequence[Run], *, jobs: int = 1, deadline: float | None = None, limit: float = 240.0,
+              json: str | Path | None = None, resume: Sequence[str | Path] = ()) -> None:
+    """Make the checks of ``runs`` and set their results. Prints a table of each run that is done, and failures as they come.
+    Arguments: as of the command."""
+    began = time.time()
+    for run in runs:
+        known = read_results([f for f in resume if Path(f).is_file()], run.case.key)
+        run.results = {name: known[name] for name in run.names if name in known}
+    owners = {replace(run.case, check=name): run for run in runs for name in run.left}
+    tasks = list(owners)
+    if deadline is not None:  # a stable sort: the first check of each backend, the second one, ...
+        place = {case: run.names.index(case.check) for case, run in owners.items()}
+        tasks.sort(key=lambda case: (case.check.startswith(LATE), place[case]))
+    wrote = 0.0
+
+    def write() -> None:
+        if json:
+            write_record(json, [run.record() for run in runs])
+
+    def take(case: Case, result: Result) -> None:
+        nonlocal wrote
+        run = owners[case]
+        run.results[case.check] = result
+        if time.time() - wrote > 2:
+            write()
+            wrote = time.time()
+        if not run.left:
+            show(run)
+        elif result.status == "FAIL":
+            print(f"{case.backend}: {case.check}: FAIL: {result.detail}", flush=True)
+
+    def show(run: Run) -> None:
+        c = run.case
+        kinds = "".join(f", {kind} {dtype_name(t)}" for kind, t in (("in", c.dtype), ("KV cache", c.kv_dtype)) if t)
+        title = f"ops on {c.device}" if c.backend == "ops" else f"attention backend {c.backend} on {c.device}"
+        print_table(title + kinds, run.done, len(run.left))
+
+    work_off(tasks, run_case, take, lambda case, why: Result(case.check, "FAIL", why), jobs=jobs,
+             until=None if deadline is None else began + deadline, each=limit,
+             group=lambda case: case.backend,
+             poisoned=lambda result: "CUDA error" in result.detail)
+    write()
+    for run in runs:
+        if run.left:
+            show(run)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -143,7 +195,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--resume", nargs="*", default=[], metavar="FILE", help="take the results of these files that did not fail (those of "
         "the same device and versions), and make the checks that are left")
     given = parser.parse_args(arguments)
-    began = time.time()
     if given.jobs < 1:
         parser.error("--jobs is at least 1")
     try:
@@ -151,45 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    for run in runs:
-        known = read_results([f for f in given.resume if Path(f).is_file()], run.case.key)
-        run.results = {name: known[name] for name in run.names if name in known}
-    owners = {replace(run.case, check=name): run for run in runs for name in run.left}
-    tasks = list(owners)
-    if given.deadline is not None:  # a stable sort: the first check of each backend, the second one, ...
-        place = {case: run.names.index(case.check) for case, run in owners.items()}
-        tasks.sort(key=lambda case: (case.check.startswith(LATE), place[case]))
-    wrote = 0.0
-
-    def write() -> None:
-        if given.json:
-            write_record(given.json, [run.record() for run in runs])
-
-    def take(case: Case, result: Result) -> None:
-        nonlocal wrote
-        run = owners[case]
-        run.results[case.check] = result
-        if time.time() - wrote > 2:
-            write()
-            wrote = time.time()
-        if not run.left:
-            show(run)
-        elif result.status == "FAIL":
-            print(f"{case.backend}: {case.check}: FAIL: {result.detail}", flush=True)
-
-    def show(run: Run) -> None:
-        c = run.case
-        title = f"ops on {c.device}" if c.backend == "ops" else f"attention backend {c.backend} on {c.device}"
-        print_table(title, run.done, len(run.left))
-
-    work_off(tasks, run_case, take, lambda case, why: Result(case.check, "FAIL", why), jobs=given.jobs,
-             until=None if given.deadline is None else began + given.deadline, each=given.limit,
-             group=lambda case: case.backend,
-             poisoned=lambda result: "CUDA error" in result.detail)
-    write()
-    for run in runs:
-        if run.left:
-            show(run)
+    check_all(runs, jobs=given.jobs, deadline=given.deadline, limit=given.limit, json=given.json, resume=given.resume)
     checked = [result for run in runs for result in run.results.values()]
     left = sum(len(run.left) for run in runs)
     if left:
