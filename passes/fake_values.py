@@ -4,8 +4,8 @@ Computing with symbolic sizes takes up to a millisecond per node, and a model re
 with inputs alike only the first is computed, and the others get fakes like its result: in memory of their own, or in that of
 the same input. What an operation makes of fakes follows from their metadata, what memory they share, and the state of PyTorch
 (gradients, autocast). A node that gives neither tensors nor numbers may be there to change that state, so after one nothing is
-taken from another node any more. Known not to change it: an assignment to parts of a tensor, and what ``nn.Module()`` leaves in
-the graph, as in ``self.layers[:n]``.
+taken from another node any more. Known not to change it: operators, an assignment to parts of a tensor, and what ``nn.Module()``
+leaves in the graph, as in ``self.layers[:n]``.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def computed(node: fx.Node, of: Callable[[fx.Node], Any], mode: FakeTensorMode, 
         key = _key(node, of, inputs)
     except _Odd:
         result = compute(node)
-        if not isinstance(node.target, torch._ops.OpOverload) and node.target not in _KEEPS_STATE and not all(  # operators change tensors at most
+        if not (isinstance(node.target, torch._ops.OpOverload) or node.target in _KEEPS_STATE) and not all(
                 isinstance(x, (torch.Tensor, *_NUMBERS)) or type(x) in _PLAIN and x is not None
                 for x in tree_leaves(result, is_leaf=lambda x: x is None)):
             _made[mode] = None
