@@ -4,8 +4,8 @@ Computing with symbolic sizes takes up to a millisecond per node, and a model re
 with inputs alike only the first is computed, and the others get fakes like its result: in memory of their own, or in that of
 the same input. What an operation makes of fakes follows from their metadata, what memory they share, and the state of PyTorch
 (gradients, autocast). A node that gives neither tensors nor numbers may be there to change that state, so after one nothing is
-taken from another node any more. Known not to change it: operators, an assignment to parts of a tensor, and what ``nn.Module()``
-leaves in the graph, as in ``self.layers[:n]``.
+taken from another node any more. Known not to change it: operators, an assignment to parts of a tensor, and what
+``nn.Module()`` leaves in the graph, as in ``self.layers[:n]``.
 """
 
 from __future__ import annotations
