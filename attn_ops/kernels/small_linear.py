@@ -62,7 +62,7 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, 
                   SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
                   ADAPTERS: tl.constexpr = 0, BLOCK_R: tl.constexpr = 16, RANKS: tl.constexpr = 1):
     """One token: BLOCK_N outputs per program, each the sum of K products. With ADAPTERS the first programs have the adapters'
-    first products, RANKS per program (``lora``: host.Adapters)."""
+    first products, RANKS per program (``lora``: host.Adapters), and SwiGLU's operands are stored apart."""
     first = ADAPTERS * (BLOCK_R // RANKS)
     wait_for_previous(PDL)
     if ADAPTERS > 0:
@@ -71,7 +71,7 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, 
             let_next_start(PDL)
         else:
             _vector(tl.program_id(0) - first, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora.rms, BLOCK_N,
-                    BLOCK_K, SWIGLU, EVEN_N, EVEN_K, PDL)
+                    BLOCK_K, SWIGLU, EVEN_N, EVEN_K, PDL, SWIGLU)
     else:
         _vector(tl.program_id(0), x, w, scale, bias, norm, res, out, N, K, stride_w, eps, None, BLOCK_N, BLOCK_K, SWIGLU,
                 EVEN_N, EVEN_K, PDL)
@@ -79,8 +79,9 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, 
 
 @triton.jit
 def _vector(program, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, rms_out, BLOCK_N: tl.constexpr,
-            BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr):
-    """A program of ``vector_kernel``; the first stores the norm's factor in ``rms_out`` (if not None)."""
+            BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+            APART: tl.constexpr = False):
+    """A program of ``vector_kernel``; the first stores the norm's factor in ``rms_out`` (if not None). APART: see _finish."""
     rows = program * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -120,7 +121,9 @@ def _vector(program, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, rms
         y += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
         if SWIGLU:
             up += tl.load(bias + N + rows, mask=inside, other=0.0).to(tl.float32)
-    if SWIGLU:
+    if APART:
+        tl.store(out + N + rows, up.to(out.dtype.element_ty), mask=inside)
+    elif SWIGLU:
         y = y * tl.sigmoid(y) * up
     if res is not None:
         y += tl.load(res + rows, mask=inside, other=0.0).to(tl.float32)
@@ -136,7 +139,8 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
 
     With SPLITS > 1 a program has a part of the columns, out is (SPLITS, M, N) float32, and ``add_up_kernel`` does the rest.
     With ADAPTERS the last programs have the adapters' first products, RANKS per program and in PARTS parts (``lora``:
-    host.Adapters): they are short, and fill multiprocessors that the others leave free or are done with."""
+    host.Adapters): they are short, and fill multiprocessors that the others leave free or are done with. SwiGLU's operands are
+    stored apart then."""
     tiles = tl.cdiv(N, BLOCK_N)
     wait_for_previous(PDL)
     if ADAPTERS > 0:
@@ -147,7 +151,7 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
             let_next_start(PDL)
         else:
             _tile(tl.program_id(0), x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora.rms,
-                  BLOCK_M, BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL)
+                  BLOCK_M, BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL, SWIGLU)
     else:
         _tile(tl.program_id(0), x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, None, BLOCK_M,
               BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL)
@@ -156,8 +160,8 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
 @triton.jit
 def _tile(program, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, rms_out,
           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr,
-          EVEN_K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
-    """A program of ``tile_kernel``; the first stores the norm's factors in ``rms_out`` (if not None)."""
+          EVEN_K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr, APART: tl.constexpr = False):
+    """A program of ``tile_kernel``; the first stores the norm's factors in ``rms_out`` (if not None). APART: see _finish."""
     rows = program * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -188,7 +192,7 @@ def _tile(program, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_
         if rms_out is not None:
             tl.store(rms_out + tokens, tl.rsqrt(squares / K + eps), mask=(tokens < M) & (program == 0))
     if SPLITS == 1:
-        _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU)
+        _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU, APART)
     else:
         tl.store(out + (tl.program_id(2) * M + tokens)[None, :] * N + rows[:, None], acc,
                  mask=(rows < N)[:, None] & (tokens < M)[None, :])
@@ -252,8 +256,10 @@ def _load_slices(w, like, rows, cols, stride, N, K, EVEN_N: tl.constexpr, EVEN_K
 
 
 @triton.jit
-def _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU: tl.constexpr):
-    """Norm, scales, bias, SwiGLU and residual for the sums (BLOCK_N, BLOCK_M); store the results."""
+def _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU: tl.constexpr,
+            APART: tl.constexpr = False):
+    """Norm, scales, bias, SwiGLU and residual for the sums (BLOCK_N, BLOCK_M); store the results. APART: both operands of
+    SwiGLU, (M, 2 N), instead."""
     if norm is not None:
         rms = tl.rsqrt(squares / K + eps)
         acc *= rms[None, :]
@@ -267,8 +273,12 @@ def _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, 
         acc += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
         if SWIGLU:
             acc_up += tl.load(bias + N + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
-    if SWIGLU:
+    at = tokens[None, :] * N + rows[:, None]
+    if APART:
+        at += tokens[None, :] * N
+        tl.store(out + N + at, acc_up.to(out.dtype.element_ty), mask=inside)
+    elif SWIGLU:
         acc = acc * tl.sigmoid(acc) * acc_up
     if res is not None:
         acc += tl.load(res + tokens[None, :] * stride_r + rows[:, None], mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + tokens[None, :] * N + rows[:, None], acc.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)

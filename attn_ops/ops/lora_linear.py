@@ -74,7 +74,7 @@ def lora_linear_cuda(
     # For one token a program has whole sums of few ranks; else many ranks and a part of the columns, as long as it takes less
     # time than a program of the weight.
     lora, blocks = adapters_for(x, a, b, starts, scaling, bits, 1 if t == 1 else max(1, min(x.shape[2] // 1024, 4)))
-    base = small_linear_cuda(x, weight, bias, norm_weight, eps, None, False, pdl=pdl, lora=lora)
+    base = small_linear_cuda(x, weight, bias, norm_weight, eps, None, swiglu, pdl=pdl, lora=lora)
     res = None if residual is None else host.rows_contiguous(residual[0])
     out = x.new_empty(1, t, n)
     edges = {n, *lora.starts, *(start + size for start, size in zip(lora.starts, lora.sizes, strict=True))}

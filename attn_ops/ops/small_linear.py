@@ -96,7 +96,8 @@ def small_linear_cuda(
     Args:
         config: launch parameters; None: the measured ones (``attn_ops/tuning/launch_config.py``). pdl: see
             attn_ops/kernels/pdl.py; None: ``host.use_pdl``. lora: adapters whose first products are computed beside, of up to
-            MAX_TOKENS tokens in half precision and without a scale: see attn_ops/ops/lora_linear.py.
+            MAX_TOKENS tokens in half precision and without a scale: see attn_ops/ops/lora_linear.py. The result is then
+            (..., N) with ``swiglu`` too, before SwiGLU.
     """
     k = x.shape[-1]
     m = x.numel() // max(1, k)
@@ -114,7 +115,8 @@ def small_linear_cuda(
     x2 = rows_contiguous(x.reshape(m, k))
     res = rows_contiguous(residual.reshape(m, n)) if residual is not None else None
     bias, norm_weight, scale = (t if t is None else t.contiguous() for t in (bias, norm_weight, scale))
-    out = x.new_empty(m, n)
+    width = n if lora is None else weight.shape[0]  # adapters add to both operands of SwiGLU
+    out = x.new_empty(m, width)
     if config is None:
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
     if config is None and lora is None:
@@ -153,7 +155,7 @@ def small_linear_cuda(
                    SPLITS=config.splits, **options)
             launch(kernels.add_up_kernel, (-(-n // 256), -(-m // 4)), sums, scale, bias, res, out, m, n, sizes[-2], BLOCK_M=4,
                    BLOCK_N=256, SPLITS=config.splits, pdl=pdl)
-    return out.view(*x.shape[:-1], n)
+    return out.view(*x.shape[:-1], width)
 
 
 def norm_apart(x: torch.Tensor, weight: torch.Tensor | None, eps: float, pdl: bool

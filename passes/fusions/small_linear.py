@@ -91,10 +91,8 @@ def _rewrite(fusion: Fusion, node: fx.Node, weight: Any, bias: Any, scale: Any =
             *adapters, *([] if scale is None else [scale]), *([widths] if widths else [])))
     replace_node(end, new)
     codes = None if scale is None else INT4 if is_int4(held) else held.dtype
-    alone = bool(adapters)  # SwiGLU and residual run in the adapters' kernel
     fusion.weights.small_linears.add(LinearShape(
-        rows_of(held), value(x).shape[-1], norm is not None, residual is not None and not alone, swiglu and not alone, dtype,
-        codes))
+        rows_of(held), value(x).shape[-1], norm is not None, residual is not None, swiglu, dtype, codes))
 
 
 def _norm(node: Any) -> RMSNorm | None:
