@@ -4,7 +4,7 @@
 #
 #   OUT=results benchmarks/gpu_session.sh                           # again and again, until it says that nothing is left
 #   SEEN='first second' OUT=third benchmarks/gpu_session.sh         # the same where each call has a folder of its own
-#   ONLY='decode suite-new' RETRY=1 benchmarks/gpu_session.sh       # these pieces; those that failed too
+#   ONLY='decode suite' RETRY=1 benchmarks/gpu_session.sh           # these pieces; those that failed too
 #
 # DEADLINE  seconds from the start of this script; no piece is started that may take longer (default: 540)
 # SEEN      folders of earlier calls (default: $OUT)
@@ -16,30 +16,26 @@ export OUT=${OUT:-results} PY=${PY:-python3} JOBS=${JOBS:-16}
 DEADLINE=${DEADLINE:-540} SEEN=${SEEN:-$OUT}
 mkdir -p "$OUT"
 
-# Tests that measure.sh runs, by how much they may find: those of code that has not run on a GPU first.
-NEW="tests/gpu/test_states_gpu.py tests/gpu/test_requests_gpu.py tests/gpu/test_sparse_gpu.py tests/gpu/test_engine_gpu.py
-     tests/gpu/test_engine_memory_gpu.py tests/gpu/test_weights_gpu.py tests/gpu/test_generate_gpu.py tests/gpu/test_devices_gpu.py
-     tests/gpu/test_packing_check_gpu.py tests/gpu/test_kept_trace_gpu.py"
-MODELS_TESTS="tests/gpu/test_zoo_gpu.py tests/gpu/test_flashinfer_gpu.py tests/gpu/test_hybrid_gpu.py tests/gpu/test_kv_quant_gpu.py
-     tests/gpu/test_logprobs_gpu.py tests/gpu/test_compile_ahead_gpu.py tests/gpu/test_bench_attention_gpu.py
-     tests/gpu/test_bench_matrix_gpu.py"
-KERNELS_TESTS="tests/gpu/test_triton_gpu.py tests/gpu/test_experts_gpu.py tests/gpu/test_sampler_gpu.py
-     tests/gpu/test_small_linear_gpu.py tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py
-     tests/attn_ops/ops/test_lora.py tests/attn_ops/ops/test_lora_rows.py tests/attn_ops/ops/test_lora_linear.py tests/attn_ops/backends/test_triton_schedule.py
-     tests/attn_ops/kernels/test_select.py"
+# The GPU suite, by how much it may find: tests of code that has seldom run on a GPU first. It takes the time that is left, and
+# later calls go on with what has not passed of these sources.
+SUITE="tests/gpu/test_states_gpu.py tests/gpu/test_requests_gpu.py tests/gpu/test_sparse_gpu.py tests/gpu/test_engine_gpu.py
+       tests/gpu/test_engine_memory_gpu.py tests/gpu/test_weights_gpu.py tests/gpu/test_generate_gpu.py
+       tests/gpu/test_devices_gpu.py tests/gpu/test_packing_check_gpu.py tests/gpu/test_kept_trace_gpu.py
+       tests/gpu/test_triton_gpu.py tests/gpu/test_experts_gpu.py tests/gpu/test_sampler_gpu.py tests/gpu/test_small_linear_gpu.py
+       tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py tests/attn_ops/ops/test_lora.py
+       tests/attn_ops/ops/test_lora_rows.py tests/attn_ops/ops/test_lora_linear.py
+       tests/attn_ops/backends/test_triton_schedule.py tests/attn_ops/kernels/test_select.py
+       tests/gpu/test_zoo_gpu.py tests/gpu/test_flashinfer_gpu.py tests/gpu/test_hybrid_gpu.py tests/gpu/test_kv_quant_gpu.py
+       tests/gpu/test_logprobs_gpu.py tests/gpu/test_compile_ahead_gpu.py tests/gpu/test_bench_attention_gpu.py
+       tests/gpu/test_bench_matrix_gpu.py tests/gpu/test_conformance_gpu.py"
 
 measure() { benchmarks/measure.sh "$@"; }
-suite() { TESTS="$*" measure tests; }
-kit_suite() { TESTS=tests/gpu/test_conformance_gpu.py RESUME=$(earlier h200_kits_suite.json) measure tests; }  # RETRY=1 goes on
 grpo() { GRPO_MODELS=$1 measure grpo; }
 
 # name, seconds that it may take, command
 pieces() {
-    piece suite-new 530 suite $NEW
     piece decode 300 measure against
-    piece suite-models 530 suite $MODELS_TESTS
-    piece suite-kernels 400 suite $KERNELS_TESTS
-    piece suite-kit 530 kit_suite
+    piece suite 120 suite
     piece start 240 measure start
     piece rivals 480 measure rivals
     for i in 1 2 3; do piece "matrix$i" 520 matrix "matrix$i"; done
@@ -65,7 +61,14 @@ pieces() {
     piece profile 240 measure profile
 }
 
-# These go on with what earlier calls have measured; `more` ends with 3 while something is left (RETRY=1 goes on).
+# These go on with what earlier calls have; they end with 3 while something is left.
+suite() {
+    local code
+    TESTS=$(echo $SUITE) RESUME="$(earlier 'passed_*.txt') $(earlier 'h200_kits_suite_*.json')" LIMIT=$((DEADLINE - SECONDS - 10)) \
+        TOTAL=$((DEADLINE - SECONDS - 10)) measure tests
+    code=$?
+    return $((code == 124 ? 3 : code))
+}
 more() { RESUME=$(earlier "h200_$1*.json") measure "${2:-$1}"; }
 matrix() { NAME=$1 RESUME=$(earlier 'matrix*.json') DEADLINE=$((DEADLINE - SECONDS - 10)) benchmarks/matrix.sh; }
 grid() { RESUME=$(earlier '*attention_grid.json') LIMIT=$((LIMIT - 40)) measure kernels; }
@@ -75,10 +78,12 @@ earlier() {  # files of that pattern
     for folder in $SEEN; do compgen -G "$folder/$1"; done | tr '\n' ' '
 }
 
-seen() {  # whether a piece is done: with 0, or at all unless RETRY is set
-    local folder
+seen() {  # whether a piece is done: with 0, or with anything but 3 unless RETRY is set
+    local folder code
     for folder in $SEEN $OUT; do
-        [[ -f $folder/$1.done ]] && { [[ -z ${RETRY:-} ]] || [[ $(cat "$folder/$1.done") == 0 ]]; } && return
+        [[ -f $folder/$1.done ]] || continue
+        code=$(cat "$folder/$1.done")
+        [[ $code == 0 || -z ${RETRY:-} && $code != 3 ]] && return
     done
     return 1
 }
@@ -93,7 +98,7 @@ piece() {
         if ((SECONDS + seconds > DEADLINE)); then left+=("$name"); return 0; fi
         echo "==== $name, at $SECONDS s"
         LIMIT=$((seconds - 10)) TOTAL=$((seconds - 10)) "$@"; code=$?
-        [[ $name == suite-* ]] && for log in "$OUT"/tests_*.log; do [[ -f $log ]] && mv "$log" "$OUT/$name${log#"$OUT"/tests}"; done
+        [[ $name == suite ]] && for log in "$OUT"/tests_*.log; do [[ -f $log ]] && mv "$log" "$OUT/$name${log#"$OUT"/tests}"; done
         echo "$code" > "$OUT/$name.done"
     fi
 }

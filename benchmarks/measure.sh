@@ -37,8 +37,8 @@
 # evaluate  lm-eval's requests per second: quire, HFLM, vLLM; adapters: what LoRA costs in a decode step (gpu_wheels.sh has
 #           the wheels that both need)
 # logprobs  what log probabilities cost in a decode step, of $LOGPROBS (--model qwen3-0.6b)
-# tests     the GPU tests (or $TESTS), $JOBS (8) at a time, then those that must run alone; of the kit's results a file as those of
-#           kits, and RESUME goes on with one
+# tests     the GPU tests (or $TESTS), $JOBS (8) at a time, then those that must run alone. passed_<digest of the sources>.txt has
+#           those that passed, and h200_kits_suite_<digest>.json the kit's results, as of kits; RESUME goes on with such files
 #
 # LIMIT     seconds for each command (300); TOTAL: for all of them (any). Most parts end themselves before LIMIT, and keep what
 #           they have. The exit code is that of the last part that failed, or 0. More arguments: $BENCH for quire bench, $PREFIX,
@@ -153,13 +153,18 @@ for part in "$@"; do
         tests)
             read -ra tests <<< "${TESTS:-tests/gpu tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py}"
             # Many processes share the CPU, so each compiles in one thread. -vv: a line per test, in case time runs out.
-            kits=$OUT/h200_kits_suite.json
-            for file in ${RESUME:-}; do [[ $file == "$kits" ]] || cp "$file" "$kits"; done
-            alike=(OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 QUIRE_COMPILE_WORKERS=0 QUIRE_KITS_JSON="$kits")
+            digest=$(find quire attn_ops passes graph_runner integrations tests -name '*.py' | sort | xargs cat | sha1sum | cut -c1-12)
+            passed=passed_$digest.txt kits=h200_kits_suite_$digest.json
+            for file in ${RESUME:-}; do
+                [[ ${file##*/} != "$passed" || $file -ef $OUT/$passed ]] || cat "$file" >> "$OUT/$passed"
+                [[ ${file##*/} != "$kits" || $file -ef $OUT/$kits ]] || cp "$file" "$OUT/$kits"
+            done
+            alike=(OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 QUIRE_COMPILE_WORKERS=0 QUIRE_KITS_JSON="$OUT/$kits")
             for alone in "not alone" alone; do
                 many=(); [[ $alone == alone ]] || many=(-n "${JOBS:-8}" --dist worksteal)
                 timeout "$(allowed)" env "${alike[@]}" QUIRE_KITS_SECONDS="$(deadline)" "$PY" -m pytest -vv --show-capture=no \
-                    -p no:cacheprovider -m "$alone${MARK:+ and ($MARK)}" "${many[@]}" "${tests[@]}" -rfE --durations=15 > "$OUT/tests_${alone// /_}.log" 2>&1
+                    -p no:cacheprovider -m "$alone${MARK:+ and ($MARK)}" "${many[@]}" "${tests[@]}" --passed "$OUT/$passed" \
+                    -rfE --durations=15 > "$OUT/tests_${alone// /_}.log" 2>&1
                 code=$?; ((code == 0 || code == 5)) || worst=$code  # 5: no test was chosen
                 echo "== tests, $alone: exit $code"; tail -"${LINES_SHOWN:-30}" "$OUT/tests_${alone// /_}.log" | cut -c1-200
             done ;;

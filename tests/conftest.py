@@ -44,6 +44,38 @@ settings.register_profile("same-each-time", derandomize=True, deadline=None)
 settings.load_profile("same-each-time")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--passed", metavar="FILE", help="leave out the tests that FILE names, and add those that pass to it: a "
+                     "run that was cut off goes on")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--passed") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Passed(Path(config.getoption("--passed"))))
+
+
+class _Passed:
+    """Writes the names of tests that passed, their teardown included, as they end."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._called = file, set[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            self._called.add(report.nodeid)
+        elif report.when == "teardown" and report.passed and report.nodeid in self._called:
+            with self._file.open("a") as file:
+                file.write(f"{report.nodeid}\n")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    file = config.getoption("--passed")
+    passed = set(Path(file).read_text().splitlines()) if file and Path(file).is_file() else set()
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+    items[:] = [item for item in items if item.nodeid not in passed]
+
+
 def pytest_collection_finish() -> None:
     _freeze()
 
