@@ -30,6 +30,7 @@ from quire.graph_runner.engine import Engine
 from tests.tiny import GREEDY, PROMPTS, SAMPLED, assert_idle, load_model, load_tokenizer
 
 STUCK = 120.0  # seconds; a step takes milliseconds, and tracing again a second or two
+LONGER = 100.0  # seconds that a busy machine may take more
 OPTIONS: Any = dict(page_size=4, num_pages=28, max_num_seqs=5, prefill_chunk_size=5, max_model_len=72)  # pages for about two
 CHECKPOINTING = {"use_reentrant": False}
 
@@ -164,8 +165,8 @@ class Soak:
 
     # -- the run --------------------------------------------------------------------------------------------------------------
 
-    def run(self, seconds: float) -> Counter[str]:
-        """Raises AssertionError with what went wrong first."""
+    def run(self, seconds: float, enough: Callable[[Counter[str]], Any] = lambda counts: True) -> Counter[str]:
+        """Raises AssertionError with what went wrong first. Goes on until there is ``enough``, for at most LONGER."""
         alive: dict[str, float] = {}
 
         def loop(name: str, act: Callable[[random.Random], None]) -> None:
@@ -185,8 +186,8 @@ class Soak:
         end = time.monotonic() + seconds
         for thread in threads:
             thread.start()
-        while time.monotonic() < end and not self.stop.wait(0.2):
-            stuck = [name for name, at in list(alive.items()) if time.monotonic() - at > STUCK]
+        while not self.stop.wait(0.2) and (now := time.monotonic()) < (end if enough(self.counts) else end + LONGER):
+            stuck = [name for name, at in list(alive.items()) if now - at > STUCK]
             if stuck:
                 faulthandler.dump_traceback()
                 self.errors.append(f"{stuck} did not come forward for {STUCK} s")
