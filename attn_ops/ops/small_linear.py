@@ -71,12 +71,22 @@ def small_linear_eager(
     if scale is None:
         out = F.linear(x, weight, bias)
     else:
-        out = (F.linear(x, weight.to(x.dtype)).float() * scale).to(x.dtype)
+        out = (_products(x, weight) * scale).to(x.dtype)
         out = out if bias is None else out + bias
     if swiglu:
         gate, up = out.chunk(2, dim=-1)
         out = F.silu(gate) * up
     return out if residual is None else residual + out
+
+
+def _products(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """``x @ codes.T`` in float32. Codes are up to 448: without their scale float16 might not hold a product."""
+    if x.dtype != torch.float16:
+        return F.linear(x, codes.to(x.dtype)).float()
+    if x.is_cuda and not torch.backends.cuda.matmul.allow_fp16_accumulation:
+        out = torch.mm(x.reshape(-1, x.shape[-1]), codes.to(x.dtype).t(), out_dtype=torch.float32)
+        return out.view(*x.shape[:-1], codes.shape[0])
+    return F.linear(x.float(), codes.float())
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
