@@ -129,7 +129,7 @@ def small_linear_cuda(
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
     if config is None and lora is None:
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
-    x2, norm_weight = norm_apart(x2, norm_weight, eps, pdl)
+    x2, norm_weight = norm_apart(x2, norm_weight, eps, pdl, codes=scale is not None)
     config = config or by_rule(m, weight.shape[0], k, swiglu)
     if config.block_m:
         if scale is not None and norm_weight is None and not swiglu and fits_wide(k, config):
@@ -166,11 +166,12 @@ def small_linear_cuda(
     return out.view(*x.shape[:-1], n)
 
 
-def norm_apart(x: torch.Tensor, weight: torch.Tensor | None, eps: float, pdl: bool
+def norm_apart(x: torch.Tensor, weight: torch.Tensor | None, eps: float, pdl: bool, codes: bool = False
                ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x (M, K) and the weight of its RMSNorm for the kernels; for several tokens in float16 the norm's result, made in a launch
-    of its own, and None: ``x * weight``, multiplied before the kernels know a token's factor, may be too large there."""
-    if weight is None or len(x) == 1 or x.dtype != torch.float16:
+    """x (M, K) and the weight of its RMSNorm for the kernels; for tensor cores in float16 (several tokens, or ``codes``) the
+    norm's result, made in a launch of its own, and None: ``x * weight``, multiplied before the kernels know a token's factor,
+    may be too large there."""
+    if weight is None or x.dtype != torch.float16 or (len(x) == 1 and not codes):
         return x, weight
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch(host.kernel_module("kernels.small_linear").norm_kernel, (x.shape[0],), x, weight, out, x.shape[1], x.stride(0), eps,

@@ -82,6 +82,9 @@ def test_large_activations_in_float16(tokens, swiglu) -> None:
     args = case(tokens, 64, 64, norm=True, swiglu=swiglu)
     args[0][..., 0], args[3][0] = 20000, 7.8
     close(small_linear_cuda(*args), args)
+    codes = quantized(args, torch.int8)
+    for config in (None, Config(16, 64, 4, 3)):
+        close(small_linear_cuda(*codes, config=config), (args[0], codes[1].float() * codes[-1][:, None], *args[2:]))
 
 
 @pytest.mark.parametrize("kind", QUANTIZED_WEIGHT_DTYPES, ids=str)
