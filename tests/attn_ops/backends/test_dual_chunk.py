@@ -169,6 +169,17 @@ def test_the_decode_kernel_is_the_scheme(seed: int, dtype: torch.dtype, monkeypa
     assert not found[token:].any()
 
 
+@pytest.mark.parametrize("use_kernel", [False, True])
+def test_a_broken_key_is_not_lost_when_parts_are_merged(use_kernel: bool) -> None:
+    """A far key and a near one: queries from there on have no result, for the heads that read it."""
+    for at in (3, 48):
+        (q, k, v), = sequences = random_sequences((52,))
+        k[at, 1] = float("nan")
+        backend = module.backend("dual_chunk:test", CHUNK, LENGTH, use_kernel=use_kernel)
+        (found,) = served(backend, sequences, ((50,), (1,), (1,)))
+        assert found[at:, 2:].isnan().all() and found[:at].isfinite().all() and found[:, :2].isfinite().all()
+
+
 def test_below_a_chunk_it_is_full_attention() -> None:
     (q, k, v), = sequences = random_sequences((40,))
     turned = [rotate(x, *tables(torch.arange(40))) for x in (q, k)]
