@@ -334,6 +334,20 @@ def test_lines_that_cover_everything_leave_nothing_out(few_forced, sizes, use_ke
     torch.testing.assert_close(found.double(), sparse_oracle(*sequences[0], ALL, 6), atol=3e-5, rtol=0)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_broken_key_of_a_sparse_prefill_leaves_no_lse(bad: float) -> None:
+    """Where it is seen: as a listed key of one head, or at a chosen distance; in the kernel as in the definition."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.rand(70, heads, 16, generator=generator) for heads in (4, 2, 2))
+    k[[9, 30], 1] = bad
+    lines = vertical_slash.Lines(*(torch.rand(4, 70, generator=generator) < 0.2 for _ in range(2)))
+    listed = vertical_slash.Listed.of(lines, vertical_slash.kernel_block(q, 16))
+    expected = vertical_slash.attend_eager(q, k, v, 0, 0, lines, scale=0.25, softcap=None)
+    found = vertical_slash.attend_triton(q, k, v, 0, 0, lines, scale=0.25, softcap=None, listed=listed)
+    assert expected[1][9:, 2:].isnan().any() and expected[1][:, :2].isfinite().any()
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
 def test_queries_that_are_rotated_already_are_sparse_below_a_chunk() -> None:
     """A layer whose rotary embedding is not found: the same outputs, up to CHUNK tokens."""
     (q, k, v), = random_sequences((150,))
