@@ -115,9 +115,16 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: 
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k, softmax_scale=scale, causal=causal,
         window_size=(before, after), softcap=softcap or 0.0,
         **{"return_lse" if name == "FA4" else "return_attn_probs": True})
+    # Where a query has no keys, and also where its scores have a NaN, some kernels write an lse of +inf: the lengths tell.
+    token = torch.arange(q.shape[0], device=q.device)
+    row = torch.searchsorted(cu_seqlens_q[1:].long(), token, right=True).clamp_max(len(lens_q) - 1)
+    keys = lens_k[row]
+    seen = (token < cu_seqlens_q[-1]) & (keys > 0)
+    if causal or window is not None:
+        seen &= token - cu_seqlens_q[row + 1] + keys >= (0 if causal or window is None else 1 - window)
     lse = lse.transpose(0, 1).float()
-    seen = (torch.arange(q.shape[0], device=q.device) < cu_seqlens_q[-1])[:, None] & lse.isfinite()  # some kernels write +inf
-    return torch.where(seen[..., None], out, 0), torch.where(seen, lse, float("-inf"))
+    return (torch.where(seen[:, None, None], out, 0),
+            torch.where(seen[:, None], lse.masked_fill(~lse.isfinite(), float("nan")), float("-inf")))
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

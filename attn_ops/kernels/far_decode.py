@@ -79,7 +79,7 @@ def far_decode_kernel(
             acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
         at = end
     index = (token.to(tl.int64) * splits + split) * H + head
-    some = tl.where(total > 0, total, 1.0)
+    some = tl.where(total != 0, total, 1.0)  # NaN stays, see varlen.py
     tl.store(out + index[:, None] * DV + columns_v[None, :], acc / some[:, None],
              mask=row_live[:, None] & (columns_v < DV)[None, :])
-    tl.store(lse + index, tl.where(total > 0, (highest + tl.log2(some)) * LN2, float("-inf")), mask=row_live)
+    tl.store(lse + index, tl.where(total != 0, (highest + tl.log2(some)) * LN2, float("-inf")), mask=row_live)

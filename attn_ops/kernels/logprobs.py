@@ -40,11 +40,11 @@ def part_kernel(logits, tokens, temperature, threshold, partial, V, stride, part
                 x = tl.where(x < lowest, float("-inf"), x)
             x = tl.where(x == float("-inf"), x, x * inverse)  # at a temperature of infinity their product is NaN
             higher = tl.maximum(peak, x)
-            finite = tl.where(higher == float("-inf"), 0.0, higher)
+            finite = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)
             total = total * tl.exp(peak - finite) + tl.exp(x - finite)
             peak = higher
         best = tl.max(peak, 0)
-        shift = tl.where(best == float("-inf"), 0.0, best)
+        shift = tl.where(tl.abs(best) == float("inf"), 0.0, best)
         out = partial + (row * tl.num_programs(1) + part) * 3
         tl.store(out, best)
         tl.store(out + 1, tl.sum(total * tl.exp(peak - shift), 0))
@@ -71,12 +71,12 @@ def merge_kernel(logits, tokens, temperature, threshold, partial, out, stride, p
             one = partial + (row * parts + at) * 3
             x = tl.load(one, mask=at < parts, other=float("-inf"))
             higher = tl.maximum(peak, x)
-            finite = tl.where(higher == float("-inf"), 0.0, higher)
+            finite = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)
             total = total * tl.exp(peak - finite) + tl.load(one + 1, mask=at < parts, other=0.0) * tl.exp(x - finite)
             above += tl.load(one + 2, mask=at < parts, other=0.0)
             peak = higher
         best = tl.max(peak, 0)
-        shift = tl.where(best == float("-inf"), 0.0, best)
+        shift = tl.where(tl.abs(best) == float("inf"), 0.0, best)
         denominator = shift + tl.log(tl.sum(total * tl.exp(peak - shift), 0))
         own = tl.load(logits + row * stride + tl.maximum(tl.load(tokens + row), 0)).to(tl.float32)
         scaled = own * (1.0 / heat)

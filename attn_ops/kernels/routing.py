@@ -16,7 +16,8 @@ DEAD = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 def ordered(numbers, lanes, BLOCK: tl.constexpr):
     """A 64-bit key of each number (BLOCK,), float32, with its index: its rank above, and below, reversed, the index. NaN is the
     largest."""
-    rank = numbers.to(tl.int32, bitcast=True)  # float bits order as the numbers do once the lower 31 are flipped where negative
+    rank = tl.where(numbers == 0.0, 0.0, numbers).to(tl.int32, bitcast=True)  # zeros of either sign are equals
+    # Float bits order as the numbers do once the lower 31 are flipped where negative.
     rank = tl.where(rank < 0, rank ^ 0x7FFFFFFF, rank)
     rank = tl.where(numbers != numbers, 0x7FFFFFFF, rank)
     return (rank.to(tl.int64) << 32) + (BLOCK - lanes).to(tl.int64)

@@ -111,9 +111,9 @@ def attend_listed_kernel(q, k_cache, v_cache, table, lens, listed, out, lse, q_s
         value = load_keys(v_cache, table_row, kv_head, positions, live, PAGE, V, DV, DV_P2, True)
         acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
     row = (token * splits + split) * heads + head
-    some = tl.where(total > 0, total, 1.0)
+    some = tl.where(total != 0, total, 1.0)  # NaN stays, see varlen.py
     tl.store(out + row * DV + columns_v[None, :] + rows[:, None] * 0, acc / some[:, None],
              mask=(rows == 0)[:, None] & (columns_v < DV)[None, :])
     if lse is not None:
-        found = tl.where(total > 0, (highest + tl.log2(some)) * LN2, float("-inf"))
+        found = tl.where(total != 0, (highest + tl.log2(some)) * LN2, float("-inf"))
         tl.store(lse + row + rows * 0, found, mask=rows == 0)

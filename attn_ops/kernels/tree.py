@@ -8,6 +8,14 @@ import triton.language as tl
 from quire.attn_ops.kernels.constants import next_power_of_2
 
 
+@triton.jit
+def _logits(scores, scale, softcap):
+    scores *= scale
+    if softcap is not None:  # tanh(x) = 1 - 2 / (e^2x + 1)
+        scores = (1 - 2 / (tl.exp(scores * (2 / softcap)) + 1)) * softcap
+    return scores
+
+
 @triton.jit(do_not_specialize=["width"])
 def tree_kernel(q, k, v, out, out_lse, starts, mask, scale, softcap, q_strides, k_strides, v_strides, mask_stride, width,
                 HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -39,9 +47,7 @@ def tree_kernel(q, k, v, out, out_lse, starts, mask, scale, softcap, q_strides, 
         there = (other < end) & (number < width)
         keys = tl.load(k + (other * k_strides[0] + kv_head * k_strides[1])[:, None] + columns[None, :],
                        mask=there[:, None] & (columns < DIM)[None, :], other=0.0).to(tl.float32)
-        scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale
-        if softcap is not None:  # tanh(x) = 1 - 2 / (e^2x + 1)
-            scores = (1 - 2 / (tl.exp(scores * (2 / softcap)) + 1)) * softcap
+        scores = _logits(tl.dot(query, tl.trans(keys), input_precision=PRECISION), scale, softcap)
         keep = tl.load(mask + token[:, None] * mask_stride + number[None, :], mask=live[:, None] & there[None, :], other=0)
         scores = tl.where(keep != 0, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
@@ -53,7 +59,19 @@ def tree_kernel(q, k, v, out, out_lse, starts, mask, scale, softcap, q_strides, 
                          mask=there[:, None] & (columns_v < DIM_V)[None, :], other=0.0).to(tl.float32)
         acc = tl.dot(weights, values, acc * shrink[:, None], input_precision=PRECISION)
         highest = new_highest
-    seen = tl.where(total > 0, total, 1.0)
+    if tl.min((tl.abs(acc) < float("inf")).to(tl.int32)) == 0:
+        # Again, key by key: a value that is not finite is for the rows that see it. 0, the weight of others, times it is NaN.
+        highest_or_0 = tl.where(highest == float("-inf"), 0.0, highest)
+        acc = tl.zeros_like(acc)
+        for number in range(0, tl.minimum(end - start, width)):
+            other = (start + number).to(tl.int64)
+            key = tl.load(k + other * k_strides[0] + kv_head * k_strides[1] + columns, mask=columns < DIM, other=0.0)
+            value = tl.load(v + other * v_strides[0] + kv_head * v_strides[1] + columns_v, mask=columns_v < DIM_V, other=0.0)
+            score = _logits(tl.sum(query * key.to(tl.float32)[None, :], 1), scale, softcap)
+            keep = tl.load(mask + token * mask_stride + number, mask=live, other=0) != 0
+            weighted = tl.exp(score - highest_or_0)[:, None] * value.to(tl.float32)[None, :]
+            acc += tl.where(keep[:, None], weighted, 0.0)
+    seen = tl.where(total != 0, total, 1.0)  # NaN stays, also in the lse
     row = token * HEADS + head
     tl.store(out + row[:, None] * DIM_V + columns_v[None, :], acc / seen[:, None],
              mask=live[:, None] & (columns_v < DIM_V)[None, :])

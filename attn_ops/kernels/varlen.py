@@ -69,7 +69,7 @@ def varlen_kernel(q, k, v, out, lse, cu_q, cu_k, num_tokens, num_reqs, scale, so
         value = tl.load(v + index[:, None] * v_strides[0] + (head // GROUP) * v_strides[1] + columns_v[None, :],
                         mask=inside[:, None] & (columns_v < DIM_V)[None, :], other=0.0)
         acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
-    some = total > 0
+    some = total != 0  # NaN too: an lse of -inf would say that there are no keys, and NaN would be lost where states merge
     acc = acc / tl.where(some, total, 1.0)[:, None]
     tl.store(out + out_row[:, None] * DIM_V + columns_v[None, :], acc, mask=out_live)
     tl.store(lse + out_row, tl.where(some, (highest + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf")), mask=live)

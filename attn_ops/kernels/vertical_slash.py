@@ -71,7 +71,7 @@ def lines_kernel(q, k, v, out, lse, of_key, of_distance, listed, listed_from, li
             keep = keep & (tl.load(of_distance + row + distance, mask=keep, other=0) != 0)
             highest, total, acc = attend_block(query, k, v, key_pos - first_key, keep, scale, softcap, highest, total, acc,
                                                k_strides, v_strides, kv_head, DIM, DIM_V)
-    some = total > 0
+    some = total != 0  # NaN too, see varlen.py
     acc = acc / tl.where(some, total, 1.0)[:, None]
     out_row = token * heads + head
     tl.store(out + out_row[:, None] * DIM_V + columns_v[None, :], acc, mask=live[:, None] & (columns_v < DIM_V)[None, :])

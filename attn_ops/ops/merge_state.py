@@ -36,6 +36,13 @@ def _check_two(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> No
         f"{tuple(out_b.shape)} {out_b.dtype}"))
 
 
+def log_sum_exp(scores: Tensor) -> Tensor:
+    """The lse (..., 1) of a state with these logits (..., N). NaN in place of +inf, which would say that it has no keys: a
+    state with such a logit must not be lost when it is merged."""
+    total = torch.logsumexp(scores, -1, keepdim=True)
+    return total.masked_fill(total == float("inf"), float("nan"))
+
+
 def merge_states_eager(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     _check(out, lse, states=True)
     lse = lse.masked_fill(lse == float("inf"), float("-inf"))

@@ -71,12 +71,22 @@ def small_linear_eager(
     if scale is None:
         out = F.linear(x, weight, bias)
     else:
-        out = (F.linear(x, weight.to(x.dtype)).float() * scale).to(x.dtype)
+        out = (_products(x, weight) * scale).to(x.dtype)
         out = out if bias is None else out + bias
     if swiglu:
         gate, up = out.chunk(2, dim=-1)
         out = F.silu(gate) * up
     return out if residual is None else residual + out
+
+
+def _products(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """``x @ codes.T`` in float32. Codes are up to 448: without their scale float16 might not hold a product."""
+    if x.dtype != torch.float16:
+        return F.linear(x, codes.to(x.dtype)).float()
+    if x.is_cuda and not torch.backends.cuda.matmul.allow_fp16_accumulation:
+        out = torch.mm(x.reshape(-1, x.shape[-1]), codes.to(x.dtype).t(), out_dtype=torch.float32)
+        return out.view(*x.shape[:-1], codes.shape[0])
+    return F.linear(x.float(), codes.float())
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
@@ -121,7 +131,7 @@ def small_linear_cuda(
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
     if config is None and lora is None:
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
-    x2, norm_weight = norm_apart(x2, norm_weight, eps, pdl)
+    x2, norm_weight = norm_apart(x2, norm_weight, eps, pdl, codes=scale is not None)
     config = config or by_rule(m, weight.shape[0], k, swiglu)
     if config.block_m:
         if scale is not None and norm_weight is None and not swiglu and fits_wide(k, config):
@@ -158,11 +168,12 @@ def small_linear_cuda(
     return out.view(*x.shape[:-1], width)
 
 
-def norm_apart(x: torch.Tensor, weight: torch.Tensor | None, eps: float, pdl: bool
+def norm_apart(x: torch.Tensor, weight: torch.Tensor | None, eps: float, pdl: bool, codes: bool = False
                ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x (M, K) and the weight of its RMSNorm for the kernels; for several tokens in float16 the norm's result, made in a launch
-    of its own, and None: ``x * weight``, multiplied before the kernels know a token's factor, may be too large there."""
-    if weight is None or len(x) == 1 or x.dtype != torch.float16:
+    """x (M, K) and the weight of its RMSNorm for the kernels; for tensor cores in float16 (several tokens, or ``codes``) the
+    norm's result, made in a launch of its own, and None: ``x * weight``, multiplied before the kernels know a token's factor,
+    may be too large there."""
+    if weight is None or x.dtype != torch.float16 or (len(x) == 1 and not codes):
         return x, weight
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch(host.kernel_module("kernels.small_linear").norm_kernel, (x.shape[0],), x, weight, out, x.shape[1], x.stride(0), eps,

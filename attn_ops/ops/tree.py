@@ -24,7 +24,7 @@ from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_quant import dequantize, quantize
 from quire.attn_ops.library import define_op
 from quire.attn_ops.metadata import CommonAttentionMetadata
-from quire.attn_ops.ops.merge_state import merge_state, merge_states
+from quire.attn_ops.ops.merge_state import log_sum_exp, merge_state, merge_states
 
 
 def _rows(query_start_loc: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -92,7 +92,7 @@ def tree_attention_state_eager(q: Tensor, k: Tensor, v: Tensor, query_start_loc:
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~there[:, None, None], float("-inf"))
-    lse = torch.logsumexp(scores, -1)
+    lse = log_sum_exp(scores)[..., 0]
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
     out = torch.einsum("tkgw,twkd->tkgd", weights, values).masked_fill((lse == float("-inf"))[..., None], 0.0)
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1).float()

@@ -23,6 +23,7 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
+from quire.attn_ops.ops.merge_state import log_sum_exp
 from quire.attn_ops.registry import all_backends
 
 IMPLEMENTATIONS = ("auto", "eager", "sdpa", "kernel")
@@ -104,7 +105,7 @@ def varlen_attention_eager(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
             scores = softcap * torch.tanh(scores / softcap)
         if keep is not None:
             scores = scores.masked_fill(~keep, float("-inf"))
-        total = torch.logsumexp(scores, -1, keepdim=True)
+        total = log_sum_exp(scores)
         weights = torch.exp(scores - total.masked_fill(total == float("-inf"), 0.0))
         out[a:b] = (weights @ one_v.to(wide).repeat_interleave(group, 0)).transpose(0, 1).to(q.dtype)
         lse[a:b] = total[..., 0].transpose(0, 1)

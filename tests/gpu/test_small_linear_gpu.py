@@ -92,6 +92,20 @@ def test_int4_is_pytorchs(tokens) -> None:
         assert error(added, truth + residual.double()) < 5e-3
 
 
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_large_products_of_codes_in_float16(codes) -> None:
+    """Also of more tokens than the kernels take: sums above float16's largest number, before the scale is applied."""
+    x = torch.randn(300, 256, dtype=torch.float16, device="cuda")
+    x[:, 0] = 600
+    weight = torch.randn(64, 256, dtype=torch.float16, device="cuda") / 16
+    weight[:, 0] = 0.5
+    found, scale = quantize(weight, codes)
+    for tokens in (1, 16, 200, 300):
+        args = x[:tokens], found, None, None, 0.0, None, False, scale
+        truth = x[:tokens].double() @ (found.double() * scale.double()[:, None]).t()
+        assert error(ops.small_linear_cuda(*args), truth) < 1e-3
+
+
 @pytest.mark.parametrize("tokens", [1, 2, ops.MAX_TOKENS])
 def test_in_a_cuda_graph(tokens) -> None:
     args = arguments(tokens, 4096, 4096, False)

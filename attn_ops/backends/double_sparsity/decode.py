@@ -25,9 +25,9 @@ def choose_eager(q: Tensor, layer: LayerLabels, table: Tensor, lens: Tensor, opt
     dense = (lens <= options.limit)[:, None, None]
     live = torch.arange(scores.shape[2], device=q.device) < lens[:, None, None]
     scores = scores.masked_fill(dense, 0.0).masked_fill(~live, float("-inf"))
-    best, positions = (x[..., : options.limit] for x in scores.sort(dim=2, descending=True, stable=True))
-    rank = torch.arange(best.shape[2], device=q.device)
-    return positions, (best > float("-inf")) & (dense | (rank < options.tokens))
+    positions = scores.sort(dim=2, descending=True, stable=True).indices[..., : options.limit]  # NaN first
+    rank = torch.arange(positions.shape[2], device=q.device)
+    return positions, (positions < lens[:, None, None]) & (dense | (rank < options.tokens))
 
 
 def decode_eager(q: Tensor, k_cache: Tensor, v_cache: Tensor, layer: LayerLabels, table: Tensor, lens: Tensor, options: Options,
@@ -41,7 +41,8 @@ def decode_eager(q: Tensor, k_cache: Tensor, v_cache: Tensor, layer: LayerLabels
     scores = scale * (keys @ q.float().unsqueeze(-1))[..., 0]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = torch.softmax(scores.masked_fill(~keep, float("-inf")), -1).nan_to_num(0.0)  # no key at all: padding
+    weights = torch.softmax(scores.masked_fill(~keep, float("-inf")), -1)
+    weights = weights.masked_fill(~keep.any(-1, keepdim=True), 0.0)  # no key at all: padding
     return (weights.unsqueeze(2) @ values.masked_fill(~keep[..., None], 0.0))[:, :, 0].to(q.dtype)
 
 

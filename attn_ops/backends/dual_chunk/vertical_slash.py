@@ -15,6 +15,7 @@ import torch
 
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.launch import launch
+from quire.attn_ops.ops.merge_state import log_sum_exp
 
 KEEP_FIRST, KEEP_NEAR = 30, 100
 QUERIES = 256  # that ``attend_eager`` computes at a time
@@ -69,7 +70,7 @@ def attend_eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_query:
         distance = torch.arange(query.shape[1], device=q.device)[:, None] + (first_query + begin) - at
         keep = lines.keys[:, None, at] | lines.distances[:, distance.clamp_min(0)]
         scores = scores.masked_fill(~(keep & (distance >= 0)), float("-inf"))
-        total = torch.logsumexp(scores, -1, keepdim=True)
+        total = log_sum_exp(scores)
         weights = torch.exp(scores - total.masked_fill(total == float("-inf"), 0.0))
         outs.append((weights @ values).transpose(0, 1).to(q.dtype))
         lses.append(total[..., 0].transpose(0, 1))

@@ -208,7 +208,7 @@ def extend_kernel(
     if caches.v_scale is not None:
         UNIT: tl.constexpr = code_format(caches.v.dtype.element_ty)[3]
         acc *= 1.0 / UNIT
-    seen = tl.where(total > 0, total, 1.0)
+    seen = tl.where(total != 0, total, 1.0)  # NaN stays, also in the lse
     acc = acc / seen[:, None]
     own_lse = highest + tl.log2(seen)
     if TILE.split:

@@ -129,7 +129,7 @@ def contiguous_kernel(q, keys, values, query_start_loc, kv_starts, sinks, out, o
                                             causal, scale, softcap, TILE, False)
     highest, total, acc = attend_contiguous(highest, total, acc, query, pos, keys, values, first_key, column, column_v, causal,
                                             stop, scale, softcap, TILE, True)
-    seen = tl.where(total > 0, total, 1.0)
+    seen = tl.where(total != 0, total, 1.0)  # NaN stays, also in the lse
     store_result(out, out_lse, out_row, acc / seen[:, None], highest + tl.log2(seen), columns_v, live, TILE.dim_v)
 
 

@@ -128,6 +128,17 @@ def test_kernels_are_their_definition(seed: int, dtype: torch.dtype) -> None:
     assert not found[0].any(), "a padding token"
 
 
+@pytest.mark.parametrize("tokens", [8, 200])
+@pytest.mark.parametrize("decode", [decode_eager, decode_triton])
+def test_a_broken_key_is_not_left_out(decode, tokens: int) -> None:
+    """A key that is NaN is chosen before all others, and what sees it is NaN, also where a part of the keys is not."""
+    backend = make(tokens, channels=4, decode=decode)
+    case = lay_out(SITE, [1, 1], [150, 150], page_size=4, device="cpu", expect=False)
+    case.cache.k[0][case.metadata.block_table_tensor[0, 5], 2, 1] = float("nan")
+    out = run(backend, case)
+    assert out[0, 2:].isnan().all() and out[0, :2].isfinite().all() and out[1].isfinite().all()
+
+
 def test_labels_are_stored_by_the_kernel_as_by_its_definition() -> None:
     keys = torch.randn(5, 2, 4, 12, generator=torch.Generator().manual_seed(0)).transpose(1, 2)
     channels = torch.tensor([[3, 0, 7, 11, 5], [1, 2, 3, 4, 0]])

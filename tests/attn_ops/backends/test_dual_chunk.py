@@ -169,6 +169,17 @@ def test_the_decode_kernel_is_the_scheme(seed: int, dtype: torch.dtype, monkeypa
     assert not found[token:].any()
 
 
+@pytest.mark.parametrize("use_kernel", [False, True])
+def test_a_broken_key_is_not_lost_when_parts_are_merged(use_kernel: bool) -> None:
+    """A far key and a near one: queries from there on have no result, for the heads that read it."""
+    for at in (3, 48):
+        (q, k, v), = sequences = random_sequences((52,))
+        k[at, 1] = float("nan")
+        backend = module.backend("dual_chunk:test", CHUNK, LENGTH, use_kernel=use_kernel)
+        (found,) = served(backend, sequences, ((50,), (1,), (1,)))
+        assert found[at:, 2:].isnan().all() and found[:at].isfinite().all() and found[:, :2].isfinite().all()
+
+
 def test_below_a_chunk_it_is_full_attention() -> None:
     (q, k, v), = sequences = random_sequences((40,))
     turned = [rotate(x, *tables(torch.arange(40))) for x in (q, k)]
@@ -321,6 +332,20 @@ def test_lines_that_cover_everything_leave_nothing_out(few_forced, sizes, use_ke
     sequences = random_sequences((80,))
     (found,) = served(sparse_backend(sizes, use_kernel=use_kernel), sequences, ((20,), (31,), (28,), (1,)))
     torch.testing.assert_close(found.double(), sparse_oracle(*sequences[0], ALL, 6), atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_broken_key_of_a_sparse_prefill_leaves_no_lse(bad: float) -> None:
+    """Where it is seen: as a listed key of one head, or at a chosen distance; in the kernel as in the definition."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.rand(70, heads, 16, generator=generator) for heads in (4, 2, 2))
+    k[[9, 30], 1] = bad
+    lines = vertical_slash.Lines(*(torch.rand(4, 70, generator=generator) < 0.2 for _ in range(2)))
+    listed = vertical_slash.Listed.of(lines, vertical_slash.kernel_block(q, 16))
+    expected = vertical_slash.attend_eager(q, k, v, 0, 0, lines, scale=0.25, softcap=None)
+    found = vertical_slash.attend_triton(q, k, v, 0, 0, lines, scale=0.25, softcap=None, listed=listed)
+    assert expected[1][9:, 2:].isnan().any() and expected[1][:, :2].isfinite().any()
+    torch.testing.assert_close(found, expected, equal_nan=True)
 
 
 def test_queries_that_are_rotated_already_are_sparse_below_a_chunk() -> None:

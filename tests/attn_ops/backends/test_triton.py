@@ -114,6 +114,21 @@ def test_half_precision_goes_to_the_tensor_cores(num_heads, head_dim):
         assert decode.config(dim, dim, 2, num_heads // 2, slots, torch.device(DEVICE)).dot
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_state_with_a_broken_key_has_no_lse(splits):
+    """Also where a query's keys are all broken: -inf would say that it has none, and NaN would be lost where states merge."""
+    for keys in (slice(3, 4), slice(0, 40)):
+        case = make_case([1, 5], [30, 40], **SMALL)
+        page = case.metadata.block_table_tensor[1].repeat_interleave(4)[keys].long()
+        case.cache.k[0][page, torch.arange(40)[keys] % 4, 1] = case.new_k[1:, 1] = float("nan")
+        with overridden(ExtendConfig, max_splits=splits, chunk_min=8, block_n=16):
+            out, lse = BACKEND.state_op(case.q, case.k, case.v, *case.cache.of_layer(0), *case.tables, [], scale=0.25,
+                                        softcap=None, causal=True)
+        for found in (out.isfinite().all(-1), lse.isfinite()):
+            assert not found[1:, 2:].any() and found[:1].all() and found[:, :2].all()
+        assert lse[1:, 2:].isnan().all()
+
+
 # Keys split among programs.
 
 

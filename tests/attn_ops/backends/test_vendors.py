@@ -94,7 +94,7 @@ def ragged(name, q, k, v, starts_q, starts_k, longest_q, longest_k, scale, causa
     assert after == (none if window is None else 0 if causal else before)
     out, lse = varlen_attention_eager(q, k, v, starts_q, starts_k, scale=scale, window=window, softcap=softcap or None,
                                       causal=causal)
-    return out.masked_fill(lse.isinf()[..., None], 7.0), lse.masked_fill(lse.isinf(), float("inf")).transpose(0, 1)
+    return out.masked_fill(lse.isinf()[..., None], 7.0), lse.masked_fill(~lse.isfinite(), float("inf")).transpose(0, 1)
 
 
 def fa2_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
@@ -334,6 +334,13 @@ def test_encoders_run_on_flash_attention(kit, which, monkeypatch) -> None:
     assert ops.providers() == ["flash_attention"]
     ops.varlen("flash_attention")
     assert set(seen) == {which}
+    q, k, v, *starts = ops.inputs([3, 0, 6], [5, 2, 4], dims=(16, 16))
+    k[6, 0] = k[9] = float("nan")  # what sees a broken key has no result, rather than no keys
+    for options in ({}, {"causal": True}, {"window": 2}, {"window": 2, "causal": True}):
+        for found, defined in zip(varlen_attention(q, k, v, *starts, scale=1.0, implementation="flash_attention", **options),
+                                  varlen_attention_eager(q, k, v, *starts, scale=1.0, **options), strict=True):
+            assert defined.isnan().any() and not defined.isnan().all()
+            torch.testing.assert_close(found, defined, equal_nan=True)
     q, k, v, *starts = ops.inputs(*ENCODERS[0], dims=(24, 40))
     with pytest.raises(ValueError, match="head dims 24/40; it has"):
         varlen_attention(q, k, v, *starts, scale=1.0, implementation="flash_attention")

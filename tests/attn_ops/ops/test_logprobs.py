@@ -35,7 +35,7 @@ def same(found: TokenLogprobs, expected: TokenLogprobs) -> None:
     assert found.ranks.dtype == torch.int32 and found.ranks.tolist() == expected.ranks.tolist()
     for a, b in ((found.logprobs, expected.logprobs), (found.normalizers, expected.normalizers)):
         assert a.dtype == torch.float32
-        torch.testing.assert_close(a.cpu(), b, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(a.cpu(), b, rtol=0, atol=TOLERANCE, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -65,6 +65,19 @@ def test_kernel_with_excluded_tokens_and_views() -> None:
     assert found.logprobs[0] == -math.inf
     wide = torch.cat([logits, logits], dim=1)[:, : 3 * BLOCK]
     same(token_logprobs_cuda(*on_device(wide, tokens, temperature)), token_logprobs_eager(logits, tokens, temperature))
+
+
+def test_kernel_with_logits_that_are_not_finite() -> None:
+    """Beside +inf all others have the log probability -inf; a NaN makes the row's NaN; a row without tokens has none."""
+    logits, tokens, temperature = case(4, 2 * BLOCK + 5)
+    logits, temperature = logits.repeat(2, 1), torch.full((8,), 0.7)
+    tokens = torch.full((8,), BLOCK)
+    logits[0, 3] = logits[1, BLOCK] = logits[2, -1] = logits[2, 5] = logits[3, 0] = math.inf
+    logits[3, 1] = logits[4, 2] = logits[5, BLOCK] = math.nan
+    logits[6] = -math.inf
+    found = token_logprobs_cuda(*on_device(logits, tokens, temperature))
+    same(found, token_logprobs_eager(logits, tokens, temperature))
+    assert found.logprobs[0] == found.logprobs[2] == -math.inf and found.logprobs[1:7].isnan().tolist() == [1, 0, 1, 1, 1, 1]
 
 
 def test_definition() -> None:

@@ -34,6 +34,9 @@ def test_special_numbers() -> None:
     values, indices = routing.topk_rows_cuda(x, 3)
     assert indices.tolist() == [[2, 1, 3], [3, 0, 1], [1, 0, 3]] and values[0].tolist() == [INF, 1.0, -1.0]
     assert routing.topk_rows_cuda(torch.tensor([[1.0, NAN, INF]], device=DEVICE), 2)[1].tolist() == [[1, 2]]
+    zeros = torch.tensor([[-1.0, -0.0, 0.0, -0.0, 0.0]], device=DEVICE)  # equals
+    assert all(map(torch.equal, routing.topk_rows_cuda(zeros, 3), routing.topk_rows_eager(zeros, 3)))
+    assert routing.route_rows_cuda(zeros, None, 3, False, True, 0.0, 1, 1, 1)[1].tolist() == [[1, 2, 3]]
 
 
 def test_views_and_no_rows() -> None:

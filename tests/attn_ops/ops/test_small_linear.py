@@ -82,6 +82,20 @@ def test_large_activations_in_float16(tokens, swiglu) -> None:
     args = case(tokens, 64, 64, norm=True, swiglu=swiglu)
     args[0][..., 0], args[3][0] = 20000, 7.8
     close(small_linear_cuda(*args), args)
+    codes = quantized(args, torch.int8)
+    for config in (None, Config(16, 64, 4, 3)):
+        close(small_linear_cuda(*codes, config=config), (args[0], codes[1].float() * codes[-1][:, None], *args[2:]))
+
+
+@pytest.mark.parametrize("kind", QUANTIZED_WEIGHT_DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 40, MAX_TOKENS_QUANTIZED + 1])
+def test_large_products_of_codes_in_float16(tokens, kind) -> None:
+    """Their sums are above float16's largest number before the scale is applied; the results are not."""
+    args = case(tokens, 16, 64)
+    args[0][..., 0] = 600
+    args[1][:, 0] = 0.5  # the largest of its row: code 127 or 448
+    args = quantized(args, kind)
+    close(small_linear_cuda(*args), (args[0], args[1].float() * args[-1][:, None], *args[2:-1]))
 
 
 @pytest.mark.parametrize("options", [dict(norm=True), dict(swiglu=True)], ids=str)

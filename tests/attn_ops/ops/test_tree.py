@@ -83,6 +83,24 @@ def test_kernel(dtype: torch.dtype, group: int, dims: tuple[int, int], softcap: 
     states(dtype, group, dims, softcap, tree.tree_attention_state_eager)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_what_a_draft_does_not_see_is_not_read(bad: float, dtype: torch.dtype) -> None:
+    """Not even times zero: a draft that overflows spoils the drafts that see it, in the columns where it does."""
+    pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(40, heads, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
+    k[3, 1], v[5, 0, 2], v[38, 1, 7] = bad, bad, bad
+    start, mask = torch.tensor([0, 40]).int(), torch.rand(40, 40, generator=generator) < 0.4
+    mask.fill_diagonal_(True)
+    out, lse = tree.tree_attention_state_triton(q, k, v, start, mask, scale=0.3, softcap=None)
+    expected, total = tree.tree_attention_state_eager(q, k, v, start, mask, scale=0.3, softcap=None)
+    assert lse[mask[:, 3], 2:].isnan().any() and not out.isfinite().all()
+    assert out[~mask[:, 3] & ~mask[:, 5] & ~mask[:, 38]].isfinite().all()
+    torch.testing.assert_close(out, expected, equal_nan=True, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse, total, equal_nan=True, rtol=1e-5, atol=1e-4)
+
+
 def test_a_sequence_without_mask_is_attention() -> None:
     """A chain is a causal step."""
     batch = lay_out(SITE, [4, 1], [9, 3], page_size=4)

@@ -56,6 +56,22 @@ def test_many_states(states: int) -> None:
         torch.testing.assert_close(total, wanted[1], atol=1e-5, rtol=1e-6)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_state_with_a_broken_key_is_not_lost_when_merged(bad: float) -> None:
+    """It has keys: the queries that see it have no result, whatever their other states are."""
+    cu = torch.tensor([0, 20, 30], dtype=torch.int32)
+    q, k, v = (torch.rand(30, heads, 16, generator=torch.Generator().manual_seed(0)) for heads in (4, 2, 2))
+    k[[7, 20], 1] = bad
+    broken = torch.zeros(30, 4, dtype=torch.bool)
+    broken[7:, 2:] = True
+    for attend in (varlen.varlen_attention_eager, varlen.varlen_attention_cuda):
+        out, lse = attend(q, k, v, cu, cu, scale=0.25, causal=True)
+        assert torch.equal(lse.isnan(), broken) and lse[~broken].isfinite().all()
+        for merge in (merge_state.merge_state_eager, merge_state.merge_state_triton):
+            merged = merge(torch.zeros_like(out), torch.zeros_like(lse), out, lse)[0]
+            assert torch.equal(merged.isnan().all(-1), broken) and merged[~broken].isfinite().all()
+
+
 def test_backends_by_name(kit: ops.OpKit, monkeypatch) -> None:
     """implementation="triton" is the op's own kernel, also where the op would not choose it."""
     monkeypatch.undo()
