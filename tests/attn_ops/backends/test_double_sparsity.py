@@ -97,9 +97,13 @@ def sizes(seed: int) -> dict[str, int]:
                 tokens=tokens, dense_below=choose.choice([0, tokens - 1, tokens, tokens + choose.randint(1, 60)]))
 
 
+#: Small ones, with a softcap and without.
+QUICK = {(16, torch.float32), (15, torch.float16)}
+
+
 @pytest.mark.parametrize(("seed", "dtype"), [
-    pytest.param(seed, dtype, marks=[pytest.mark.slow] * (seed > 2 or (seed == 1) == (dtype == torch.float32)))
-    for seed in range(40) for dtype in (torch.float32, torch.float16)])
+    pytest.param(seed, dtype, marks=[pytest.mark.slow] * ((seed, dtype) not in QUICK))
+    for seed in range(20) for dtype in (torch.float32, torch.float16)])
 def test_kernels_are_their_definition(seed: int, dtype: torch.dtype) -> None:
     """Labels of small whole numbers: scores are exact, and many are equal."""
     n, generator = sizes(seed), torch.Generator().manual_seed(seed)

@@ -118,8 +118,8 @@ def far_oracle(q, turned, tables_of, form, norm, keys, values, chunk: int, lengt
 
 
 @pytest.mark.parametrize(("seed", "dtype"), [
-    pytest.param(seed, dtype, marks=[pytest.mark.slow] * (seed > 1 or (seed == 1) == (dtype == torch.float32)))
-    for seed in range(24) for dtype in (torch.float32, torch.float16)])
+    pytest.param(seed, dtype, marks=[pytest.mark.slow] * ((seed, dtype) not in ((5, torch.float32), (1, torch.float16))))
+    for seed in range(16) for dtype in (torch.float32, torch.float16)])
 def test_the_decode_kernel_is_the_scheme(seed: int, dtype: torch.dtype, monkeypatch) -> None:
     """Any group, head dims, form of the rotary embedding, page size, and chunks that are no multiple of a block; sequences
     below and beyond CHUNK together, a sequence without queries, and padding tokens."""
