@@ -71,13 +71,6 @@ def test_not_causal() -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_softcap_comes_before_the_mask() -> None:
-    """Capping -inf would let every query see every key with weight exp(-softcap)."""
-    q, k, v, _ = tensors(6, 6)
-    out = attention(q, k, v, None, **{**PLAIN, "softcap": 0.5})
-    torch.testing.assert_close(out[:, :, 0], v[:, :, 0].repeat_interleave(2, dim=1), rtol=0, atol=TOLERANCE)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_computes_in_float32(dtype) -> None:
     q, k, v, sinks = tensors(9, 9, dtype=dtype)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import quire
-from quire import AttentionSite, UnsupportedAttention, check_backend
+from quire import AttentionSite, UnsupportedAttention
 from quire.attn_ops.backends import dual_chunk as module
 from quire.attn_ops.backends.dual_chunk import decode as decode_module
 from quire.attn_ops.backends.dual_chunk import vertical_slash
@@ -21,6 +21,7 @@ from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.ops.rope import RopeForm, norm_and_rotate, rotate
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.step import Step, ensure_planned, running
+from tests.attn_ops.cases import FEW, pass_kit
 from tests.attn_ops.oracle import oracle_attention
 from tests.steps import ragged
 from tests.tiny import small_llama
@@ -180,10 +181,9 @@ def test_below_a_chunk_it_is_full_attention() -> None:
     assert not torch.allclose(other[CHUNK:].double(), full[CHUNK:], atol=1e-2)
 
 
-@pytest.mark.parametrize("only", ["batch", pytest.param("", marks=pytest.mark.slow)])
+@FEW
 def test_it_passes_the_kit_below_a_chunk(only: str) -> None:
-    results = check_backend(module.backend("dual_chunk:kit", 1 << 20, 1 << 19), "cpu", quick=True, only=only)
-    assert results and not [r for r in results if r.status == "FAIL"]
+    pass_kit(module.backend("dual_chunk:kit", 1 << 20, 1 << 19), only)
 
 
 def test_a_needle_is_found_far_away() -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from quire.attn_ops.backends.triton import BACKEND, available
-from quire.attn_ops.conformance import checks as conformance
+from quire.attn_ops.conformance.checks import Kit
 from quire.attn_ops.kernels.host import next_power_of_2, num_sms
 from quire.attn_ops.kernels.launch import recording
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.ops.rope import RopeForm, rope_kv_write_eager
 from quire.attn_ops.step import Step, running
-from tests.attn_ops.cases import bits, check_case, check_output, make_case, run_case
+from tests.attn_ops.cases import bits, check_case, check_output, make_case, run_case, run_check
 
 triton = pytest.importorskip("triton")  # tests/conftest.py has set TRITON_INTERPRET by now, where there is no GPU
 
@@ -30,7 +30,7 @@ from quire.attn_ops.kernels import kv_write  # noqa: E402
 DecodeConfig, ExtendConfig = decode.DecodeConfig, extend.ExtendConfig
 SMALL = dict(num_heads=4, num_kv_heads=2, head_dim=16, page_size=4, device=DEVICE)
 FP32, FP16, INT8 = torch.float32, torch.float16, torch.int8
-CHECKS = [(name, FP32, None) for name, _ in conformance.Kit(BACKEND, DEVICE, FP32).checks()]
+CHECKS = [(name, FP32, None) for name, _ in Kit(BACKEND, DEVICE, FP32).checks()]
 CHECKS += [(name, FP16, None) for name in ("decode batch", "mixed batch", "features together")]
 CHECKS += [(name, FP32, INT8) for name in ("shared cache (no k, v)", "strided q, k, v", "garbage in unused slots", "padding",
                                            "a batch in parts", "decode steps made ahead")]
@@ -43,10 +43,7 @@ SLOW = re.compile(r"head dims|page size (32|64|128|256)|rotary|states|opcheck|sh
 @pytest.mark.parametrize(("name", "dtype", "kv_dtype"), [
     pytest.param(*check, marks=[pytest.mark.slow] * bool(SLOW.match(" ".join(map(str, check))))) for check in CHECKS], ids=str)
 def test_conformance(name, dtype, kv_dtype):
-    try:
-        dict(conformance.Kit(BACKEND, DEVICE, dtype, kv_dtype).checks())[name]()
-    except conformance.Skip as why:
-        pytest.skip(str(why))
+    run_check(Kit(BACKEND, DEVICE, dtype, kv_dtype), name)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "dim_v", "dtype"), [
@@ -323,8 +320,9 @@ def by_words(monkeypatch) -> list[bool]:
     dict(head_dim=57, head_dim_v=64), dict(head_dim=128, page_size=1, strided=True),
     dict(window=11, softcap=3.0, sinks=True, chunk=32, layout="HND"), dict(poison=float("nan"), sinks=True, write=False),
     *(pytest.param(features, marks=pytest.mark.slow) for features in (
-        dict(head_dim=96, layout="HND"), dict(num_heads=4), dict(head_dim=80), dict(head_dim=16, head_dim_v=36), dict(num_heads=17, num_kv_heads=1, head_dim=256),
-        dict(page_size=12), dict(window=1), dict(chunk=8, write=False), dict(num_heads=2))),
+        dict(head_dim=96, layout="HND"), dict(num_heads=4), dict(head_dim=80), dict(head_dim=16, head_dim_v=36),
+        dict(num_heads=17, num_kv_heads=1, head_dim=256), dict(page_size=12), dict(window=1), dict(chunk=8, write=False),
+        dict(num_heads=2))),
 ], ids=str)
 def test_values_by_words(features, kv_dtype, monkeypatch):
     chosen = by_words(monkeypatch)

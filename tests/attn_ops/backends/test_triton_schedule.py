@@ -75,7 +75,8 @@ def used(monkeypatch):
 
 @pytest.mark.parametrize("features", [
     dict(sinks=True, softcap=4.0), dict(num_heads=6, head_dim=24, head_dim_v=40),
-    dict(dtype=torch.float16, head_dim=64, kv_dtype=torch.int8), *(pytest.param(features, marks=pytest.mark.slow) for features in (
+    dict(dtype=torch.float16, head_dim=64, kv_dtype=torch.int8),
+    *(pytest.param(features, marks=pytest.mark.slow) for features in (
         {}, dict(write=False), dict(dtype=torch.float16, num_heads=8, head_dim=128),
         *(dict(kv_dtype=kind) for kind in sorted(QUANTIZED_KV_DTYPES, key=str))))], ids=str)
 def test_decodes(features, used):
