@@ -227,7 +227,7 @@ def test_many_random_modules() -> None:
     report = Report("QUIRE_MODULE_REPORT")
 
     @given(modules(), st.sampled_from(ROUTES))
-    @settings(max_examples=int(os.environ.get("QUIRE_EXAMPLES", "200")), deadline=None, database=None,
+    @settings(max_examples=int(os.environ.get("QUIRE_EXAMPLES", "100")), deadline=None, database=None,
               suppress_health_check=list(HealthCheck))
     def run(steps: Any, route: str) -> None:
         report.add(not mixes(steps), check_random(steps, route))
