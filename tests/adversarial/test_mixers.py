@@ -43,7 +43,7 @@ Tensor = torch.Tensor
 
 #: Proved by the same operation in tests/passes/verify/test_tokens.py, where a mutant of the rule goes red: slow here.
 PROVED = {"linear attention", "attention by hand", "group norm", "average pool", "first row", "longest position", "token shift",
-          "depthwise conv", "written sum", "an op that is named clone", "an op that writes", "experts by other counts",
+          "depthwise conv", "an op that is named clone", "an op that writes", "experts by other counts",
           "overlapping as_strided"}
 #: Each of the others, and a third of what is done along the tokens, runs on one route, in turn; all on all in the slow run.
 QUICK = {(name, ROUTES[i % 3]) for i, name in enumerate(MIXES) if name not in PROVED and (i >= len(ALONG) or i % 4 == 0)}
@@ -59,7 +59,12 @@ def test_mixing_is_refused(name: str, route: str) -> None:
 
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_harmless_ones_in_a_row(number: int) -> None:
-    mix = mix_of([("row-wise", name, 0) for name in ROWS[number]])
+    def mix(m: Model, x: Tensor, p: Tensor) -> Tensor:
+        for name in ROWS[number]:
+            y = SERVED[name](m, x, p)
+            x = (y / (1 + y.abs().amax(-1, keepdim=True) / 8)).contiguous()  # of order 1, side by side, as each takes it alone
+        return x
+
     assert outcome(lambda kind: kind(mix), ROUTES[number % 3]) == "exact", ROWS[number]
 
 
