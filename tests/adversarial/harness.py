@@ -57,7 +57,6 @@ class Model(nn.Module):
         self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 4)
         self.group, self.batch = nn.GroupNorm(4, WIDTH), nn.BatchNorm1d(WIDTH)
         self.register_buffer("table", torch.randn(64, WIDTH))
-        self.register_buffer("counter", torch.zeros(1))
         self.batch.running_mean.normal_()  # type: ignore[union-attr]
         self.eval()
 

@@ -54,11 +54,6 @@ def quantized(x, dtype):
     return bits[at].view(dtype), scale
 
 
-def read_back(codes, scale):
-    """What a quantized cache holds, in float64."""
-    return codes.float().double() * scale.double()[..., None]
-
-
 def half_step(x, scale, dtype):
     """How far the nearest code may lie from x (..., D): half the distance of the codes around it."""
     if dtype == torch.int8:

@@ -11,7 +11,7 @@ from quire.attn_ops.backends import torch_native
 from quire.attn_ops.backends.torch_native import BACKEND
 from quire.attn_ops.kv_quant import ALIASES, FORMATS, QUANTIZED_KV_DTYPES, check_scales, dequantize, quantize
 from tests.attn_ops.cases import bits, check_output, make_case, run_case
-from tests.attn_ops.oracle import half_step, quantized, read_back
+from tests.attn_ops.oracle import half_step, quantized
 
 KV_DTYPES = sorted(QUANTIZED_KV_DTYPES, key=str)
 EACH = pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
@@ -115,8 +115,3 @@ def test_only_what_is_gathered_is_dequantized(monkeypatch) -> None:
     made = case([1, 1], [9, 17], kv_dtype=torch.int8, num_pages=5000)
     check_output(run_case(BACKEND, made), made)
     assert sizes and max(sizes) <= 4 * 5 * 4 * 2 * 8  # (tiles, pages, tokens per page, Hkv, D)
-
-
-def test_read_back_is_dequantize() -> None:
-    codes, scale = quantize(torch.randn(5, 2, 8), torch.int8)
-    torch.testing.assert_close(read_back(codes, scale).float(), dequantize(codes, scale), rtol=1e-7, atol=0)

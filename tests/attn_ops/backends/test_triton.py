@@ -69,18 +69,6 @@ def test_features(features):
     check_case(BACKEND, make_case([9, *[0] * 9], [80, *[0] * 9], **shape))
 
 
-def test_window_and_chunk_visit_no_key_outside():
-    """Keys and values that no query may see are NaN: reading one, even with weight 0, would show."""
-    for features, query, seq, unseen in (
-        (dict(window=9), 1, 100, 88), (dict(window=9), 12, 100, 76), (dict(chunk=32), 1, 100, 96), (dict(chunk=32), 3, 100, 96),
-    ):
-        case = make_case([query, 1], [seq, 1], **SMALL, **features)
-        pages = case.metadata.block_table_tensor[0, : unseen // 4].long()
-        for cache in (case.cache.k[0], case.cache.v[0]):
-            cache[pages] = float("nan")
-        check_output(run_case(BACKEND, case), case)
-
-
 @pytest.mark.parametrize("query_lens", [[1, 1], [1, 6], [9]])
 def test_slot_minus_1_is_not_written(query_lens):
     """Also of a token that is not padding. What it attends to then is not defined."""
