@@ -111,7 +111,11 @@ def check_trial(paged: PagedModel) -> None:
 
 
 def test_sites(zoo: Specimen) -> None:
-    """Each feature that the config asks for reaches an attention site, by the route expected."""
+    """Each feature that the config asks for reaches an attention site, by the route expected. Every layer of an MLA model is on
+    the latent cache, and no layer of another model."""
+    rank = zoo.entry.options.get("kv_lora_rank")
+    latents = {None} if rank is None else {Latent(rank, zoo.entry.options["qk_rope_head_dim"])}
+    assert {s.latent for s in zoo.paged.sites} == latents
     assert {s.route for s in zoo.paged.sites} == {zoo.entry.route}
     for field, wanted in zoo.entry.features.items():
         assert wanted in [getattr(s, field) for s in zoo.paged.sites], f"no site has {field}={wanted}"
@@ -134,20 +138,13 @@ def test_mutations_are_seen(zoo: Specimen) -> None:
         defaults["scale"] *= 2  # of two layers, the first one has the default
     mutations = {"only the query's own key": {"window": 1}}
     mutations |= {f"no {f}": {f: defaults[f]} for f in zoo.entry.features if f in defaults}
-    for name, mutation in mutations.items():  # MLA on the latent cache has no such options
-        got = serve(zoo.paged, zoo.batch, page_size=8, attention="torch_native", mutation=mutation, dense=True)
+    latent = zoo.paged.sites[0].latent is not None
+    mutations |= {"twice the scale": {"scale": 2 * zoo.paged.sites[0].scale}} if latent else {}
+    for name, mutation in mutations.items():  # MLA on the latent cache has a scale, and no other such options
+        dense = name != "twice the scale"
+        got = serve(zoo.paged, zoo.batch, page_size=8, attention="torch_native", mutation=mutation, dense=dense)
         assert error(got, zoo.batch) > 1e-3, f"{name}: not seen"
     assert error(serve(zoo.paged, zoo.batch, page_size=8, attention="torch_native", dense=True), zoo.batch) <= TOLERANCE
-
-
-def test_mla(zoo: Specimen) -> None:
-    """Every layer of an MLA model is on the latent cache, and no layer of another model; attention there moves the logits."""
-    rank = zoo.entry.options.get("kv_lora_rank")
-    latents = {None} if rank is None else {Latent(rank, zoo.entry.options["qk_rope_head_dim"])}
-    assert {s.latent for s in zoo.paged.sites} == latents
-    if rank is not None:
-        options = {"page_size": 8, "attention": "torch_native", "mutation": {"scale": 2 * zoo.paged.sites[0].scale}}
-        assert error(serve(zoo.paged, zoo.batch, **options), zoo.batch) > 1e-3
 
 
 def test_cut_into_pieces(zoo: Specimen, monkeypatch: pytest.MonkeyPatch) -> None:

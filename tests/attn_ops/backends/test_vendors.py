@@ -22,7 +22,7 @@ from quire.attn_ops.backends import aiter, ascend, cudnn, flash_attention, intel
 from quire.attn_ops.conformance.batches import check
 from quire.attn_ops.conformance.checks import DECODE, MIXED, REFUSED, Kit
 from quire.attn_ops.conformance.ops import ENCODERS, OpKit
-from quire.attn_ops.conformance.sweeps import ignored, last_tokens
+from quire.attn_ops.conformance.sweeps import last_tokens
 from quire.attn_ops.ops.varlen import varlen_attention, varlen_attention_eager
 from quire.attn_ops.vendor import missing, too_old
 
@@ -343,7 +343,6 @@ def test_what_is_not_declared_raises(kit, module, which, calls) -> None:
     k = kit(module, which)
     for name, value in (("window", 5), ("softcap", 4.0), ("chunk", 8), ("sinks", True)):
         if not getattr(k.caps, name):
-            ignored(k, name, **{name: value})
             with pytest.raises(UnsupportedAttention, match=f"the {module.NAME} backend has"):
                 check(k.backend, k.batch(DECODE, **{name: value}))
     assert k.quantized(torch.int8) == k.quantized(torch.float8_e4m3fn) == REFUSED
