@@ -45,7 +45,7 @@ Tensor = torch.Tensor
 PROVED = {"linear attention", "attention by hand", "group norm", "average pool", "first row", "longest position", "token shift",
           "depthwise conv", "an op that is named clone", "an op that writes", "experts by other counts",
           "overlapping as_strided"}
-#: Each of the others, and a third of what is done along the tokens, runs on one route, in turn; all on all in the slow run.
+#: Each of the others, and a quarter of what is done along the tokens, runs on one route, in turn; all on all in the slow run.
 QUICK = {(name, ROUTES[i % 3]) for i, name in enumerate(MIXES) if name not in PROVED and (i >= len(ALONG) or i % 4 == 0)}
 #: What is harmless runs four at a time, one after the other in one model, and alone on the other routes in the slow run.
 ROWS = [list(SERVED)[i : i + 4] for i in range(0, len(SERVED), 4)]

@@ -371,7 +371,6 @@ def test_caches_that_the_kernels_cannot_read_are_refused():
             run_case(BACKEND, case)
 
 
-
 def test_available_says_why_not(monkeypatch):
     assert available(DEVICE) is None
     assert "not on meta" in available(torch.device("meta"))
