@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -57,7 +58,6 @@ class Model(nn.Module):
         self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 4)
         self.group, self.batch = nn.GroupNorm(4, WIDTH), nn.BatchNorm1d(WIDTH)
         self.register_buffer("table", torch.randn(64, WIDTH))
-        self.register_buffer("counter", torch.zeros(1))
         self.batch.running_mean.normal_()  # type: ignore[union-attr]
         self.eval()
 
@@ -67,10 +67,10 @@ class Model(nn.Module):
         return self.head(x if self.mix is None else self.mix(self, x, position_ids))
 
 
-class Decorated(Model):
-    @quire.paged(attention="torch_native", compiler="eager")
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return Model.forward(self, input_ids, position_ids)
+@functools.cache
+def decorated(base: type[nn.Module]) -> type[Any]:
+    """The class with its forward paged."""
+    return type("Decorated", (base,), {"forward": quire.paged(attention="torch_native", compiler="eager")(base.forward)})
 
 
 def sequences(seed: int = 0, lengths: Sequence[int] = LENGTHS, vocab: int = VOCAB) -> list[torch.Tensor]:
@@ -118,10 +118,11 @@ def opened(model: nn.Module, route: str, kv: PagedKVCache) -> Iterator[Callable[
         yield by_hand(compiled, kv)
 
 
-def outcome(make: Callable[[type[Model]], nn.Module], route: str, *, lengths: Sequence[int] = LENGTHS,
-            steps: Sequence[Sequence[int]] = STEPS, vocab: int = VOCAB, layers: int = 1,
+def outcome(make: Callable[[type[Any]], nn.Module], route: str, *, base: type[nn.Module] = Model,
+            lengths: Sequence[int] = LENGTHS, steps: Sequence[Sequence[int]] = STEPS, vocab: int = VOCAB, layers: int = 1,
             kv_heads: int | Sequence[int] = HEADS, head_dim: int | Sequence[int] = DIM) -> str:
-    """What becomes of a model on a route: "exact", or "refused: " and why. ``make`` builds it of the class it is given.
+    """What becomes of a model on a route: "exact", or "refused: " and why. ``make`` builds it of the class it is given:
+    ``base``, or that decorated.
 
     Args:
         lengths, steps: of the sequences, and how many tokens of each are in each step.
@@ -132,14 +133,15 @@ def outcome(make: Callable[[type[Model]], nn.Module], route: str, *, lengths: Se
     """
     ids = sequences(lengths=lengths, vocab=vocab)
     try:
-        with opened(make(Decorated if route == "decorator" else Model), route, cache(layers, kv_heads, head_dim)) as call:
+        kind = decorated(base) if route == "decorator" else base
+        with opened(make(kind), route, cache(layers, kv_heads, head_dim)) as call:
             got = serve(call, ids, steps, PAGE)
     except Exception as error:
         why = refusal(error)
         if why is None:
             raise
         return f"refused: {why}"
-    check_exact(got, alone(make(Model), ids))
+    check_exact(got, alone(make(base), ids))
     return "exact"
 
 

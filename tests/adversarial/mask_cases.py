@@ -19,7 +19,6 @@ import transformers
 from hypothesis import strategies as st
 from torch import nn
 
-import quire
 from tests.adversarial import harness
 from tests.adversarial.harness import HEADS, WIDTH
 
@@ -45,10 +44,6 @@ class Model(nn.Module):
         return self.head(x + self.attention(x, self.mask(self, input_ids, position_ids)))
 
 
-class Decorated(Model):
-    forward = quire.paged(compiler="eager")(Model.forward)
-
-
 def sequences() -> list[torch.Tensor]:
     return harness.sequences(3, LENGTHS, VOCAB)
 
@@ -58,10 +53,10 @@ def outcome(model: Model, route: str) -> str:
     harness.alone(model, sequences()[1:2])
     def make(kind: type) -> nn.Module:
         made = copy.deepcopy(model)
-        made.__class__ = Decorated if kind is harness.Decorated else Model
+        made.__class__ = kind
         return made
 
-    return harness.outcome(make, route, lengths=LENGTHS, steps=STEPS, vocab=VOCAB)
+    return harness.outcome(make, route, base=Model, lengths=LENGTHS, steps=STEPS, vocab=VOCAB)
 
 
 # Random masks: a tree of operators, drawn by hypothesis and run in the model's forward.

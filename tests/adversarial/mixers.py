@@ -68,12 +68,6 @@ def hidden(x: Tensor) -> Tensor:
     return x - x.mean(1, keepdim=True)
 
 
-def in_loop(m: Model, x: Tensor, p: Tensor) -> Tensor:
-    for _ in range(2):
-        x = x + 0.2 * torch.tanh(x @ m.w)
-    return x
-
-
 def add_in_place(m: Model, x: Tensor, p: Tensor) -> Tensor:
     y = x * 1
     y[..., :4] += x[..., 4:8]
@@ -102,12 +96,6 @@ def first_written(m: Model, x: Tensor, p: Tensor) -> Tensor:
     y = x * 1
     y[:, 0] = 0.0
     return y
-
-
-def expanded_written(m: Model, x: Tensor, p: Tensor) -> Tensor:
-    y = torch.zeros_like(x)
-    y.copy_(x.sum(1, keepdim=True))
-    return x + y
 
 
 def branch(m: Model, x: Tensor, p: Tensor) -> Tensor:
@@ -148,18 +136,6 @@ def sorted_by_expert(m: Model, x: Tensor, p: Tensor) -> Tensor:
     return y[order.argsort()][None]
 
 
-def capacity(m: Model, x: Tensor, p: Tensor) -> Tensor:
-    """Experts drop what is over their capacity: which tokens those are depends on the batch."""
-    one_hot = F.one_hot((x[0] @ m.w[:, :4]).argmax(-1), 4)
-    place = (one_hot.cumsum(0) * one_hot).sum(-1)
-    return x * (place <= 2)[None, :, None]
-
-
-def balanced(m: Model, x: Tensor, p: Tensor) -> Tensor:
-    gates = (x @ m.w[:, :4]).softmax(-1)
-    return x * (gates / gates.sum(1, keepdim=True)).sum(-1, keepdim=True)
-
-
 def inverse_of(order: Tensor) -> Tensor:
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0])
@@ -190,18 +166,8 @@ def one_hot(ids: Tensor, filled: float = 0.0) -> Tensor:
     return torch.full((ids.shape[0], 4), filled).scatter(1, ids, 1)
 
 
-def unused(m: Model, x: Tensor, p: Tensor) -> Tensor:
-    m_loss = (x @ m.w[:, :4]).softmax(-1).mean(1).pow(2).sum()
-    del m_loss
-    return x
-
-
 def linear_attention(m: Model, x: Tensor, p: Tensor) -> Tensor:
     return x @ (x.transpose(1, 2) @ x)
-
-
-def causal_linear_attention(m: Model, x: Tensor, p: Tensor) -> Tensor:
-    return torch.einsum("btd,btde->bte", x, torch.einsum("btd,bte->btde", x, x).cumsum(1))
 
 
 def by_hand(m: Model, x: Tensor, p: Tensor) -> Tensor:
@@ -256,7 +222,6 @@ MIXES = {
     **{f"{name} over T": along(function, 1) for name, function in ALONG.items()},
     # Named in the report that started these tests.
     "linear attention": linear_attention,
-    "causal linear attention": causal_linear_attention,
     "attention by hand": by_hand,
     "einsum over T": lambda m, x, p: torch.einsum("btd,bse->bde", x, x).sum() + x,
     "bmm over T": lambda m, x, p: x + torch.bmm(x.mT, x).sum(1, keepdim=True),
@@ -281,7 +246,6 @@ MIXES = {
     "depthwise conv": lambda m, x, p: F.conv1d(F.pad(x.mT, (2, 0)), m.w[:, None, :3], groups=16).mT,
     "fft of both": lambda m, x, p: torch.fft.fft2(x).real,
     "cdist": lambda m, x, p: x + torch.cdist(x, x).mean(-1, keepdim=True),
-    "tensordot": lambda m, x, p: x + torch.tensordot(x[0], x[0], dims=([0], [0])).mean(0),
     "kron": lambda m, x, p: x + torch.kron(x[0, :, 0], x[0, :, 1]).mean(),
     "outer over tokens": lambda m, x, p: x + torch.outer(x[0, :, 0], x[0, :, 1]).mean(),
     "unique": lambda m, x, p: x + torch.unique(p).numel(),
@@ -293,7 +257,6 @@ MIXES = {
     "masked_scatter": lambda m, x, p: x.masked_scatter(x > 0, x.flip(-1)),
     "rare gate": lambda m, x, p: torch.where(x.amax() > 1e9, -x, x),
     "rare any": lambda m, x, p: x + (p == 63).any(),
-    "last of rows": lambda m, x, p: x + x[0][-1],
     "flattened to the end": lambda m, x, p: x + x.flatten(0, 2).softmax(0).view_as(x),
     "repeated row": lambda m, x, p: x.repeat(1, 2, 1)[:, 1::2],
     "interleaved row": lambda m, x, p: x.repeat_interleave(2, 1)[:, : x.shape[1]],
@@ -324,20 +287,15 @@ MIXES = {
     "hidden from the tracer": lambda m, x, p: hidden(x),
     "recurrence": recurrence,
     "written first row": first_written,
-    "written sum": expanded_written,
     "written to a buffer": stored,
-    "capacity": capacity,
-    "balanced router": balanced,
     "experts by other counts": lambda m, x, p: grouped(m, x, p, lambda found, ids: torch.histc(
         (found + 1).clamp(max=3).float(), bins=4, min=0, max=3)),
     "take": lambda m, x, p: x + x.take(p)[..., None],
     "norm of all": lambda m, x, p: x / x.norm(),
-    "global scale": lambda m, x, p: (x / x.abs().amax() * 127).round() * x.abs().amax() / 127,
     "renorm": lambda m, x, p: x.mT.renorm(2, 1, 1.0).mT,
     "cosine similarity": lambda m, x, p: x + F.cosine_similarity(x[:, :1], x, dim=1)[:, None],
     "bilinear of tokens": lambda m, x, p: x + torch.einsum("bsd,de,bte->bst", x, m.w, x).mean(-1, keepdim=True),
     "addmm over T": lambda m, x, p: x + torch.addmm(m.w, x[0].T, x[0])[0],
-    "matrix chain": lambda m, x, p: x + (torch.linalg.multi_dot([x[0], x[0].T, x[0]]) * 1e-2)[None],
     "upsampled": lambda m, x, p: x + F.interpolate(F.avg_pool1d(x.mT, 2, 1), size=x.shape[1]).mT,
     "pixel shuffle": lambda m, x, p: x + F.pixel_shuffle(x.mT.reshape(1, 16, -1, 1), 2).mean(),
     "searchsorted among tokens": lambda m, x, p: x + torch.searchsorted(x[0, :, 0].sort()[0], x[0].T[1].clone())[:, None],
@@ -369,8 +327,6 @@ SERVED = {
     "pointwise conv": lambda m, x, p: m.point(x.mT).mT,
     "pool over features": lambda m, x, p: x + F.avg_pool1d(x[0][:, None], 3, 1, 1)[:, 0][None],
     "shift over features": lambda m, x, p: F.pad(x, (1, -1)),
-    "gate per token": lambda m, x, p: x * (x @ m.w[:, :1]).sigmoid(),
-    "swiglu": lambda m, x, p: F.silu(x @ m.w) * x,
     "glu": lambda m, x, p: torch.cat([F.glu(x), F.glu(x)], -1),
     "table by position": lambda m, x, p: x + m.table[p] + F.embedding(p, m.table),
     "rotation": lambda m, x, p: torch.cat([-x[..., 8:], x[..., :8]], -1) * (p[..., None] * 0.3).sin() + x,
@@ -381,17 +337,13 @@ SERVED = {
     "larger of two positions": lambda m, x, p: x * (1 + torch.maximum(p, p // 2)[..., None] * 0.01),
     "maximum not used": lambda m, x, p: x if p.max() + 1 is None else x,
     "sum not used": lambda m, x, p: x if (torch.arange(x.shape[1]).cumsum(0) + p).float().mean() is not None else -x,
-    "temperature by position": lambda m, x, p: x * (1 + (p + 1).float().log())[..., None],
     "where": lambda m, x, p: torch.where(x > 0, x, 0.1 * x),
     "masked_fill": lambda m, x, p: x.masked_fill(x > 1, 1.0).masked_fill((p == 2)[..., None], 0.5),
-    "mask of a position": lambda m, x, p: x * (p != 0)[..., None],
     "clamp": lambda m, x, p: x.clamp(-1, 1).clip(min=-0.5),
     "maximum": lambda m, x, p: torch.maximum(x, x.mean(-1, keepdim=True)),
     "argmax per token": lambda m, x, p: x + m.table[x.argmax(-1)],
     "one hot": lambda m, x, p: x + F.one_hot(x.argmax(-1), 16),
     "bucketize": lambda m, x, p: x + torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0])),
-    "lerp": lambda m, x, p: torch.lerp(x, m.bias.expand_as(x), 0.3),
-    "addcmul": lambda m, x, p: torch.addcmul(x, m.bias, m.scale),
     "flattened": lambda m, x, p: (x.flatten(0, 1) @ m.w).unflatten(0, (1, -1)),
     "heads and back": lambda m, x, p: x.view(1, -1, 4, 4).transpose(1, 2).reshape(4, -1, 4).softmax(0).view(
         1, 4, -1, 4).transpose(1, 2).flatten(2),
@@ -411,15 +363,11 @@ SERVED = {
     "written features": add_in_place,
     "written views": view_written,
     "rectified in place": rectified_in_place,
-    "loop": in_loop,
-    "unused loss": unused,
     "dropout in evaluation": lambda m, x, p: F.dropout(x, 0.5, m.training),
     "cast": lambda m, x, p: x.double().sigmoid().to(x.dtype) + x.type_as(x),
     "size arithmetic": lambda m, x, p: x.reshape(x.shape[0] * x.shape[1], x.shape[-1]).view(x.shape) / math.sqrt(x.shape[-1]),
-    "whole slice": lambda m, x, p: x[:, : x.shape[1]] + x[:, 0:],
     "no_grad": lambda m, x, p: torch.no_grad()(lambda: x * 2)(),
     "diagonal per token": lambda m, x, p: x + x.unflatten(-1, (4, 4)).diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True),
     "triangle per token": lambda m, x, p: x.unflatten(-1, (4, 4)).tril().flatten(2),
-    "soft capped": lambda m, x, p: 5 * (x / 5).tanh(),
 }
 # fmt: on

@@ -228,7 +228,7 @@ def random_masks(report: Report, examples: int) -> None:
 
 def test_random_masks() -> None:
     report = Report()
-    random_masks(report, 20)
+    random_masks(report, 16)
     assert report.counts["harmless, exact"] >= 3 and report.counts["other, refused"] >= 3
 
 

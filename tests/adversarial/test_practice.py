@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-import quire
 from tests.adversarial import practice, structures
 from tests.adversarial.harness import ROUTES, outcome
 from tests.adversarial.structures import Structure
@@ -19,12 +17,6 @@ QUICK = {"counter in a closure", "sorted and copied back", "(S, D)", "attention 
          "positions changed in place", "branch on twice the length", "weight written through its data", "counted in NumPy",
          "counted by a function of the graph", "checkpoint in a checkpoint", "vmap over heads",
          "repeated, values scaled in place"}
-
-
-class Decorated(Structure):
-    @quire.paged(attention="torch_native", compiler="eager")
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return Structure.forward(self, input_ids, position_ids)
 
 
 def cases(table: dict[str, Any]) -> list[Any]:
@@ -42,26 +34,26 @@ def test_harmless_is_served(name: str, route: str) -> None:
     assert outcome(lambda kind: kind(practice.SERVED[name]), route) == "exact"
 
 
-def structure(name: str, route: str, mix: Any, layers: int, kv_heads: int, head_dim: int) -> str:
-    return outcome(lambda kind: (Decorated if route == "decorator" else Structure)(mix), route, lengths=LENGTHS, steps=STEPS,
-                   layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+def structure(mix: Any, route: str, layers: int = 1, kv_heads: int = 4, head_dim: int = 4) -> str:
+    return outcome(lambda kind: kind(mix), route, base=Structure, lengths=LENGTHS, steps=STEPS, layers=layers,
+                   kv_heads=kv_heads, head_dim=head_dim)
 
 
 @pytest.mark.parametrize("name, route", cases({n: f for n, f in structures.MIXES.items() if not n.startswith("another path")}))
 def test_attention_that_mixes_is_refused(name: str, route: str) -> None:
-    assert structure(name, route, structures.MIXES[name], 1, 4, 4).startswith("refused")
+    assert structure(structures.MIXES[name], route).startswith("refused")
 
 
 @pytest.mark.parametrize("name, route", cases(structures.SERVED))
 def test_attention_is_served(name: str, route: str) -> None:
     mix, cache = structures.SERVED[name]
-    assert structure(name, route, mix, *cache) == "exact"
+    assert structure(mix, route, *cache) == "exact"
 
 
 @pytest.mark.parametrize("route", ["decorator", pytest.param("compile", marks=pytest.mark.slow)])
 def test_another_path_for_one_token(route: str) -> None:
     """No trace shows a branch on a length of 1; a decode step by hand compares. (An engine does in its trial.)"""
-    assert "row of one token" in structure("", route, structures.MIXES["another path for one token"], 1, 4, 4)
+    assert "row of one token" in structure(structures.MIXES["another path for one token"], route)
 
 
 @pytest.mark.parametrize("route", [pytest.param(r, marks=[pytest.mark.slow] * (r != "compile")) for r in ROUTES])

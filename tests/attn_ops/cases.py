@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ from quire.attn_ops.conformance.batches import bits, lay_out
 from quire.attn_ops.conformance.batches import check as check_case
 from quire.attn_ops.conformance.batches import compare as check_output
 from quire.attn_ops.conformance.batches import run as run_case
-from quire.attn_ops.conformance.checks import Kit
+from quire.attn_ops.conformance.checks import Kit, Skip
 from quire.attn_ops.conformance.mla import MlaKit
 
 
@@ -34,18 +35,28 @@ def make_case(
     return lay_out(site, query_lens, seq_lens, page_size=page_size, pad=(pad_tokens, pad_reqs), fill=poison, **options)
 
 
-#: ``opcheck`` takes longer than all other checks of the kit together.
-OPCHECK = pytest.mark.parametrize("opcheck", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "opcheck"])
+#: The arguments of ``pass_kit``. ``opcheck`` takes longer than all other checks of the kit together.
+OPCHECK = pytest.mark.parametrize("only", ["", pytest.param("opcheck", marks=pytest.mark.slow)])
+#: Few checks in the fast tests.
+FEW = pytest.mark.parametrize("only", ["batch", *(pytest.param(only, marks=pytest.mark.slow) for only in ("", "opcheck"))])
 
 
-def pass_kit(backend: AttentionBackend, opcheck: bool = False) -> None:
-    """Every check of the quick kit passes but ``opcheck``, or ``opcheck`` does."""
+def pass_kit(backend: AttentionBackend, only: str = "", **options: Any) -> None:
+    """Every check of the quick kit passes whose name has ``only``; without it all but ``opcheck``."""
     with contextlib.ExitStack() as stack:
-        for owner in () if opcheck else (Kit, MlaKit, states):
+        for owner in () if only else (Kit, MlaKit, states):
             stack.enter_context(mock.patch.object(owner, "opcheck", lambda kit: "left out"))
-        results = check_backend(backend, "cpu", quick=True, only="opcheck" if opcheck else "")
-    assert len(results) > (0 if opcheck else 30)
+        results = check_backend(backend, "cpu", quick=True, only=only, **options)
+    assert len(results) > (0 if only else 30)
     assert not [r for r in results if r.status == "FAIL"], [r for r in results if r.status == "FAIL"]
+
+
+def run_check(kit: Kit | MlaKit, name: str) -> None:
+    """One check of the kit by its name. One that cannot be made is a skipped test; raises Failure."""
+    try:
+        dict(kit.checks())[name]()
+    except Skip as why:
+        pytest.skip(str(why))
 
 
 def shape_of_key(name: str) -> tuple[int, int, int, bool, torch.dtype | None]:
@@ -68,5 +79,5 @@ def make_backend(name: str, *, why: str | None = None, priority: dict[str, int] 
                             priority=priority)
 
 
-__all__ = ["Case", "EVERYTHING", "OPCHECK", "SITE", "bits", "check_case", "check_output", "make_backend", "make_case",
-           "pass_kit", "run_case"]
+__all__ = ["Case", "EVERYTHING", "FEW", "OPCHECK", "SITE", "bits", "check_case", "check_output", "make_backend", "make_case",
+           "pass_kit", "run_case", "run_check"]

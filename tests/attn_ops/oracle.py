@@ -52,16 +52,3 @@ def quantized(x, dtype):
     at = torch.where((up > 0) | ((up == 0) & even[above]), above, above - 1)
     at = torch.where(scale.isnan()[..., None], torch.searchsorted(table, table.new_zeros(1)), at)
     return bits[at].view(dtype), scale
-
-
-def read_back(codes, scale):
-    """What a quantized cache holds, in float64."""
-    return codes.float().double() * scale.double()[..., None]
-
-
-def half_step(x, scale, dtype):
-    """How far the nearest code may lie from x (..., D): half the distance of the codes around it."""
-    if dtype == torch.int8:
-        return (scale.double() / 2)[..., None].expand(x.shape)
-    mantissa, lowest = (3, -6) if dtype == torch.float8_e4m3fn else (2, -14)
-    return x.double().abs() * 2.0 ** -(mantissa + 1) + scale.double()[..., None] * 2.0 ** (lowest - mantissa - 1)

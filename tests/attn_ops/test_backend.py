@@ -50,7 +50,6 @@ def test_compute_capability(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     caps = AttentionCapabilities(**EVERYTHING, min_compute_capability=(8, 0))
     assert caps.reasons_against(SITE, device=torch.device("cuda")) == ["needs compute capability 8.0, the GPU has 7.5"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     caps = AttentionCapabilities(**EVERYTHING, kv_dtypes=frozenset({torch.float8_e4m3fn, torch.int8}),
                                  min_kv_compute_capability={torch.float8_e4m3fn: (8, 9)})

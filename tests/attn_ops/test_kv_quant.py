@@ -11,7 +11,7 @@ from quire.attn_ops.backends import torch_native
 from quire.attn_ops.backends.torch_native import BACKEND
 from quire.attn_ops.kv_quant import ALIASES, FORMATS, QUANTIZED_KV_DTYPES, check_scales, dequantize, quantize
 from tests.attn_ops.cases import bits, check_output, make_case, run_case
-from tests.attn_ops.oracle import half_step, quantized, read_back
+from tests.attn_ops.oracle import quantized
 
 KV_DTYPES = sorted(QUANTIZED_KV_DTYPES, key=str)
 EACH = pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
@@ -34,7 +34,7 @@ def test_codes_and_scales_are_the_nearest(kv_dtype) -> None:
     wanted, wanted_scale = quantized(x, kv_dtype)
     assert codes.dtype == kv_dtype and codes.shape == x.shape and scale.shape == x.shape[:-1]
     assert torch.equal(bits(codes), bits(wanted)) and torch.equal(scale, wanted_scale)
-    assert ((dequantize(codes, scale) - x).abs() <= half_step(x, scale, kv_dtype) * (1 + 1e-6)).all()  # of float32
+    assert torch.equal(dequantize(codes, scale), wanted.float() * wanted_scale[..., None])
     if kv_dtype == torch.int8:
         assert codes.amin() == -127 and codes.amax() == 127 and codes.unique().numel() == 255
 
@@ -115,8 +115,3 @@ def test_only_what_is_gathered_is_dequantized(monkeypatch) -> None:
     made = case([1, 1], [9, 17], kv_dtype=torch.int8, num_pages=5000)
     check_output(run_case(BACKEND, made), made)
     assert sizes and max(sizes) <= 4 * 5 * 4 * 2 * 8  # (tiles, pages, tokens per page, Hkv, D)
-
-
-def test_read_back_is_dequantize() -> None:
-    codes, scale = quantize(torch.randn(5, 2, 8), torch.int8)
-    torch.testing.assert_close(read_back(codes, scale).float(), dequantize(codes, scale), rtol=1e-7, atol=0)

@@ -143,6 +143,13 @@ def test_the_kit_sees(change: Callable[[dict[str, Any]], Any], check: str) -> No
 # The vendors' kernels, each as a stand-in in PyTorch with its published signature.
 
 
+def attend(q: torch.Tensor, keys: torch.Tensor, scale: float, causal: bool = True) -> torch.Tensor:
+    """q (n, H, 576), the last of the tokens of the latent keys (L, 576) -> (n, H, 512)."""
+    out = attention_eager(q.transpose(0, 1)[None], keys[None, None], keys[None, None, :, :512], None, layer=0, scale=scale,
+                          window=None, softcap=None, chunk=None, causal=causal)
+    return out[0].transpose(0, 1)
+
+
 class Wrapper:
     """flashinfer.mla.BatchMLAPagedAttentionWrapper of flashinfer-python 0.6.18."""
 
@@ -166,9 +173,7 @@ class Wrapper:
             rows = indices[pages[r] : pages[r + 1]].long()
             c, k = (x[rows].flatten(0, 1)[:length] for x in (ckv_cache, kpe_cache))
             if own.stop > own.start:
-                q = torch.cat([q_nope[own], q_pe[own]], dim=-1).transpose(0, 1)[None]
-                out[own] = attention_eager(q, torch.cat([c, k], dim=-1)[None, None], c[None, None], None, layer=0, scale=scale,
-                                           window=None, softcap=None, chunk=None, causal=True)[0].transpose(0, 1)
+                out[own] = attend(torch.cat([q_nope[own], q_pe[own]], dim=-1), torch.cat([c, k], dim=-1), scale)
         return out
 
 
@@ -181,9 +186,7 @@ def flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, head_dim_v, t
     assert block_table.dtype is cache_seqlens.dtype is torch.int32 and len(block_table) == len(cache_seqlens) == len(q)
     out = q.new_zeros(*q.shape[:3], 512)
     for r, length in enumerate(cache_seqlens.tolist()):
-        keys = k_cache[block_table[r].long()].flatten(0, 2)[:length]
-        out[r] = attention_eager(q[r].transpose(0, 1)[None], keys[None, None], keys[None, None, :, :512], None, layer=0,
-                                 scale=softmax_scale, window=None, softcap=None, chunk=None, causal=causal)[0].transpose(0, 1)
+        out[r] = attend(q[r], k_cache[block_table[r].long()].flatten(0, 2)[:length], softmax_scale, causal)
     return out, q.new_zeros(len(q), q.shape[2], q.shape[1])
 
 
@@ -192,9 +195,7 @@ def latent_decode(q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, len
     assert table.dtype is lens.dtype is torch.int32 and len(table) == len(lens) == len(q) and (lens >= 1).all()
     out = q.new_empty(*q.shape[:2], 512)
     for r, length in enumerate(lens.tolist()):
-        keys = cache[table[r].long()].flatten(0, 1)[:length][None, None]
-        out[r] = attention_eager(q[r][None, :, None], keys, keys[..., :512], None, layer=0, scale=scale, window=None,
-                                 softcap=None, chunk=None, causal=True)[0, :, 0]
+        out[r] = attend(q[r][None], cache[table[r].long()].flatten(0, 1)[:length], scale)[0]
     return out
 
 

@@ -16,6 +16,7 @@ from quire.attn_ops.conformance.mla import MlaKit
 from quire.attn_ops.kernels.launch import recording
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.metadata.prefix_chunks import PrefixChunks, get_prefix_chunk_seq_lens
+from tests.attn_ops.cases import run_check
 
 KIT = MlaKit(Kit(torch_native.BACKEND, torch.device("cpu"), torch.float32))
 ROWS = ((1, 20), (0, 5), (60, 60), (70, 130), (1, 9))
@@ -79,7 +80,7 @@ def test_a_decode_may_read_pages_that_a_prefill_fills_in_the_same_step(states: l
 def test_the_kit_sees_a_prefix_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixChunks, "num_chunks", property(lambda self: 0))
     with pytest.raises(Failure, match="wrong"):
-        dict(KIT.checks())["MLA: long prefills"]()
+        run_check(KIT, "MLA: long prefills")
 
 
 def test_kernels_of_both_forms_are_compiled_ahead(states: list[bool]) -> None:

@@ -14,7 +14,6 @@ from tests.attn_ops.cases import SITE, make_backend
 CPU = torch.device("cpu")
 
 
-
 def test_auto_walks_by_priority(empty) -> None:
     """Lowest first; without a priority for the device a backend is not tried; the reasons of those before are kept."""
     for b in (make_backend("slow", priority={"cpu": 9}),

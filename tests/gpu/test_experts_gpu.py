@@ -58,10 +58,12 @@ def check(out: torch.Tensor, truth: torch.Tensor) -> None:
 PATHS = ("pairs", "sorted")
 
 
-@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("batch", [1, 3, 32, 128, 300])
-def test_layers_of_large_models(name: str, batch: int) -> None:
-    args = arguments(name, batch)
+@pytest.mark.parametrize("name, dtype", [
+    *((name, torch.bfloat16) for name in LAYERS), *((name, dtype) for name in ("qwen3-30b-a3b down", "gpt-oss-20b down", "odd")
+                                                    for dtype in (torch.float16, torch.float32))])
+def test_layers_of_large_models(name: str, dtype: torch.dtype, batch: int) -> None:
+    args = arguments(name, batch, dtype)
     truth = truth_of(args)
     check(experts.expert_linear(*args), truth)
     for path in PATHS:
@@ -90,16 +92,6 @@ def test_topk_rows(rows: int, columns: int, k: int, dtype: torch.dtype) -> None:
     x[0, :3] = x[0, 5]
     for ours, defined in zip(topk_rows(x, k), topk_rows_eager(x, k), strict=True):
         assert torch.equal(ours, defined)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b down", "gpt-oss-20b down", "odd"])
-def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
-    for batch in (1, 40, 400):
-        args = arguments(name, batch, dtype)
-        truth = truth_of(args)
-        for path in ("pairs", "sorted"):
-            check(experts.expert_linear_cuda(*args, path=path), truth)
 
 
 @pytest.mark.parametrize("path", PATHS)

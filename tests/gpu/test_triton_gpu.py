@@ -157,13 +157,19 @@ def test_the_copy_is_exact_beyond_2_31_elements():
     assert torch.equal(keys, torch.cat(case.keys)) and torch.equal(values, torch.cat(case.values))
 
 
-def test_long_prompts_go_by_contiguous_keys_where_it_was_measured(monkeypatch):
+@pytest.fixture
+def calls(monkeypatch):
+    """The arguments of each call by contiguous keys."""
+    module, found = kernel_module("backends.triton.extend_contiguous"), []
+    launch = module.extend_contiguous
+    monkeypatch.setattr(module, "extend_contiguous", lambda *args: found.append(args) or launch(*args))
+    return found
+
+
+def test_long_prompts_go_by_contiguous_keys_where_it_was_measured(calls):
     """By default, with about the same result as by pages; not in a graph."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("measured on compute capability 9.0 only")
-    module, calls = kernel_module("backends.triton.extend_contiguous"), []
-    launch = module.extend_contiguous
-    monkeypatch.setattr(module, "extend_contiguous", lambda *args: calls.append(args) or launch(*args))
     case = make_case([4096, 1], [12288, 700], **LLAMA, dtype=torch.bfloat16, expect=False)
     found = run_case(BACKEND, case)
     assert len(calls) == 1
@@ -176,11 +182,8 @@ def test_long_prompts_go_by_contiguous_keys_where_it_was_measured(monkeypatch):
     assert len(calls) == 1
 
 
-def test_an_engine_by_contiguous_keys(monkeypatch):
+def test_an_engine_by_contiguous_keys(calls):
     """Chunks of prompts beside decodes, each chunk after those before it."""
-    module, calls = kernel_module("backends.triton.extend_contiguous"), []
-    launch = module.extend_contiguous
-    monkeypatch.setattr(module, "extend_contiguous", lambda *args: calls.append(args) or launch(*args))
     model = small_llama(std=0.1, head_dim=64, hidden_size=128, max_position_embeddings=4096).to("cuda", torch.bfloat16)
     prompts = [[3 + i % 50 for i in range(n)] for n in (1500, 40, 700)]
     with overridden(RouteConfig, mode="always"), Engine(

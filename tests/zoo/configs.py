@@ -50,11 +50,12 @@ class Served:
 
 @dataclass(frozen=True)
 class Refused:
-    """An architecture that must be refused, with ``match`` in the message."""
+    """An architecture that must be refused, with ``match`` in the message. ``slow``: as that of ``Served``."""
 
     config: str
     options: dict[str, Any]
     match: str
+    slow: bool = False
 
 
 def served(config: str, base: dict[str, Any] = SIZES, *, features: dict[str, Any] | None = None,
@@ -67,9 +68,9 @@ SERVED: dict[str, Served] = {
     # Plain attention: heads, norms, biases and rotary embeddings differ.
     "llama": served("LlamaConfig"),
     "llama_mha": served("LlamaConfig", MHA, slow=True),
-    "llama_mqa": served("LlamaConfig", num_key_value_heads=1),
+    "llama_mqa": served("LlamaConfig", num_key_value_heads=1, slow=True),
     "qwen2": served("Qwen2Config", slow=True),
-    "qwen3": served("Qwen3Config", head_dim=16),
+    "qwen3": served("Qwen3Config", head_dim=16, slow=True),
     "gemma": served("GemmaConfig", head_dim=16, slow=True),
     "gpt2": served("GPT2Config", GPT2),
     "gpt2_per_layer_scale": served("GPT2Config", GPT2, scale_attn_by_inverse_layer_idx=True, features={"scale": 0.125}),
@@ -109,7 +110,7 @@ SERVED: dict[str, Served] = {
     "mistral": served("MistralConfig", sliding_window=8, features=WINDOW),
     "ministral": served("MinistralConfig", head_dim=16, sliding_window=8, features=WINDOW, slow=True),
     "ministral3": served("Ministral3Config", head_dim=16, sliding_window=8, features=WINDOW, slow=True),
-    "phi3": served("Phi3Config", sliding_window=8, features=WINDOW),
+    "phi3": served("Phi3Config", sliding_window=8, features=WINDOW, slow=True),
     "starcoder2": served("Starcoder2Config", sliding_window=8, features=WINDOW, slow=True),
     "qwen2_window": served("Qwen2Config", use_sliding_window=True, sliding_window=8, max_window_layers=1,
                            features=WINDOW, slow=True),
@@ -126,7 +127,7 @@ SERVED: dict[str, Served] = {
                      layer_types=ALTERNATING, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8,
                      num_global_key_value_heads=1, num_kv_shared_layers=2, features={**WINDOW, "scale": 1.0}),
     "olmo3": served("Olmo3Config", num_hidden_layers=4, sliding_window=8, features=WINDOW, slow=True),
-    "cohere2": served("Cohere2Config", num_hidden_layers=4, sliding_window=8, logit_scale=1.0, features=WINDOW),
+    "cohere2": served("Cohere2Config", num_hidden_layers=4, sliding_window=8, logit_scale=1.0, features=WINDOW, slow=True),
     "exaone4": served("Exaone4Config", num_hidden_layers=4, sliding_window=8, sliding_window_pattern=4,
                       features=WINDOW, slow=True),
     "beam": served("BeamConfig", head_dim=16, sliding_window=8, features=WINDOW, slow=True),
@@ -227,12 +228,13 @@ REFUSED: dict[str, Refused] = {
     "deepseek_v4": Refused("DeepseekV4Config", SIZES, SPARSE),
     # Attention that is written out by hand.
     "bloom": Refused("BloomConfig", dict(vocab_size=64, hidden_size=64, n_layer=2, n_head=4), UNSEEN),
-    "gptj": Refused("GPTJConfig", dict(GPT2, rotary_dim=8), UNSEEN),
+    "gptj": Refused("GPTJConfig", dict(GPT2, rotary_dim=8), UNSEEN, slow=True),
     "gpt_neo": Refused("GPTNeoConfig", dict(vocab_size=64, hidden_size=64, num_layers=2, num_heads=4,
-                                            attention_types=[[["global", "local"], 1]]), UNSEEN),
-    "codegen": Refused("CodeGenConfig", dict(GPT2, rotary_dim=8), UNSEEN),
-    "mpt": Refused("MptConfig", dict(vocab_size=64, d_model=64, n_heads=4, n_layers=2), UNSEEN),
-    "xglm": Refused("XGLMConfig", dict(vocab_size=64, d_model=64, ffn_dim=96, num_layers=2, attention_heads=4), UNSEEN),
+                                            attention_types=[[["global", "local"], 1]]), UNSEEN, slow=True),
+    "codegen": Refused("CodeGenConfig", dict(GPT2, rotary_dim=8), UNSEEN, slow=True),
+    "mpt": Refused("MptConfig", dict(vocab_size=64, d_model=64, n_heads=4, n_layers=2), UNSEEN, slow=True),
+    "xglm": Refused("XGLMConfig", dict(vocab_size=64, d_model=64, ffn_dim=96, num_layers=2, attention_heads=4), UNSEEN,
+                    slow=True),
     # Scores with a bias, sparse attention, two calls a layer, no causal mask.
     "falcon_alibi": Refused("FalconConfig", dict(SIZES, alibi=True), "its mask is not proven to be one of positions: .*ALiBi"),
     "doge": Refused("DogeConfig", SIZES, "was given an attention_mask"),
@@ -249,7 +251,8 @@ REFUSED: dict[str, Refused] = {
         is_encoder_decoder=False, forced_eos_token_id=None), "positions of its own"),
     # Positions that begin at padding_idx + 1 where none are given.
     "roberta": Refused("RobertaConfig", dict(SIZES, is_decoder=True), "looked up in a table with an entry for padding"),
-    "camembert": Refused("CamembertConfig", dict(SIZES, is_decoder=True), "looked up in a table with an entry for padding"),
+    "camembert": Refused("CamembertConfig", dict(SIZES, is_decoder=True), "looked up in a table with an entry for padding",
+                         slow=True),
     "llama_dynamic_rope": Refused("LlamaConfig", dict(
         SIZES, rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)), "rope_type 'dynamic'"),
 }

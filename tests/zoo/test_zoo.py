@@ -40,19 +40,20 @@ UNROTATED = {"gpt2", "gpt2_per_layer_scale", "gpt_bigcode", "opt", "biogpt", "be
 #: Some whose last layer is all row-wise behind its attention, and some with parts that are: products on B rows, head included.
 LAST_ROWS = {"llama": 5, "gpt2": 4, "gemma2": 5, "phi": 4, "opt": 4, "falcon": 4, "gemma4": 7, "mixtral": 1, "deepseek_v3": 4}
 TRITON = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4")
-QUICK_TRITON = ("gpt_oss", "deepseek_v3")
+QUICK_TRITON = ("deepseek_v3",)
+#: Of ``EXPERTS``, those that run in Triton's interpreter too.
+QUICK_EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
 #: Those whose experts go by transformers' interface, which is switched over on a GPU (``passes/capture/hf_experts.py``).
-EXPERTS = ("gpt_oss", "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "qwen3_moe", "mixtral", "phimoe", "granitemoe",
+EXPERTS = (*QUICK_EXPERTS, "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "mixtral", "phimoe", "granitemoe",
            "granitemoeshared", "olmoe", "flex_olmo", "minimax_m2", "glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe",
-           "exaone_moe", "cohere2_moe", "afmoe", "mellum", "solar_open", "hy_v3", "laguna", "deepseek_v2", "deepseek_v3",
-           "glm4_moe_lite", "kolibri1", "minimax_m3", "aria_text", "axk1", "mistral4")
+           "exaone_moe", "cohere2_moe", "afmoe", "mellum", "solar_open", "hy_v3", "laguna", "deepseek_v2", "glm4_moe_lite",
+           "kolibri1", "minimax_m3", "aria_text", "axk1", "mistral4")
 #: Served by ``torch.compile`` from a prompt of one token too, which is a trace of its own.
 SHORT_BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral", "gemma2", "gpt_oss", "llama4", "deepseek_v3")
 #: Refused by ``torch.compile``: Dynamo cuts the forward where it reads the experts' counts, or which are in use.
 CUT = ("jetmoe", "longcat_flash")
 #: Scores with scale 1.0, four times as large as usual here: so is what their rounding does to the logits.
 SHARP = ("granitemoe", "granitemoeshared")
-QUICK_EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,6 +89,14 @@ def zoo(request: pytest.FixtureRequest) -> Iterator[Specimen]:
     yield from specimen(request.param)
 
 
+@pytest.fixture(scope="module")
+def own_experts(request: pytest.FixtureRequest) -> Iterator[Specimen]:
+    """With the experts by quire's op, as on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quire.passes.capture.hf_experts.wanted", lambda model: True)
+        yield from specimen(request.param)
+
+
 def at_work(zoo: Specimen) -> Any:
     """What serves the model on pages of 16 tokens; put another ``run`` in its place to serve that."""
     serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")  # compiles, if this is the first test
@@ -102,7 +111,11 @@ def check_trial(paged: PagedModel) -> None:
 
 
 def test_sites(zoo: Specimen) -> None:
-    """Each feature that the config asks for reaches an attention site, by the route expected."""
+    """Each feature that the config asks for reaches an attention site, by the route expected. Every layer of an MLA model is on
+    the latent cache, and no layer of another model."""
+    rank = zoo.entry.options.get("kv_lora_rank")
+    latents = {None} if rank is None else {Latent(rank, zoo.entry.options["qk_rope_head_dim"])}
+    assert {s.latent for s in zoo.paged.sites} == latents
     assert {s.route for s in zoo.paged.sites} == {zoo.entry.route}
     for field, wanted in zoo.entry.features.items():
         assert wanted in [getattr(s, field) for s in zoo.paged.sites], f"no site has {field}={wanted}"
@@ -125,20 +138,13 @@ def test_mutations_are_seen(zoo: Specimen) -> None:
         defaults["scale"] *= 2  # of two layers, the first one has the default
     mutations = {"only the query's own key": {"window": 1}}
     mutations |= {f"no {f}": {f: defaults[f]} for f in zoo.entry.features if f in defaults}
-    for name, mutation in mutations.items():  # MLA on the latent cache has no such options
-        got = serve(zoo.paged, zoo.batch, page_size=8, attention="torch_native", mutation=mutation, dense=True)
+    latent = zoo.paged.sites[0].latent is not None
+    mutations |= {"twice the scale": {"scale": 2 * zoo.paged.sites[0].scale}} if latent else {}
+    for name, mutation in mutations.items():  # MLA on the latent cache has a scale, and no other such options
+        dense = name != "twice the scale"
+        got = serve(zoo.paged, zoo.batch, page_size=8, attention="torch_native", mutation=mutation, dense=dense)
         assert error(got, zoo.batch) > 1e-3, f"{name}: not seen"
     assert error(serve(zoo.paged, zoo.batch, page_size=8, attention="torch_native", dense=True), zoo.batch) <= TOLERANCE
-
-
-def test_mla(zoo: Specimen) -> None:
-    """Every layer of an MLA model is on the latent cache, and no layer of another model; attention there moves the logits."""
-    rank = zoo.entry.options.get("kv_lora_rank")
-    latents = {None} if rank is None else {Latent(rank, zoo.entry.options["qk_rope_head_dim"])}
-    assert {s.latent for s in zoo.paged.sites} == latents
-    if rank is not None:
-        options = {"page_size": 8, "attention": "torch_native", "mutation": {"scale": 2 * zoo.paged.sites[0].scale}}
-        assert error(serve(zoo.paged, zoo.batch, **options), zoo.batch) > 1e-3
 
 
 def test_cut_into_pieces(zoo: Specimen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +195,8 @@ def test_packing_check(zoo: Specimen) -> None:
     check_trial(zoo.paged)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("gpt_oss", torch.bfloat16), *(pytest.param(*p, marks=pytest.mark.slow) for p in (
-    ("gpt2", torch.float16), *((n, torch.bfloat16) for n in ("llama", "falcon", "gemma3n", "deepseek_v3", "qwen3_moe"))))])
+@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.bfloat16), *(pytest.param(*p, marks=pytest.mark.slow) for p in (
+    ("gpt2", torch.float16), *((n, torch.bfloat16) for n in ("gpt_oss", "falcon", "gemma3n", "deepseek_v3", "qwen3_moe"))))])
 def test_packing_check_of_halves(name: str, dtype: torch.dtype) -> None:
     """Models of half precision are served: their trial in float32 finds nothing wrong either."""
     paged = PagedModel(build(SERVED[name]).to(dtype), QuireOptions(compiler="eager"))
@@ -241,35 +247,38 @@ def test_triton_interpreted(name: str) -> None:
         assert error(serve(s.paged, s.batch, page_size=4, attention="triton", pad=(3, 2)), s.batch) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK_EXPERTS)) for n in EXPERTS])
-def test_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the experts by quire's op, as on a GPU: by its definition."""
-    monkeypatch.setattr("quire.passes.capture.hf_experts.wanted", lambda model: True)
-    for s in specimen(name):
-        ops = [2 if n.target == expert_swiglu else n.target == expert_linear for n in s.paged.graph.gm.graph.nodes]
-        assert sum(ops) == 2 * len(experts_of(s.paged.model))
-        for page_size, pad in ((4, (3, 2)), (16, (0, 0))):
-            got = serve(s.paged, s.batch, page_size=page_size, attention="torch_native", pad=pad)
-            assert error(got, s.batch) <= TOLERANCE
-        check_trial(s.paged)
+@pytest.mark.parametrize("own_experts", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK_EXPERTS)) for n in EXPERTS],
+                         indirect=True)
+def test_experts(own_experts: Specimen) -> None:
+    """By the op's definition."""
+    paged, batch = own_experts.paged, own_experts.batch
+    ops = [2 if n.target == expert_swiglu else n.target == expert_linear for n in paged.graph.gm.graph.nodes]
+    assert sum(ops) == 2 * len(experts_of(paged.model))
+    for page_size, pad in ((4, (3, 2)), (16, (0, 0))):
+        assert error(serve(paged, batch, page_size=page_size, attention="torch_native", pad=pad), batch) <= TOLERANCE
+    check_trial(paged)
 
 
 @pytest.mark.parametrize("most_pairs", [pytest.param(experts.MAX_PAIRS, id="few pairs"),
                                         pytest.param(0, id="many pairs", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "gpt_oss")) for n in QUICK_EXPERTS])
-def test_experts_interpreted(name: str, most_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its kernels."""
+@pytest.mark.parametrize("own_experts", [pytest.param(n, marks=[pytest.mark.slow] * (n == "gpt_oss")) for n in QUICK_EXPERTS],
+                         indirect=True)
+def test_experts_interpreted(own_experts: Specimen, most_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its kernels, in the place of the definition."""
     if importlib.util.find_spec("triton") is None or torch.cuda.is_available():
         pytest.skip("Triton's interpreter is for machines that have Triton and no GPU")
-    monkeypatch.setattr("quire.passes.capture.hf_experts.wanted", lambda model: True)
     monkeypatch.setattr(experts, "MAX_PAIRS", most_pairs)
-    monkeypatch.setattr(experts, "expert_linear_eager", experts.expert_linear_cuda)
-    monkeypatch.setattr(experts, "expert_swiglu_eager", experts.expert_swiglu_cuda)
-    for s in specimen(name):
-        assert error(serve(s.paged, s.batch, page_size=4, attention="torch_native", pad=(3, 2)), s.batch) <= TOLERANCE
+    called: set[str] = set()
+    with torch.library._scoped_library("quire", "IMPL") as library:
+        for name, kernel in (("expert_linear", experts.expert_linear_cuda), ("expert_swiglu", experts.expert_swiglu_cuda)):
+            library.impl(name, lambda *args, name=name, kernel=kernel: called.add(name) or kernel(*args), "CPU",
+                         allow_override=True)
+        got = serve(own_experts.paged, own_experts.batch, page_size=4, attention="torch_native", pad=(3, 2))
+    assert called == {"expert_linear" if own_experts.name == "gpt_oss" else "expert_swiglu"}
+    assert error(got, own_experts.batch) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * e.slow) for n, e in REFUSED.items()])
 def test_refused(name: str) -> None:
     entry = REFUSED[name]
     if not has_config(entry.config):

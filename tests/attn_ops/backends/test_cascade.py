@@ -12,14 +12,13 @@ import torch
 from quire import CommonAttentionMetadata, UnsupportedAttention, define_state_op
 from quire.attn_ops.backends import cascade, torch_native
 from quire.attn_ops.conformance.batches import Failure, lay_out, prepared, run
-from quire.attn_ops.conformance.checks import Kit, Skip
+from quire.attn_ops.conformance.checks import Kit
 from quire.attn_ops.kernels.launch import recording
 from quire.attn_ops.registry import get_backend, register_backend
+from tests.attn_ops.cases import OPCHECK, make_backend, pass_kit, run_check
 from tests.attn_ops.cases import SITE as SITE_3
-from tests.attn_ops.cases import make_backend
 
 SITE = dataclasses.replace(SITE_3, layer=0)
-CPU = torch.device("cpu")
 prefixes: list[int] = []
 
 
@@ -39,18 +38,10 @@ def parts(entries) -> None:
     prefixes.clear()
 
 
-WITHOUT = dataclasses.replace(SEEN, capabilities=dataclasses.replace(SEEN.capabilities, lse=False))
-CHECKS = [name for name, _ in Kit(WITHOUT, CPU, torch.float32, quick=True).checks()]
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "opcheck")) for n in CHECKS])
-def test_conformance(name: str) -> None:
-    try:
-        dict(Kit(get_backend("cascade:seen@1"), CPU, torch.float32, quick=True).checks())[name]()
-    except Skip as why:
-        pytest.skip(str(why))
-    if name == "shared prefix":
-        assert 8 in prefixes
+@OPCHECK
+def test_it_passes_the_kit(only: str) -> None:
+    pass_kit(get_backend("cascade:seen@1"), only)
+    assert 8 in prefixes or only
 
 
 @pytest.mark.parametrize("change", [1, -1])
@@ -63,7 +54,7 @@ def test_the_kit_sees_a_wrong_prefix(change: int, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(cascade, "shared_prefix", wrong)
     with pytest.raises(Failure, match="wrong"):
-        dict(Kit(get_backend("cascade:seen@1"), CPU, torch.float32).checks())["shared prefix"]()
+        run_check(Kit(get_backend("cascade:seen@1"), torch.device("cpu"), torch.float32), "shared prefix")
 
 
 def test_shared_prefix_is_what_all_tables_begin_with() -> None:

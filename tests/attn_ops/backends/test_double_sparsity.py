@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from quire import UnsupportedAttention, check_backend
+from quire import UnsupportedAttention
 from quire.attn_ops.backends import double_sparsity as module
 from quire.attn_ops.backends.double_sparsity.decode import choose_eager, choose_triton, decode_eager, decode_triton
 from quire.attn_ops.backends.double_sparsity.labels import LayerLabels, Options, labels_of
@@ -17,6 +17,7 @@ from quire.attn_ops.conformance.batches import Batch, Failure, check, lay_out, r
 from quire.attn_ops.conformance.checks import DECODE, MIXED
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.registry import all_backends, backends, get_backend
+from tests.attn_ops.cases import FEW, pass_kit
 from tests.attn_ops.oracle import oracle_attention
 
 CPU = torch.device("cpu")
@@ -42,17 +43,15 @@ def batch(backend, lens=(40, 7, 100), **options) -> Batch:
 SITE = module.AttentionSite(layer=0, num_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=16, dtype=torch.float32, scale=0.25)
 
 
-@pytest.mark.parametrize("only", ["batch", pytest.param("", marks=pytest.mark.slow)])
+@FEW
 def test_with_room_for_all_keys_it_passes_the_kit(only: str) -> None:
     """A model whose sequences are shorter than TOKENS gets dense attention's numbers."""
-    results = check_backend(make(1 << 20), "cpu", quick=True, only=only)
-    assert results and not [r for r in results if r.status == "FAIL"]
+    pass_kit(make(1 << 20), only)
 
 
 @pytest.mark.slow
 def test_the_kernels_pass_the_kit_with_room_for_all_keys() -> None:
-    results = check_backend(make(1 << 20, decode=decode_triton), "cpu", quick=True, only="batch")
-    assert results and not [r for r in results if r.status == "FAIL"]
+    pass_kit(make(1 << 20, decode=decode_triton), "batch")
 
 
 def expected(case: Batch, tokens: int, limit: int, channels: torch.Tensor) -> list[torch.Tensor]:
@@ -97,9 +96,13 @@ def sizes(seed: int) -> dict[str, int]:
                 tokens=tokens, dense_below=choose.choice([0, tokens - 1, tokens, tokens + choose.randint(1, 60)]))
 
 
+#: Small ones, with a softcap and without.
+QUICK = {(16, torch.float32), (15, torch.float16)}
+
+
 @pytest.mark.parametrize(("seed", "dtype"), [
-    pytest.param(seed, dtype, marks=[pytest.mark.slow] * (seed > 2 or (seed == 1) == (dtype == torch.float32)))
-    for seed in range(40) for dtype in (torch.float32, torch.float16)])
+    pytest.param(seed, dtype, marks=[pytest.mark.slow] * ((seed, dtype) not in QUICK))
+    for seed in range(4, 17) for dtype in (torch.float32, torch.float16)])
 def test_kernels_are_their_definition(seed: int, dtype: torch.dtype) -> None:
     """Labels of small whole numbers: scores are exact, and many are equal."""
     n, generator = sizes(seed), torch.Generator().manual_seed(seed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -60,9 +58,3 @@ def test_copies_of_a_quantized_cache_in_parts(monkeypatch: pytest.MonkeyPatch) -
     assert contiguous.parts(query[:0], keys[:0], 2, 64) == [(0, 0)]
     with pytest.raises(ValueError, match="a sequence of 51 tokens in a quantized cache"):
         contiguous.parts(np.array([1]), np.array([51]), 2, 64)
-
-
-def test_lengths_of_sequences_without_queries() -> None:
-    case = make_case([2, 0, 3], [5, 9, 3], **SMALL)
-    query, keys = contiguous.lengths(dataclasses.replace(case.metadata), 1, 3)
-    assert query.tolist() == [0, 3] and keys.tolist() == [0, 3]

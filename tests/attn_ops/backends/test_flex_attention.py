@@ -9,22 +9,18 @@ from torch._dynamo.utils import counters
 from quire.attn_ops.backends.flex_attention import block_mask
 from quire.attn_ops.conformance.batches import check
 from quire.attn_ops.conformance.checks import DECODE, MIXED, Kit
-from quire.attn_ops.conformance.report import check_backend
 from quire.attn_ops.registry import get_backend
+from tests.attn_ops.cases import pass_kit
 
 BACKEND = get_backend("flex_attention")
 
 
-@pytest.mark.parametrize("only", ["mixed batch", "KV cache int8"])
-def test_some_of_the_kit(only: str) -> None:
-    assert [r.status for r in check_backend(BACKEND, only=only)][0] == "ok"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kit(dtype: torch.dtype) -> None:
-    results = check_backend(BACKEND, dtype=dtype, quick=True)
-    assert not [r for r in results if r.status == "FAIL"]
+@pytest.mark.parametrize(("only", "dtype"), [
+    ("mixed batch", torch.float32), ("KV cache int8", torch.float32),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ("", torch.float32), ("opcheck", torch.float32), ("", torch.bfloat16)))], ids=str)
+def test_the_kit(only: str, dtype: torch.dtype) -> None:
+    pass_kit(BACKEND, only, dtype=dtype)
 
 
 def test_batches_of_other_shapes_compile_nothing() -> None:

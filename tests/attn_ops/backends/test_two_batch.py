@@ -7,17 +7,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from quire import CudagraphSupport, current_step, define_paged_op
 from quire.attn_ops.backends import torch_native, two_batch
 from quire.attn_ops.conformance.batches import compare, lay_out, run
-from quire.attn_ops.conformance.checks import Kit, Skip
 from quire.attn_ops.registry import get_backend, register_backend
+from tests.attn_ops.cases import OPCHECK, pass_kit
 from tests.attn_ops.cases import SITE as SITE_3
 
 SITE = dataclasses.replace(SITE_3, layer=0)
-CPU = torch.device("cpu")
 calls: list[tuple[int, int]] = []
 
 
@@ -47,15 +45,9 @@ def parts(entries) -> None:
     calls.clear()
 
 
-CHECKS = [name for name, _ in Kit(SEEN, CPU, torch.float32, quick=True).checks()]
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "opcheck")) for n in CHECKS])
-def test_conformance(name: str) -> None:
-    try:
-        dict(Kit(get_backend("two_batch:seen"), CPU, torch.float32, quick=True).checks())[name]()
-    except Skip as why:
-        pytest.skip(str(why))
+@OPCHECK
+def test_it_passes_the_kit(only: str) -> None:
+    pass_kit(get_backend("two_batch:seen"), only)
 
 
 @pytest.mark.parametrize("queries, key, halves", [

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
-import inspect
 import math
 import re
 import sys
@@ -23,7 +22,7 @@ from quire.attn_ops.backends import aiter, ascend, cudnn, flash_attention, intel
 from quire.attn_ops.conformance.batches import check
 from quire.attn_ops.conformance.checks import DECODE, MIXED, REFUSED, Kit
 from quire.attn_ops.conformance.ops import ENCODERS, OpKit
-from quire.attn_ops.conformance.sweeps import ignored, last_tokens
+from quire.attn_ops.conformance.sweeps import last_tokens
 from quire.attn_ops.ops.varlen import varlen_attention, varlen_attention_eager
 from quire.attn_ops.vendor import missing, too_old
 
@@ -351,7 +350,6 @@ def test_what_is_not_declared_raises(kit, module, which, calls) -> None:
     k = kit(module, which)
     for name, value in (("window", 5), ("softcap", 4.0), ("chunk", 8), ("sinks", True)):
         if not getattr(k.caps, name):
-            ignored(k, name, **{name: value})
             with pytest.raises(UnsupportedAttention, match=f"the {module.NAME} backend has"):
                 check(k.backend, k.batch(DECODE, **{name: value}))
     assert k.quantized(torch.int8) == k.quantized(torch.float8_e4m3fn) == REFUSED
@@ -419,10 +417,3 @@ def test_flash_attention_chooses_by_gpu_and_package(monkeypatch) -> None:
     assert [variant(m) for m in (7, 8, 9, 10)] == [None, "FA3, pages of 1", "FA3, pages of 1", "FA4, pages of 128"]
     installed.discard("flash_attn_interface")
     assert [variant(m) for m in (8, 9)] == ["FA2, pages of 256", "FA4, pages of 1"]
-
-
-def test_recorders_have_all_that_is_passed() -> None:
-    """A recorder takes no keyword that it does not name."""
-    for library in LIBRARIES.values():
-        for function in filter(callable, vars(library).values()):
-            assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in inspect.signature(function).parameters.values())

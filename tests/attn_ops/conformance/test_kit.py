@@ -98,8 +98,8 @@ def test_the_reference_is_the_oracle(features, sinks) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "quick"), [
-    (torch.float32, True), pytest.param(torch.float32, False, marks=pytest.mark.slow), (torch.bfloat16, True),
-    (torch.float16, True)])
+    (torch.float32, True), (torch.bfloat16, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        (torch.float32, False), (torch.float16, True)))])
 def test_torch_native_passes(dtype, quick) -> None:
     only = "" if dtype == torch.float32 else "ch"  # those with batch, chunk, ...
     results = check_backend(NATIVE, "cpu", dtype, only=only, quick=quick)
@@ -249,10 +249,10 @@ def truncate(given):
 @pytest.mark.parametrize("change", [scale_of_one, newest_as_it_was, hide_nan, truncate], ids=lambda f: f.__name__)
 def test_a_backend_that_quantizes_in_its_own_way_fails(change) -> None:
     names = {"KV cache int8", "KV cache float8_e4m3fn", "KV cache float8_e5m2"}
-    assert failures(broken(change)) == names
+    assert failures(broken(change), "KV cache") == names
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kv_dtype", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.slow)])
 def test_all_checks_on_a_quantized_cache(kv_dtype) -> None:
     results = check_backend(NATIVE, "cpu", kv_dtype=kv_dtype, quick=True)
     assert {r.status for r in results} == {"ok", "skip"} and len(results) > 30

@@ -11,12 +11,13 @@ import torch
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.conformance.batches import Failure
 from quire.attn_ops.conformance.checks import Kit
+from tests.attn_ops.cases import run_check
 
 CPU = torch.device("cpu")
 
 
 def run(backend, name: str, kv_dtype: torch.dtype | None = None, dtype: torch.dtype = torch.float32) -> None:
-    dict(Kit(backend, CPU, dtype, kv_dtype).checks())[name]()
+    run_check(Kit(backend, CPU, dtype, kv_dtype), name)
 
 
 @pytest.mark.parametrize(("kv_dtype", "dtype"), [

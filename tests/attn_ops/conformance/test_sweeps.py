@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -236,9 +234,3 @@ def test_a_process_that_ends_fails_its_own_check_only() -> None:
              poisoned=lambda answer: False)
     assert found[50.0] == "took more than 0 s" and found[0.0] is None, "a hang fails alone"
     assert found[54.0] == "left out: 3 others of True took more than 0 s"
-
-
-def test_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "quire.attn_ops.conformance", "--backend", "torch_native", "--only",
-                           "decode b"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "1 passed, 0 failed" in done.stdout, done.stderr

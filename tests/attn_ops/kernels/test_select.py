@@ -15,13 +15,8 @@ NAN, INF = float("nan"), float("inf")
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def key_of(score: float) -> int:
-    """The order of float32 numbers as integers: their bits, of negative ones mirrored."""
-    bits = int(torch.tensor(score).view(torch.int32))
-    return bits if bits >= 0 else -(2**31) - bits - 1
-
-
 def as_keys(scores: torch.Tensor) -> torch.Tensor:
+    """The order of float32 numbers as integers: their bits, of negative ones mirrored."""
     bits = scores.float().view(torch.int32)
     return torch.where(bits >= 0, bits, -(2**31) - bits.long() - 1).int()
 
@@ -74,14 +69,14 @@ def test_chooses_what_a_stable_sort_puts_first(monkeypatch, kind: str, seed: int
 
 def test_a_sample_that_misleads_costs_no_key(monkeypatch) -> None:
     """What the sample sees is the largest, or the smallest, of a row: its bounds are wrong."""
-    sized(monkeypatch, 64, 32)
+    sized(monkeypatch, 64, 64)
     number = torch.arange(64)
-    seen = number * 63 + ((number * 40503) >> 4) % 63  # as in ``sampled_bounds``
-    scores = torch.randn(1, 2, 4000, generator=torch.Generator().manual_seed(0))
-    scores[0, 0, seen[seen < 4000]] += 1000
-    scores[0, 1, seen[seen < 4000]] -= 1000
-    for picked in (10, 50, 2000, 3990):
-        check(as_keys(scores), [4000], picked, picked)
+    seen = number * 16 + ((number * 40503) >> 4) % 16  # as in ``sampled_bounds``
+    scores = torch.randn(1, 2, 1000, generator=torch.Generator().manual_seed(0))
+    scores[0, 0, seen[seen < 1000]] += 1000
+    scores[0, 1, seen[seen < 1000]] -= 1000
+    for picked in (10, 50, 500, 990):
+        check(as_keys(scores), [1000], picked, picked)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -92,7 +87,6 @@ def test_scores_become_integers_in_their_order() -> None:
 
     tiny = 1e-45 if DEVICE.type == "cpu" else 1e-30  # a GPU may take denormal numbers for 0
     values = [-INF, -3e38, -1.0, -tiny, -0.0, 0.0, tiny, 1.0, 3e38, INF, NAN]
-    assert [key_of(v) for v in values[:4]] == as_keys(torch.tensor(values[:4])).tolist()
     labels = torch.tensor(values + [0.0] * 5).view(1, 16, 1, 1)
     layer = LayerLabels(labels.to(DEVICE), torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), True)
     table, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([[0]], [11]))

@@ -31,7 +31,6 @@ def test_mixed_batch() -> None:
     assert {meta.slot_mapping.dtype, meta.positions.dtype, meta.logits_indices.dtype} == {torch.int64}
 
 
-
 def test_slots() -> None:
     meta = build([1, 2], [6, 7], [[3, 8], [3, 9, -1]], page_size=4)
     assert meta.slot_mapping.tolist() == [8 * 4 + 1, 9 * 4 + 1, 9 * 4 + 2]

@@ -33,8 +33,6 @@ def test_the_worked_example() -> None:
 def test_a_table_with_fewer_columns() -> None:
     got = local([4, 10, 5], [6, 17, 9], 4, 2, torch.arange(27).view(3, 9))
     assert got.block_table_tensor.tolist() == [[0, 1], [2, 3], [11, 12], [13, 14], [15, 16], [17, 17], [20, 21], [22, 23]]
-
-
     got = local([1000], [1000], 8192, 16)
     assert got.seq_lens.tolist() == [1000] and got.block_table_tensor.shape == (1, 512)
 

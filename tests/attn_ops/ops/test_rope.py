@@ -102,15 +102,6 @@ def test_forms(run, form, options) -> None:
     check(run, case(half_tables=form.half_tables, **options), form)
 
 
-def test_forms_differ() -> None:
-    """Each option changes what comes out: the test above would see one that is ignored."""
-    results = [rope_kv_write_eager(*case(norm=True), **RopeForm(*options).options()) for options in (
-        (), (True,), (False, False, True), (False, False, False, 1.0))]
-    halves = case(norm=True, half_tables=True)
-    results += [rope_kv_write_eager(*halves, half_tables=True, interleaved=flag) for flag in (False, True)]
-    assert all((a - b).abs().max() > 0.1 for i, a in enumerate(results) for b in results[:i])
-
-
 @pytest.mark.parametrize("offset", [None, 1.0])
 def test_where_the_definition_rounds(offset) -> None:
     """Where transformers' models do, to the last bit: their own words in bfloat16."""
@@ -156,17 +147,6 @@ def test_codes_are_those_of_the_definition() -> None:
         run(*args)
         stored.append(args[8:12])
     assert all(torch.equal(a, b) for a, b in zip(*stored, strict=True))
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_unmapped_slots_keep_their_bits(run) -> None:
-    args = case(tokens=3)
-    args[12][:] = torch.tensor([-1, 9, -1])
-    before = [args[8].clone(), args[9].clone()]
-    run(*args)
-    for old, new in zip(before, args[8:10], strict=True):
-        changed = (old != new).flatten(2).any(-1).nonzero().tolist()
-        assert changed == [[9 // PAGE, 9 % PAGE]]
 
 
 def test_a_cache_that_cannot_be_written() -> None:

@@ -125,10 +125,14 @@ def test_any_tile(tokens, config) -> None:
     close(small_linear_cuda(*args, config=config), args)
 
 
-@pytest.mark.parametrize("tokens, dtype", [(MAX_TOKENS + 1, torch.float16), (2, torch.float32), (0, torch.float16)])
-def test_outside_its_range_it_is_the_definition(tokens, dtype) -> None:
-    args = case(tokens, 8, 16, norm=True, dtype=dtype)
-    assert torch.equal(small_linear_cuda(*args), small_linear_eager(*args))
+@pytest.mark.parametrize("tokens, dtype, residual", [
+    (MAX_TOKENS + 1, torch.float16, torch.float16), (2, torch.float32, torch.float32), (0, torch.float16, torch.float16),
+    (3, torch.float16, torch.float32)], ids=str)
+def test_outside_its_range_it_is_the_definition(tokens, dtype, residual) -> None:
+    args = list(case(tokens, 8, 16, norm=True, residual=True, dtype=dtype))
+    args[5] = args[5].to(residual)
+    out = small_linear_cuda(*args)
+    assert torch.equal(out, small_linear_eager(*args)) and out.dtype == residual
 
 
 def test_a_weight_that_is_a_view_of_a_larger_one() -> None:
@@ -150,12 +154,6 @@ def test_numbers_that_do_not_lie_side_by_side(tokens, codes) -> None:
     assert torch.equal(out, small_linear_cuda(*args))
     out = small_linear_cuda(args[0].transpose(1, 2).contiguous().transpose(1, 2), *args[1:])
     assert torch.equal(out, small_linear_cuda(*args))
-
-
-def test_other_dtypes_are_left_to_the_definition() -> None:
-    args = list(case(3, 8, 16, residual=True))
-    args[5] = args[5].float()
-    assert torch.equal(small_linear_cuda(*args), small_linear_eager(*args)) and small_linear_cuda(*args).dtype == torch.float32
 
 
 def test_leading_dimensions_are_kept() -> None:

@@ -178,7 +178,6 @@ def test_times_are_compared_only_if_measured_alike() -> None:
     assert select(quarter).backend is b
 
 
-
 # Files.
 
 

@@ -31,6 +31,12 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path):
     tuning.known.cache_clear()
 
 
+@pytest.fixture
+def instant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The definition in the place of the kernel, for tests that do not look at what is launched: the interpreter is slow."""
+    monkeypatch.setattr("quire.attn_ops.ops.small_linear.small_linear_cuda", lambda *args, config: small_linear_eager(*args))
+
+
 class Timer:
     """Gives out times in order: of the definition, then of each candidate; runs what it is to time."""
 
@@ -64,7 +70,7 @@ def test_codes_are_measured_apart(codes: torch.dtype) -> None:
     assert [m for _, m in sizes] == [1, 8, 32, 64, 128, 256]
     assert [(s.swiglu, s.residual) for s, _ in sizes] == [(True, True)] * 3 + [(False, False)] * 3
     timed = []
-    timer = lambda run, calls: timed.append(run()) or 9.0 - len(timed) % 4  # noqa: E731
+    timer = lambda run, calls: timed.append(run) or 9.0 - len(timed) % 4  # noqa: E731
     assert tune([shape], CPU, timer=timer) == 6 and not missing([shape], CPU)
     assert len(timed) == sum(1 + len(tuning.candidates(m, s)) for s, m in sizes), "a candidate failed or erred"
     assert len(missing([shape._replace(codes=None, swiglu=False)], CPU)) == 3
@@ -107,7 +113,7 @@ def test_nothing_to_measure_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("cold", "copies"), [(0, 2), (3 * 32 * 64 * 2, 4), (1e9, 6)])
-def test_how_many_weights_are_gone_through(cold: float, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_weights_are_gone_through(cold: float, copies: int, instant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough not to fit into the L2 cache, up to a limit: the weights of a small model are in it anyway."""
     monkeypatch.setattr(tuning, "_COLD", cold)
     monkeypatch.setattr(tuning, "MOST_COPIES", 6)
@@ -116,7 +122,7 @@ def test_how_many_weights_are_gone_through(cold: float, copies: int, monkeypatch
     assert calls == {copies}
 
 
-def test_the_definition_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_definition_wins(instant) -> None:
     """Where it was faster, the op runs it: bit for bit."""
     tune([SHAPE], CPU, timer=Timer(1.0, 5.0, 3.0, 4.0))
     assert config_for(8, 32, 64, False, CPU) is None
@@ -135,7 +141,7 @@ def test_a_candidate_that_fails_or_errs_is_left_out(monkeypatch: pytest.MonkeyPa
     assert best == CANDIDATES[False][2]
 
 
-def test_other_shapes_go_by_the_rule() -> None:
+def test_other_shapes_go_by_the_rule(instant) -> None:
     tune([SHAPE], CPU, timer=Timer(9.0, 5.0))
     for tokens, n, k, swiglu in ((1, 64, 64, False), (8, 32, 128, False), (8, 32, 64, True)):
         found = config_for(tokens, n, k, swiglu, CPU)
@@ -144,7 +150,7 @@ def test_other_shapes_go_by_the_rule() -> None:
 
 @pytest.mark.parametrize("text", [
     "{", '{"format": 9, "devices": {}}', '{"format": 1, "devices": {"x": {"1x2x3": [1, 2]}}}', "[]"])
-def test_a_file_that_cannot_be_read(text, caplog) -> None:
+def test_a_file_that_cannot_be_read(text, instant, caplog) -> None:
     """Ignored with a warning, and replaced by the next measurement."""
     STORE.user_file.write_text(text)
     with caplog.at_level(logging.WARNING):
@@ -155,7 +161,7 @@ def test_a_file_that_cannot_be_read(text, caplog) -> None:
     assert not missing([SHAPE], CPU)
 
 
-def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, folder, caplog) -> None:
+def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, folder, instant, caplog) -> None:
     """The process goes on with what it measured."""
     (folder / "file").write_text("")
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(folder / "file"))
@@ -164,7 +170,7 @@ def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, folder
     assert config_for(1, 32, 64, False, CPU) == CANDIDATES[True][0]
 
 
-def test_other_devices_and_versions_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_devices_and_versions_are_kept_apart(instant, monkeypatch: pytest.MonkeyPatch) -> None:
     tune([SHAPE], CPU, timer=Timer(9.0, 5.0))
     monkeypatch.setattr(launch_config, "device_key", lambda device: "another GPU, triton 9")
     tuning.known.cache_clear()
