@@ -20,7 +20,7 @@ from transformers import LogitsProcessorList, Phi3Config, Phi3ForCausalLM, Stopp
 
 import quire
 from quire.graph_runner.lockstep import Rows
-from tests.graph_runner.test_mixed_windows import assert_all_free, poison
+from tests.graph_runner.test_window_pages import assert_all_free, poison
 from tests.tiny import assert_idle, small_llama
 from tests.zoo.configs import SERVED, build
 
