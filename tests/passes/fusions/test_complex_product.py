@@ -11,6 +11,8 @@ from quire.passes.fusions.complex_product import real_products
 from tests.passes.models import listing
 from tests.passes.rotary import Rotary, complex_numbers, runs, same
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_rotation_in_real_numbers(late: bool) -> None:

@@ -13,6 +13,8 @@ from torch._inductor.utils import run_and_get_code
 from tests.passes.models import changes, listing
 from tests.passes.rotary import Rotary, matches, runs, same
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+
 
 def test_before_and_after() -> None:
     before, after = (listing(lowered.gm.graph) for lowered, _, _ in runs(Rotary(), "none", "rope"))

@@ -30,6 +30,7 @@ from tests.passes.rotary import (
     uneven,
 )
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
 HALF = DIM // 2
 Tensor = torch.Tensor
 
@@ -90,7 +91,12 @@ SPELLINGS: dict[str, tuple[RopeForm, Rotary]] = {
 }
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
+#: Variants of others, which test_it_rounds_where_the_model_does has too.
+VARIANTS = ("keys used again", "some dimensions", "split", "gpt-oss, some dimensions", "cohere, angles in any order",
+            "glm, all dimensions", "ernie", "norms before, transposed late", "norms as gemma3, late")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in VARIANTS)) for n in SPELLINGS])
 def test_what_is_matched(name: str) -> None:
     """Once, as the form that it is, with its norms; and the numbers stay."""
     form, model = SPELLINGS[name]
