@@ -18,6 +18,7 @@ from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.forward_mode import ForwardMode
 from tests.tiny import GREEDY, hf_greedy, load_model, tokens
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
 CUDA = torch.device("cuda", 0)
 NATIVE = registry.get_backend("torch_native")
 
