@@ -96,6 +96,16 @@ def _freeze() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def tokens_unchecked() -> Iterator[None]:
+    """For a file about what comes after the proof (``pytestmark``): no graph is searched for operations in which tokens meet,
+    which takes up to a third of a trace. tests/passes/verify, tests/adversarial and tests/zoo have the proof, and engines with
+    it are in tests/graph_runner/test_schedules.py, test_lifecycle.py, test_live_model.py and others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quire.passes.pipeline.check_tokens", lambda *args: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
     torch.manual_seed(0)

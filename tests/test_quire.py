@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
 import subprocess
 import sys
@@ -13,8 +12,6 @@ from pathlib import Path
 import pytest
 
 import quire
-
-# -- the names
 
 
 def test_names() -> None:
@@ -43,22 +40,6 @@ def test_names() -> None:
         quire.Motor  # noqa: B018
 
 
-def test_signatures() -> None:
-    """Arguments that the examples name, and the defaults that they state."""
-    engine = inspect.signature(quire.Engine).parameters
-    stated = dict(attention="auto", page_size=16, num_pages=None, max_num_seqs=256, max_num_batched_tokens=8192,
-                  kv_cache_dtype="auto")
-    assert {name: engine[name].default for name in stated} == stated
-    assert list(inspect.signature(quire.CommonAttentionMetadata.build).parameters)[:3] == [
-        "query_lens", "seq_lens", "block_table"]
-    assert set(inspect.signature(quire.PagedKVCache).parameters) >= {
-        "num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim", "dtype", "device"}
-    assert {f.name for f in dataclasses.fields(quire.RequestOutput)} >= {
-        "index", "prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "error"}
-    assert {f.name for f in dataclasses.fields(quire.StreamEvent)} >= {
-        "index", "token_ids", "text", "finished", "output"}
-
-
 def test_importing_is_enough_and_loads_no_gpu() -> None:
     """In a process of its own: no transformers before an engine is asked for, no CUDA, no warning."""
     code = ("import sys, warnings; warnings.simplefilter('error', FutureWarning)\n"
@@ -67,6 +48,3 @@ def test_importing_is_enough_and_loads_no_gpu() -> None:
             "assert not torch.cuda.is_initialized()\n"
             "assert quire.PagedKVCache.for_model and torch.ops.quire.attention\n")
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-# -- doors beyond README's examples, which tests/test_readme.py runs

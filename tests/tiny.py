@@ -73,6 +73,15 @@ def hf_greedy(model: Any, prompt: Sequence[int], max_new_tokens: int, **options:
     return out[0, len(prompt) :].tolist()
 
 
+def own_greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """The continuation of one prompt by whole forwards of a module that is not of transformers."""
+    ids = list(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
 def prompt_ids() -> list[list[int]]:
     tokenizer = load_tokenizer()
     return [tokenizer(p)["input_ids"] for p in PROMPTS]

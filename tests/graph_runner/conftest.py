@@ -3,47 +3,39 @@
 import pytest
 
 from quire.graph_runner.engine import Engine
-from tests.tiny import (
-    assert_idle,
-    greedy_continuations,
-    load_model,
-    load_tokenizer,
-    prompt_ids,
-    sampled_continuations,
-    small_llama,
-)
+from tests import tiny
 
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model(num_layers=1)
+    return tiny.load_model(num_layers=1)
 
 
 @pytest.fixture(scope="module")
 def one_layer():
-    return small_llama()
+    return tiny.small_llama()
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer()
+    return tiny.load_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def prompts():
-    return prompt_ids()
+    return tiny.prompt_ids()
 
 
 @pytest.fixture(scope="module")
 def expected(model):
     """transformers' greedy continuation of each prompt."""
-    return greedy_continuations(model.config.num_hidden_layers)
+    return tiny.greedy_continuations(model.config.num_hidden_layers)
 
 
 @pytest.fixture(scope="module")
 def sampled(model):
     """What each prompt gives when it is sampled alone."""
-    return sampled_continuations(model.config.num_hidden_layers)
+    return tiny.sampled_continuations(model.config.num_hidden_layers)
 
 
 @pytest.fixture(scope="module")
@@ -57,4 +49,4 @@ def shared_engine(model, tokenizer):
 def engine(shared_engine):
     """One engine for all tests that do not need their own; every test must leave it idle."""
     yield shared_engine
-    assert_idle(shared_engine)
+    tiny.assert_idle(shared_engine)

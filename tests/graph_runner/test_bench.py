@@ -278,12 +278,6 @@ def test_the_dtype_of_the_cache(tmp_path: Path, capsys: pytest.CaptureFixture[st
     before.write_text(json.dumps({"environment": {}, "rows": [{**old, "ms_per_step": 1e6}]}))
     rows("--against", str(before))
     assert "1 rows compared" in capsys.readouterr().out
-    for arguments, message in ((["--kv-cache-dtype", "int8", "--engine", "kv_cache_dtype=fp8"], "given twice"),
-                               (["--kv-cache-dtype", "fp4"], "kv_cache_dtype 'fp4' is not 'auto'"),
-                               (["--dtype", "int8"], "--dtype 'int8' is not a floating-point"),
-                               (["--dtype", "fp8"], "--dtype 'fp8' is not a floating-point")):
-        assert main(["bench", "decode", *DRY, *arguments]) == 2
-        assert message in capsys.readouterr().err
 
 
 def test_plots_and_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

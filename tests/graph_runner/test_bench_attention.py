@@ -149,25 +149,6 @@ def test_against_an_earlier_result(slow: Any, tmp_path: Path, capsys: pytest.Cap
     assert "11 rows compared, 11 slower" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["attention", "--heads", "8x64"], "--heads takes query heads/key heads x head dim such as 32/8x128"),
-    (["attention", "--heads", "8/3x64"], "--heads takes"),
-    (["attention", "--page-size", "0"], "--page-size and --scale must be at least 1"),
-    (["attention", "--dtype", "int8"], "--dtype 'int8' is not a floating-point"),
-    (["attention", "--vs", "vllm", "--engine", "num_pages=3"], "--vs, --engine: not with the workload attention"),
-    (["attention", "--kv-cache-dtype", "int8"], "--kv-cache-dtype: not with the workload attention"),
-    (["attention", "--systems", "hf-eager"], "--systems: not with the workload attention"),
-    (["attention", "--attention", "nope"], "unknown attention backend 'nope'"),
-    (["decode", "--save"], "--save: not with the workload decode"),
-    (["decode", "--page-size", "8"], "--page-size: not with the workload decode"),
-    (["decode", "--context", "100,200"], "the workload decode takes one --context, got [100, 200]"),
-])
-def test_arguments_that_would_go_unheeded_are_refused(arguments: list[str], message: str, slow: Any,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *arguments, "--device", "cpu", "--model", "tiny"]) == 2
-    assert f"quire bench: error: {message}" in capsys.readouterr().err
-
-
 def test_heads() -> None:
     site = site_of("32/8x128", torch.float16)
     assert (site.num_heads, site.num_kv_heads, site.head_dim, site.head_dim_v, site.latent) == (32, 8, 128, 128, None)

@@ -212,18 +212,3 @@ def test_a_worker_ends_with_its_last_row_or_at_the_deadline() -> None:
     assert list(workers.rows(["-c", program], None, {})) == [{"a": 1}]
     assert list(workers.rows(["-c", "import time; time.sleep(60)"], None, {}, deadline=time.time() + 0.5)) == []
     assert time.time() - began < 30
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["matrix", "--model", "tiny"], "--model: not with the workload matrix"),
-    (["matrix", "--cells", "nothing"], "--cells nothing names no cell; there are: decode/1x1024"),
-    (["matrix", "--models", "x"], "unknown models ['x']"),
-    (["matrix", "--vs", "hf-eager"], "the matrix runs systems step by step, which only quire, vllm"),
-    (["decode", "--cells", "online"], "--cells: not with the workload decode"),
-])
-def test_arguments_that_would_go_unheeded_are_refused(arguments: list[str], message: str,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *arguments, "--device", "cpu"]) == 2
-    assert message in capsys.readouterr().err
-
-

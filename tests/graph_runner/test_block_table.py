@@ -13,6 +13,8 @@ from quire import Engine, SamplingParams
 from quire.attn_ops.kv_cache import pages_for
 from tests.tiny import assert_idle, hf_greedy, small_llama
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+
 
 @pytest.fixture(scope="module")
 def model() -> Any:
@@ -72,8 +74,9 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("breaks", [pytest.param(0.0, id="", marks=pytest.mark.slow), pytest.param(0.02, id="failures")])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "breaks"), [
+    pytest.param(name, breaks, marks=[pytest.mark.slow] * (not breaks or name in ("sync", "eager")))
+    for name in SCHEDULES for breaks in (0.0, 0.02)])
 def test_the_model_sees_the_pages_of_its_requests(schedule, breaks, model, monkeypatch) -> None:
     rng = random.Random(schedule)
     options = dict(page_size=4, max_num_seqs=6, max_model_len=60) | SCHEDULES[schedule]

@@ -72,9 +72,9 @@ def test_help_of_a_command(command: str, words: tuple[str, ...], capsys: pytest.
 def test_one_prompt_streams_plainly_into_a_log(small: str, said_by_small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--model", small, "--max-tokens", "8", "The owl is", "--no-stream"]) == 0
     assert capsys.readouterr().out == f"The owl is{said_by_small}\n"
-    assert main(["generate", "--max-tokens", "8", "The owl is"]) == 0
+    assert main(["generate", "--model", small, "--max-tokens", "8", "The owl is"]) == 0
     said = capsys.readouterr()
-    assert said.out == "The owl is a bird of the night that lives in\n", "what a script reads is the text alone"
+    assert said.out == f"The owl is{said_by_small}\n", "what a script reads is the text alone"
     summary = said.err.splitlines()[-1]
     assert summary.startswith("1 request, 3 prompt and 8 new tokens; prefill ")
     assert "tokens/s; attention torch_native on cpu, page size 16; CUDA graphs: none on a CPU" in summary
@@ -182,6 +182,26 @@ def test_explain_a_config_without_weights(tmp_path: Path, capsys: pytest.Capture
     (["bench", "--model", "tiny", "--layers", "5"], "--layers 5, but the model has 4"),
     (["bench", "--model", "tiny", "--against", "nowhere.json"], "no result to compare with at nowhere.json"),
     (["bench", "--model", "tiny", "--dtype", "int8"], "--dtype 'int8' is not a floating-point torch dtype"),
+    (["bench", "--model", "tiny", "--dtype", "fp8"], "--dtype 'fp8' is not a floating-point"),
+    (["bench", "--model", "tiny", "--kv-cache-dtype", "fp4"], "kv_cache_dtype 'fp4' is not 'auto'"),
+    (["bench", "--model", "tiny", "--kv-cache-dtype", "int8", "--engine", "kv_cache_dtype=fp8"],
+     "the dtype of the KV cache is given twice"),
+    # What would go unheeded.
+    (["bench", "attention", "--heads", "8x64"], "--heads takes query heads/key heads x head dim such as 32/8x128"),
+    (["bench", "attention", "--heads", "8/3x64"], "--heads takes"),
+    (["bench", "attention", "--page-size", "0"], "--page-size and --scale must be at least 1"),
+    (["bench", "attention", "--vs", "vllm", "--engine", "num_pages=3"], "--vs, --engine: not with the workload attention"),
+    (["bench", "attention", "--kv-cache-dtype", "int8"], "--kv-cache-dtype: not with the workload attention"),
+    (["bench", "attention", "--systems", "hf-eager"], "--systems: not with the workload attention"),
+    (["bench", "attention", "--attention", "nope"], "unknown attention backend 'nope'"),
+    (["bench", "decode", "--save"], "--save: not with the workload decode"),
+    (["bench", "decode", "--page-size", "8"], "--page-size: not with the workload decode"),
+    (["bench", "decode", "--context", "100,200"], "the workload decode takes one --context, got [100, 200]"),
+    (["bench", "matrix", "--model", "tiny"], "--model: not with the workload matrix"),
+    (["bench", "matrix", "--cells", "nothing"], "--cells nothing names no cell; there are: decode/1x1024"),
+    (["bench", "matrix", "--models", "x"], "unknown models ['x']"),
+    (["bench", "matrix", "--vs", "hf-eager"], "--vs hf-eager: the matrix runs systems step by step, which only quire, vllm"),
+    (["bench", "decode", "--cells", "online"], "--cells: not with the workload decode"),
 ])
 def test_errors_are_one_message_and_exit_code_2(arguments: list[str], message: str, small: str,
                                                 capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,15 +13,10 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 import quire
 from quire.graph_runner.continuous import engine_options
-from tests.tiny import PROMPTS, assert_idle, hf_greedy, load_model, load_tokenizer
+from tests.tiny import assert_idle, hf_greedy, load_model
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
 GREEDY = dict(max_new_tokens=9, eos_token_id=0, pad_token_id=0)
-
-
-@pytest.fixture(scope="module")
-def ids():
-    tokenizer = load_tokenizer()
-    return [tokenizer(p)["input_ids"] for p in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +36,11 @@ def manager(model):
     assert_idle(model.generate.engine)
 
 
-def test_generate_batch(model, ids) -> None:
+def test_generate_batch(model, prompts) -> None:
     """What a library that calls transformers' own names gets."""
     def outputs(of) -> dict:
         config = ContinuousBatchingConfig(page_size=16, num_blocks=60, max_batch_tokens=64, return_logprobs=True)
-        return of.generate_batch(ids, generation_config=GenerationConfig(**GREEDY), continuous_batching_config=config)
+        return of.generate_batch(prompts, generation_config=GenerationConfig(**GREEDY), continuous_batching_config=config)
 
     want, got = outputs(load_model(num_layers=1)), outputs(model)
     assert list(got) == list(want)
@@ -55,29 +50,29 @@ def test_generate_batch(model, ids) -> None:
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
     config = model.generate.engine.config
     assert (config.page_size, config.num_pages, config.max_num_batched_tokens) == (16, 61, 64)
-    sampled = model.generate_batch(ids[:2], generation_config=GenerationConfig(
+    sampled = model.generate_batch(prompts[:2], generation_config=GenerationConfig(
         **GREEDY, do_sample=True, num_return_sequences=2), record_timestamps=True)
     assert list(sampled) == ["req_0__child#0", "req_0", "req_1__child#0", "req_1"]
     assert all(len(o.timestamps) == len(o.generated_tokens) for o in sampled.values())
 
 
-def test_results_as_they_come(manager, ids) -> None:
-    streamed = manager.add_request(ids[0], streaming=True, record_timestamps=True)
+def test_results_as_they_come(manager, prompts) -> None:
+    streamed = manager.add_request(prompts[0], streaming=True, record_timestamps=True)
     found = list(manager.request_id_iter(streamed))  # what was given out does not grow
     assert [len(o.generated_tokens) for o in found] == [len(o.timestamps) for o in found] == list(range(1, 10))
-    many = manager.add_requests(ids[:3], max_new_tokens=2)
+    many = manager.add_requests(prompts[:3], max_new_tokens=2)
     assert {manager.get_result(timeout=20).request_id for _ in many} == set(many)
-    named = manager.add_request(ids[1], request_id="mine")
+    named = manager.add_request(prompts[1], request_id="mine")
     with pytest.raises(ValueError, match="request_id 'mine' is in use"):
-        manager.add_request(ids[1], request_id=named)
+        manager.add_request(prompts[1], request_id=named)
     assert manager.get_result("mine", timeout=20).is_finished() and manager.get_result(timeout=0.01) is None
 
 
-def test_a_handler_gets_each_result_in_its_event_loop(manager, ids) -> None:
+def test_a_handler_gets_each_result_in_its_event_loop(manager, prompts) -> None:
     async def main() -> list[int]:
         found: asyncio.Queue = asyncio.Queue()
         manager.register_result_handler("x", found.put_nowait)
-        manager.add_request(ids[1], request_id="x", streaming=True)
+        manager.add_request(prompts[1], request_id="x", streaming=True)
         lengths = []
         while True:
             output = await asyncio.wait_for(found.get(), 20)
@@ -88,15 +83,15 @@ def test_a_handler_gets_each_result_in_its_event_loop(manager, ids) -> None:
     assert asyncio.run(main()) == list(range(1, 10))
 
 
-def test_pause_cancel_and_failures(manager, ids) -> None:
+def test_pause_cancel_and_failures(manager, prompts) -> None:
     with manager.pause():
-        waiting = manager.add_request(ids[0])
+        waiting = manager.add_request(prompts[0])
         assert manager.get_result(timeout=0.1) is None
         with pytest.raises(RuntimeError, match="cannot stop the manager inside a pause"):
             manager.stop()
     assert manager.get_result(waiting, timeout=20).status == RequestStatus.FINISHED
     with manager.pause():  # so that it cannot end before it is cancelled
-        cancelled = manager.add_request(ids[0], max_new_tokens=200)
+        cancelled = manager.add_request(prompts[0], max_new_tokens=200)
         manager.cancel_request(cancelled)
     output = manager.get_result(cancelled, timeout=20)
     assert (output.status, output.error) == (RequestStatus.FAILED, "the request was cancelled")
@@ -105,9 +100,9 @@ def test_pause_cancel_and_failures(manager, ids) -> None:
     assert output.status == RequestStatus.FAILED and "the prompt is empty" in output.error
 
 
-def test_a_hard_stop_fails_what_is_left_and_nothing_is_queued_after_it(model, ids, caplog) -> None:
+def test_a_hard_stop_fails_what_is_left_and_nothing_is_queued_after_it(model, prompts, caplog) -> None:
     manager = model.init_continuous_batching(GenerationConfig(**GREEDY))
-    request = manager.add_request(ids[0], max_new_tokens=250)
+    request = manager.add_request(prompts[0], max_new_tokens=250)
     manager.start()
     manager.stop(hard_stop=True)
     assert manager.get_result(request).error == "the manager was stopped"
@@ -117,33 +112,33 @@ def test_a_hard_stop_fails_what_is_left_and_nothing_is_queued_after_it(model, id
     manager = model.init_continuous_batching(GenerationConfig(**GREEDY))
     manager.start()
     manager.stop()
-    assert manager.add_requests(ids[:2]) == [None, None] and "takes no requests until start()" in caplog.text
+    assert manager.add_requests(prompts[:2]) == [None, None] and "takes no requests until start()" in caplog.text
     assert_idle(model.generate.engine)
     manager.start()
-    assert manager.get_result(manager.add_request(ids[0]), timeout=20).error is None
+    assert manager.get_result(manager.add_request(prompts[0]), timeout=20).error is None
     manager.stop()
 
 
-def test_samples(model, ids) -> None:
+def test_samples(model, prompts) -> None:
     """torch.manual_seed decides, as a trainer's seed does; a seed of the config gives each request other tokens."""
     config, seeded = GenerationConfig(**GREEDY, do_sample=True, temperature=5.0), ContinuousBatchingConfig(seed=3)
     found = []
     for seed in (5, 5, 6):
         torch.manual_seed(seed)
-        found.append([o.generated_tokens for o in model.generate_batch([ids[0]] * 2, config).values()])
+        found.append([o.generated_tokens for o in model.generate_batch([prompts[0]] * 2, config).values()])
     assert found[0] == found[1] != found[2] and found[0][0] != found[0][1]
     manager = model.init_continuous_batching(config, seeded)
     manager.start()
-    named = [manager.get_result(manager.add_request(ids[0], request_id=name), timeout=20).generated_tokens for name in "ab"]
+    named = [manager.get_result(manager.add_request(prompts[0], request_id=name), timeout=20).generated_tokens for name in "ab"]
     manager.stop()
     assert named[0] != named[1]
 
 
-def test_repetition_penalty(model, ids) -> None:
+def test_repetition_penalty(model, prompts) -> None:
     """TRL's trainers have it as an option of their own; transformers' continuous batching drops it."""
     config = GenerationConfig(**GREEDY, repetition_penalty=3.0)
-    got = model.generate_batch(ids[:2], config)
-    for prompt, output in zip(ids[:2], got.values(), strict=True):
+    got = model.generate_batch(prompts[:2], config)
+    for prompt, output in zip(prompts[:2], got.values(), strict=True):
         assert output.generated_tokens == hf_greedy(load_model(num_layers=1), prompt, 9, repetition_penalty=3.0, eos_token_id=0)
         assert output.generated_tokens != hf_greedy(load_model(num_layers=1), prompt, 9, eos_token_id=0)
 
@@ -156,14 +151,14 @@ def test_repetition_penalty(model, ids) -> None:
     ({}, dict(page_size=0), "page_size must be at least 1"),
     ({}, dict(num_blocks=0), r"makes \{'num_pages': 1\} of the engine's options: num_pages must be at least 2"),
 ])
-def test_what_quire_does_not_have_is_named(generation, config, message, model, ids) -> None:
+def test_what_quire_does_not_have_is_named(generation, config, message, model, prompts) -> None:
     with pytest.raises(ValueError, match=message):
-        model.generate_batch(ids[:1], GenerationConfig(**GREEDY, **generation), ContinuousBatchingConfig(**config))
+        model.generate_batch(prompts[:1], GenerationConfig(**GREEDY, **generation), ContinuousBatchingConfig(**config))
 
 
-def test_a_config_is_of_its_call(model, ids) -> None:
+def test_a_config_is_of_its_call(model, prompts) -> None:
     """A pool of four pages that one call asked for must not refuse the prompts of the next."""
-    few = model.generate_batch(ids[:1], GenerationConfig(**GREEDY), ContinuousBatchingConfig(num_blocks=4))
+    few = model.generate_batch(prompts[:1], GenerationConfig(**GREEDY), ContinuousBatchingConfig(num_blocks=4))
     assert len(few["req_0"].generated_tokens) == 9 and model.generate.engine.config.num_pages == 5
     assert model.generate_batch([[5] * 100], GenerationConfig(**GREEDY))["req_0"].error is None
     assert model.generate.engine.config.num_pages == 80
@@ -199,16 +194,16 @@ def test_every_field_is_an_option_or_is_named(caplog) -> None:
     assert engine_options(ContinuousBatchingConfig(block_size=8)) == {"page_size": 8}  # its name in transformers 5.17
 
 
-def test_parameters_of_a_request(model, ids) -> None:
+def test_parameters_of_a_request(model, prompts) -> None:
     config = GenerationConfig(**GREEDY, do_sample=True)
     manager = model.init_continuous_batching(config, ContinuousBatchingConfig(per_request_processors=True))
-    manager.add_request(ids[0], top_k=1)
+    manager.add_request(prompts[0], top_k=1)
     with pytest.raises(ValueError, match="quire does not have typical_p for a request; it has temperature, top_k, top_p"):
-        manager.add_request(ids[0], typical_p=0.5)
+        manager.add_request(prompts[0], typical_p=0.5)
     manager.start()
     got = manager.get_result(timeout=20)
     manager.stop()
-    greedy = model.generate_batch(ids[:1], GenerationConfig(**GREEDY))
+    greedy = model.generate_batch(prompts[:1], GenerationConfig(**GREEDY))
     assert got.generated_tokens == greedy["req_0"].generated_tokens
     with pytest.raises(ValueError, match="top_k for a request needs per_request_processors=True"):
-        model.init_continuous_batching(config).add_request(ids[0], top_k=1)
+        model.init_continuous_batching(config).add_request(prompts[0], top_k=1)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import quire
 from quire import Engine, SamplingParams
 from tests.steps import serve
-from tests.tiny import assert_unchanged, snapshot, tokens
+from tests.tiny import assert_unchanged, own_greedy, snapshot, tokens
 
 
 class Block(nn.Module):
@@ -132,12 +132,7 @@ def test_replaced_parameters_of_a_fused_model() -> None:
 def test_engine_of_a_decorated_module(fusions) -> None:
     model = language_model(compiler="eager")
     prompts = [[3, 4, 5], [7], list(range(20))]
-    expected = []
-    for prompt in prompts:
-        ids = list(prompt)
-        for _ in range(10):
-            ids.append(int(alone(model, torch.tensor(ids))[-1].argmax()))
-        expected.append(ids[len(prompt) :])
+    expected = [own_greedy(model, p, 10) for p in prompts]
     before = snapshot(model)
     with Engine(model, num_pages=40, page_size=4, max_num_seqs=4, max_model_len=64, fusions=fusions) as engine:
         params = SamplingParams(temperature=0, max_tokens=10)

@@ -23,11 +23,7 @@ def test_outputs(engine, tokenizer, prompts, expected) -> None:
     assert [o.prompt_token_ids for o in by_text] == prompts[:2]
     assert [o.text for o in by_text] == [tokenizer.decode(t) for t in expected[:2]]
     assert {o.finish_reason for o in by_text} == {"length"} and {o.stop_reason for o in by_text} == {None}
-
-
-def test_no_prompts(engine) -> None:
-    assert engine.generate([]) == []
-    assert list(engine.stream([], [])) == []
+    assert engine.generate([]) == list(engine.stream([], [])) == []
 
 
 def test_params_for_each_prompt(engine, prompts, expected, sampled) -> None:
@@ -205,6 +201,8 @@ def test_text_without_a_tokenizer(one_layer) -> None:
             engine.add_request("hello", GREEDY)
         with pytest.raises(ValueError, match="stop strings need text, and the engine has no tokenizer"):
             engine.add_request([3, 4], replace(GREEDY, stop="x"))
+        with pytest.raises(ValueError, match="bad_words need text, and the engine has no tokenizer; pass one, or give"):
+            engine.add_request([3], SamplingParams(bad_words=["x"]))
         (output,) = engine.generate([3, 4], GREEDY)
         assert len(output.token_ids) > 0 and output.text == ""
 

@@ -21,6 +21,7 @@ from quire.graph_runner.engine import Engine
 from quire.graph_runner.engine_lock import EngineLock
 from tests.tiny import GREEDY, assert_idle, hf_greedy, load_model, load_tokenizer, tokens
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
 SHORT = replace(GREEDY, max_tokens=8, ignore_eos=True)
 
 
@@ -35,10 +36,16 @@ def expected(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     return [hf_greedy(model, p, SHORT.max_tokens, eos_token_id=None) for p in prompts]
 
 
-@pytest.fixture
-def engine(model: Any) -> Iterator[Engine]:
+@pytest.fixture(scope="module")
+def shared(model: Any) -> Iterator[Engine]:
     with Engine(model, num_pages=32, page_size=4, prefill_chunk_size=3) as made:
         yield made
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    yield shared
+    assert_idle(shared)
 
 
 @pytest.fixture
@@ -164,9 +171,12 @@ def test_no_step_comes_before_a_request_is_registered(engine: Engine, prompts: l
 
 def test_an_idle_engine_drops_an_abandoned_stream_at_once(engine: Engine, prompts: list[list[int]]) -> None:
     stream = engine.stream(prompts, SHORT)
-    next(stream)
+    event = next(stream)
     del stream
     assert_idle(engine)
+    assert event.output.finish_reason == "abort"
+    stream = engine.stream(prompts, SHORT)  # never begun
+    del stream
     with ThreadPoolExecutor(1) as pool:
         stream = engine.stream(prompts, SHORT)
         pool.submit(next, stream).result()  # begun in another thread

@@ -20,7 +20,7 @@ from quire.attn_ops.kv_cache import PagedKVCache
 from quire.passes.capture.paged_model import PagedModel, find_sites
 from quire.passes.compile.regions import compile_by_regions
 from quire.passes.options import QuireOptions
-from tests.tiny import hf_greedy, small_llama, tokens
+from tests.tiny import hf_greedy, own_greedy, small_llama, tokens
 from tests.zoo.configs import SERVED, build
 
 PROMPTS = [[3, 1, 4, 1, 5], [7 + i for i in range(23)], [9, 9, 2], [60 - i for i in range(31)]]
@@ -101,13 +101,6 @@ class Shares(nn.Module):
         return self.head(x)
 
 
-def own_tokens(model: nn.Module, prompt: list[int], count: int) -> list[int]:
-    ids = list(prompt)
-    for _ in range(count):
-        ids.append(int(model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
 SHORT = [[1, 2, 3], [4 + i for i in range(17)]]
 
 
@@ -121,7 +114,7 @@ def test_only_last_tokens_pass_the_sharing_layers() -> None:
         seen.clear()
         outs = tokens(engine.generate(SHORT, dataclasses.replace(GREEDY, max_tokens=4)))
         assert seen[:4] == [12, 2, 9, 2] and set(seen[4:]) <= {1, 2}  # the second step decodes one token too
-        assert outs == [own_tokens(model, p, 4) for p in SHORT]
+        assert outs == [own_greedy(model, p, 4) for p in SHORT]
 
 
 def test_fused_and_cut_into_pieces() -> None:
@@ -154,7 +147,7 @@ def test_keys_changed_in_between_are_not_shared(flaw: str) -> None:
     model = Shares(flaw).eval()
     assert [s.kv_source for s in find_sites(model)] == [None, None]
     with quire.Engine(model, **SIZES) as engine, torch.no_grad():
-        assert tokens(engine.generate(SHORT, GREEDY)) == [own_tokens(model, p, 10) for p in SHORT]
+        assert tokens(engine.generate(SHORT, GREEDY)) == [own_greedy(model, p, 10) for p in SHORT]
 
 
 class OneWindow(Shares):

@@ -70,12 +70,7 @@ def test_prefix_chunks() -> None:
 
 def test_mrope_positions_of_texts_are_transformers_own() -> None:
     """Prompts, chunks of them, and decodes after an image, whose delta the prompt has left behind."""
-    config = Qwen2VLConfig(
-        text_config=dict(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-                         num_key_value_heads=1, rope_parameters=dict(rope_type="default", mrope_section=[2, 1, 1])),
-        vision_config=dict(depth=1, embed_dim=16, hidden_size=16, num_heads=2, patch_size=2, spatial_merge_size=2),
-        image_token_id=30, video_token_id=31, vision_start_token_id=32, vision_end_token_id=33)
-    model = Qwen2VLModel(config)
+    model = image_models()["qwen2_vl"]
     text = torch.tensor([[5, 6, 7, 8, 9, 10]])
     kinds = {"mm_token_type_ids": torch.zeros_like(text)}
     own, delta = model.get_rope_index(text, attention_mask=torch.ones_like(text), **kinds)

@@ -7,19 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    GPT2Config,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    LlamaForTokenClassification,
-    LlamaModel,
-    T5Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, T5Config
 
 from quire import Engine, UnsupportedAttention
 from quire.graph_runner import loading
@@ -108,15 +99,16 @@ def test_checkpoints_of_causal_lms(tmp_path) -> None:
         assert loading.load(tmp_path, None)[0].num_parameters() > 0
 
 
-@pytest.mark.parametrize("kind", [LlamaForSequenceClassification, LlamaForTokenClassification, LlamaModel])
+@pytest.mark.parametrize("kind", ["LlamaForSequenceClassification", "LlamaForTokenClassification", "LlamaModel"])
 def test_models_without_a_language_model_head(kind) -> None:
-    with pytest.raises(UnsupportedAttention, match=f"{kind.__name__} has no language-model head; quire serves causal LMs"):
-        Engine(kind(LlamaConfig(**SIZES)), num_pages=8)
+    with pytest.raises(UnsupportedAttention, match=f"{kind} has no language-model head; quire serves causal LMs"):
+        Engine(getattr(transformers, kind)(LlamaConfig(**SIZES)), num_pages=8)
 
 
 def test_the_config_is_checked_before_the_vocabulary() -> None:
     """Of an encoder-decoder model, some of which have no input embeddings to ask for."""
-    model = AutoModelForSeq2SeqLM.from_config(T5Config(**{k: v for k, v in TINY.items() if k in T5Config().to_dict()}))
+    sizes = {k: v for k, v in TINY.items() if k in T5Config().to_dict()}
+    model = transformers.AutoModelForSeq2SeqLM.from_config(T5Config(**sizes))
     model.get_input_embeddings = None
     with pytest.raises(UnsupportedAttention, match="t5 is an encoder-decoder model"):
         Engine(model, num_pages=8)

@@ -17,6 +17,7 @@ from quire.graph_runner.sampler import sample
 from tests.sampling import sampling_tensors
 from tests.tiny import GREEDY, PROMPTS, assert_idle, hf_greedy, load_model, load_tokenizer, tokens
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
 OPTIONS: dict[str, Any] = dict(num_pages=120, max_num_seqs=8, max_model_len=300)
 
 
@@ -58,9 +59,9 @@ def edited(logits: torch.Tensor, prompt: list[int], output: list[int], p: Sampli
            ) -> torch.Tensor:
     """The logits (V,) of the next token, changed in vLLM's order by the formulas of its documentation, one token at a time."""
     x = logits.float().clone()
-    for token in range(len(x)):
-        if p.allowed_token_ids and token not in p.allowed_token_ids:
-            x[token] = -math.inf
+    if p.allowed_token_ids:
+        allowed = set(p.allowed_token_ids)
+        x[[token for token in range(len(x)) if token not in allowed]] = -math.inf
     for *before, last in words:
         if output[len(output) - len(before) :] == before:
             x[last] = -math.inf
@@ -279,9 +280,3 @@ def test_refused(options, error, message, engine, prompts) -> None:
     with pytest.raises(error, match=message):
         engine.add_request(prompts[0], SamplingParams(**options))
     assert_idle(engine)
-
-
-def test_bad_words_without_a_tokenizer(one_layer) -> None:
-    message = "bad_words need text, and the engine has no tokenizer; pass one, or give a logit_bias"
-    with Engine(one_layer, num_pages=40, max_num_seqs=2) as engine, pytest.raises(ValueError, match=message):
-        engine.add_request([3], SamplingParams(bad_words=["x"]))

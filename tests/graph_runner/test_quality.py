@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -36,38 +37,30 @@ def test_channels_are_ranked_by_what_they_add_to_scores() -> None:
 
 
 def test_only_plain_backends_can_be_measured_through() -> None:
-    import dataclasses
-
     with pytest.raises(ValueError, match="without state and plan, which torch_native is not"):
         recorder(dataclasses.replace(torch_native.BACKEND, plan=lambda *args: None), ChannelMoments())
 
 
+def drift(capsys: pytest.CaptureFixture[str], names: list[str], *options: str) -> list[float]:
+    """What ``quire quality`` prints for each backend, by which its log probabilities are off."""
+    command = ["quality", *options, "--length", "24"]
+    assert cli.main(command + [part for name in names for part in ("--attention", name)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": p")[0] for line in lines] == names
+    assert all(("prefilled positions" in line) == ("--prefill" in options) for line in lines)
+    return [float(line.rpartition(" ")[2]) for line in lines]
+
+
 @pytest.mark.slow
 def test_the_commands(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Few keys change the model's log probabilities; all keys leave them."""
+    """Few keys change the model's log probabilities; all keys leave them. So it is in a sparse prefill."""
     text, out = tmp_path / "text", tmp_path / "channels.json"
     text.write_text("Once upon a time, there was a fox who liked soup. " * 6)
     assert cli.main(["calibrate", "--text", str(text), "--length", "24", "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert sorted(found["channels"]) == ["0", "1", "2", "3"]
     assert f"measured on {found['tokens']} tokens" in capsys.readouterr().out
-    names = ["torch_native", f"double_sparsity:64:0:16:{out}", f"double_sparsity:2:0:16:{out}"]
-    command = ["quality", "--text", str(text), "--length", "24"]
-    assert cli.main(command + [part for name in names for part in ("--attention", name)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    drift = [float(line.rpartition(" ")[2]) for line in lines]
-    assert [line.partition(": p")[0] for line in lines] == names
-    assert drift[0] == 0 and drift[1] < 1e-4 < 1e-2 < drift[2]
-
-
-@pytest.mark.slow
-def test_prefills_are_compared(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A sparse prefill over all keys leaves the model's log probabilities; one key and one distance change them."""
-    text = tmp_path / "text"
-    text.write_text("Once upon a time, there was a fox who liked soup. " * 6)
-    names = ["torch_native", "dual_chunk:64:16:8:4:30:1", "dual_chunk:64:16:8:4:1:1"]
-    command = ["quality", "--prefill", "--text", str(text), "--length", "24"]
-    assert cli.main(command + [part for name in names for part in ("--attention", name)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    drift = [float(line.rpartition(" ")[2]) for line in lines]
-    assert all("prefilled positions" in line for line in lines) and drift[0] == 0 and drift[1] < 1e-4 < 1e-2 < drift[2]
+    for some, options in (([f"double_sparsity:64:0:16:{out}", f"double_sparsity:2:0:16:{out}"], ()),
+                          (["dual_chunk:64:16:8:4:30:1", "dual_chunk:64:16:8:4:1:1"], ("--prefill",))):
+        plain, whole, sparse = drift(capsys, ["torch_native", *some], *options, "--text", str(text))
+        assert plain == 0 and whole < 1e-4 < 1e-2 < sparse

@@ -130,7 +130,7 @@ def assert_same(model: nn.Module, before: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", [
-    pytest.param(way, marks=[pytest.mark.slow] * (way == "int8 modules" or "dynamic" in way)) for way in WAYS])
+    pytest.param(way, marks=[pytest.mark.slow] * (way != "torchao int8")) for way in WAYS])
 def test_engine_generates_what_the_quantized_model_does(way: str, prompts: list[list[int]],
                                                         caplog: pytest.LogCaptureFixture) -> None:
     """With every fusion on, none of which may touch the weights."""
@@ -138,7 +138,7 @@ def test_engine_generates_what_the_quantized_model_does(way: str, prompts: list[
     before = state(model)
     with caplog.at_level(logging.INFO), quire.Engine(model, compiler="eager", fusions="all") as engine:
         runner = engine.runner
-        got = tokens(engine.generate(prompts, GREEDY))
+        engine.generate(prompts[:1], GREEDY)
         got = tokens(engine.generate(prompts, GREEDY))
         assert engine.runner is runner  # nothing that the model does to itself counts as a change
     assert "projections: 0 matches" in caplog.messages
@@ -167,7 +167,7 @@ def test_engine_compiled(way: str, prompts: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize(("way", "compiler"), [
-    pytest.param(way, "eager", marks=[pytest.mark.slow] * (way in ("torchao int4", "torchao float8", "dynamic int8 modules")))
+    pytest.param(way, "eager", marks=[pytest.mark.slow] * (way not in ("torchao int8", "torchao dynamic int8")))
     for way in WAYS] + [
     pytest.param(way, "inductor", marks=pytest.mark.slow) for way in ("torchao int8", "torchao dynamic int8")])
 def test_logits_are_those_of_forwards_of_each_sequence_alone(way: str, compiler: str) -> None:
@@ -181,18 +181,6 @@ def test_logits_are_those_of_forwards_of_each_sequence_alone(way: str, compiler:
     assert error(got, batch) <= tolerance(way) and error(padded, batch) <= tolerance(way)
     if "dynamic" not in way:
         assert error(got, plain) > 100 * TOLERANCE  # it is the quantized model
-
-
-def test_paged_generate(prompts: list[list[int]]) -> None:
-    model = quantized("torchao int8")
-    want = hf_greedy(model, prompts[3], 20)
-    before = state(model)
-    model = quire.paged(model, compiler="eager")
-    assert hf_greedy(model, prompts[3], 20) == want
-    assert model.generate.engine.runner.graphs is not None
-    model.generate.close()
-    assert_same(model, before)
-    assert quire.explain(model).supported
 
 
 def test_a_model_quantized_by_transformers(tmp_path: Path, prompts: list[list[int]]) -> None:

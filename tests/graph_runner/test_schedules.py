@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from quire.graph_runner.engine import Engine
 from quire.graph_runner.loading import TINY_MODEL
 from tests.tiny import GREEDY, PROMPTS, SAMPLED, assert_idle, greedy_continuations, tokens, unchanged
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {}, "chunks_of_1_pages_of_4": dict(prefill_chunk_size=1, page_size=4, kv_layout="HND"),
     "chunks_of_3": dict(prefill_chunk_size=3, async_stepping=True),
     "chunks_of_16_no_graphs": dict(prefill_chunk_size=16, kv_layout="HND", cudagraph_capture_sizes=[]),
@@ -23,7 +24,7 @@ OPTIONS = {
     "last_tokens_of_chunks": dict(fusions="projections,last_tokens", prefill_chunk_size=16, cudagraph_token_sizes=[8, 64]),
 }
 # The longest of the prompts needs 60 tokens in the end, all of them 240.
-TINY_CACHES = {
+TINY_CACHES: dict[str, dict[str, Any]] = {
     "pages_of_16": dict(page_size=16, num_pages=7),
     "pages_of_1": dict(page_size=1, num_pages=80, prefill_chunk_size=6),
     "async": dict(page_size=4, num_pages=18, async_stepping=True),
@@ -46,7 +47,12 @@ def check_schedule(model, tokenizer, prompts, expected, sampled, options) -> Eng
     return engine
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+#: Variants of schedules that the others have, each with what is rarely wrong alone.
+SLOW = ("defaults", "chunks_of_16_no_graphs", "one_at_a_time", "page_larger_than_all", "pages_of_1", "async",
+        "async_one_page_a_token")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in OPTIONS])
 def test_same_tokens(name, model, tokenizer, prompts, expected, sampled) -> None:
     engine = check_schedule(model, tokenizer, prompts, expected, sampled, OPTIONS[name])
     assert engine.scheduler.num_preemptions == 0
@@ -54,7 +60,7 @@ def test_same_tokens(name, model, tokenizer, prompts, expected, sampled) -> None
         assert not any("prefill" in why for why in engine.runner.graphs.stats.fell_back)
 
 
-@pytest.mark.parametrize("name", TINY_CACHES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in TINY_CACHES])
 def test_same_tokens_when_preempted(name, model, tokenizer, prompts, expected, sampled) -> None:
     engine = check_schedule(model, tokenizer, prompts, expected, sampled, TINY_CACHES[name])
     assert engine.scheduler.num_preemptions > 0

@@ -317,14 +317,6 @@ class PassedOn(LlamaForCausalLM):
         return out
 
 
-def weighed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model.__class__ = Weighed
-
-
-def warped(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TemperatureLogitsWarper, "__call__", lambda self, ids, scores: -scores)
-
-
 def wrapped_like_trl(model: Any, asks: str) -> None:
     """A forward that computes a loss where it is asked to, on the instance, with the class's signature."""
     original = model.forward
@@ -361,8 +353,9 @@ def test_a_forward_that_wraps_the_classs(asks: str, model: Any) -> None:
 @pytest.mark.parametrize(("change", "options", "reason"), [
     (None, dict(attention_mask=BATCH["attention_mask"] * 2), "values beside 0 and 1"),
     (None, dict(attention_mask=BATCH["attention_mask"] * 0.5), "values beside 0 and 1"),
-    (weighed, {}, "Weighed.forward reads attention_mask"),
-    (warped, dict(do_sample=True, top_k=1, temperature=0.5), "TemperatureLogitsWarper.__call__ is the model's own"),
+    (lambda model, patch: setattr(model, "__class__", Weighed), {}, "Weighed.forward reads attention_mask"),
+    (lambda model, patch: patch.setattr(TemperatureLogitsWarper, "__call__", lambda self, ids, scores: -scores), dict(
+        do_sample=True, top_k=1, temperature=0.5), "TemperatureLogitsWarper.__call__ is the model's own"),
 ], ids=["mask of 2", "mask of 0.5", "forward reads the mask", "a warper patched"])
 def test_generate_falls_back(change: Any, options: dict[str, Any], reason: str, model: Any, monkeypatch: pytest.MonkeyPatch
                              ) -> None:

@@ -22,6 +22,7 @@ from quire.graph_runner.checkpoint import files_of, read_checkpoint, save_checkp
 from quire.graph_runner.weights import WeightSpec, check_specs, missing_names, state_of, write
 from tests.tiny import hf_greedy, load_model, load_tokenizer, tokens
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
 IDS = [[5, 17, 26, 3, 29], [9, 9, 21]]
 GREEDY = quire.SamplingParams(temperature=0, max_tokens=8)
 NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
@@ -439,10 +440,3 @@ def test_names_of_tied_parameters() -> None:
     model = Tied()
     assert set(state_of(model)) == {"embed.weight", "head.weight", "mix.weight", "mix.bias", "scale"}
     assert missing_names(model, ["head.weight", "mix.weight", "scale"]) == ["mix.bias"]
-
-
-def test_a_closed_engine() -> None:
-    engine = quire.Engine(load_model(num_layers=1), num_pages=16, max_num_seqs=2, max_model_len=64)
-    engine.close()
-    with pytest.raises(RuntimeError, match="the engine is closed"):
-        engine.update_weights_from_tensors({})

@@ -15,20 +15,13 @@ from peft import IA3Config, LoraConfig, get_peft_model
 
 import quire
 from quire.passes.capture.lora import check_adapters
+from tests.integrations.test_peft import fill
 from tests.tiny import GREEDY, assert_idle, hf_greedy, small_llama, tokens
 from tests.zoo.configs import SERVED, build
 
 PROMPTS = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 10, 11], [20, 21]]
 CONFIGS = {"one": LoraConfig(r=4, target_modules="all-linear"),
            "two": LoraConfig(r=8, target_modules=["q_proj", "v_proj"], use_rslora=True, lora_alpha=3)}
-
-
-def fill(model: Any, name: str, seed: int) -> None:
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for key, p in model.named_parameters():
-            if f".{name}." in key and "lora" in key:
-                p.normal_(0, 0.25)
 
 
 def adapted(model: Any) -> Any:

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("lm_eval", reason="pip install 'quire[integrations]'")
 
 import lm_eval
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 import quire
@@ -72,7 +73,7 @@ def test_the_scores_of_hflm(tmp_path, steps) -> None:
     assert lm.max_length == 128
     got = evaluate(lm, tmp_path / "quire")
     assert lm.engine.stats().prompt_tokens > 0
-    assert_idle_pages(lm)
+    assert not lm.engine.has_unfinished and not lm.engine.requests
     lm.close()
     model = quire.paged(model_of(2), **OPTIONS)
     assert not steps
@@ -93,14 +94,10 @@ def model_of(layers: int) -> Any:
     return model
 
 
-def assert_idle_pages(lm: QuireLM) -> None:
-    assert not lm.engine.has_unfinished and not lm.engine.requests
-
-
 def test_hflm_over_a_paged_model_is_paged(steps) -> None:
     """Its generate has stopping criteria of its own, its log-likelihoods read the logits of every token."""
     lm = HFLM(quire.paged(model_of(1), **OPTIONS), tokenizer=load_tokenizer(), backend="causal", batch_size=2)
-    requests = [instance(PROMPTS[i], {"until": ["."], "max_gen_toks": 5}) for i in (0, 1)]
+    requests = [Instance("generate_until", {}, (PROMPTS[i], {"until": ["."], "max_gen_toks": 5}), 0) for i in (0, 1)]
     texts = lm.generate_until(requests, disable_tqdm=True)
     assert steps and len(texts) == 2
     steps.clear()
@@ -118,9 +115,3 @@ def test_hflm_over_a_paged_model_is_paged(steps) -> None:
         QuireLM(lm.model, load_tokenizer(), page_size=8)
     with pytest.raises(ValueError, match="a continuation has 200 tokens; from 1 to 128 can be scored"):
         own._loglikelihood_tokens([(None, [1], [5] * 200)], disable_tqdm=True)
-
-
-def instance(*arguments: Any) -> Any:
-    from lm_eval.api.instance import Instance
-
-    return Instance(request_type="generate_until", doc={}, arguments=arguments, idx=0)

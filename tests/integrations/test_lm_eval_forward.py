@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import quire
 from quire.graph_runner.model_runner import ModelRunner
 from tests.tiny import assert_idle, hf_greedy, small_llama
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
 OPTIONS = dict(num_pages=40, max_num_seqs=4, cudagraph_capture_sizes=[])
 IDS = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 0, 0], [5, 6, 7, 8, 9]])
 _SOURCE = """
@@ -54,6 +56,20 @@ def paged(**options: Any) -> Any:
     return quire.paged(small_llama(std=0.3), **(OPTIONS | options))
 
 
+@pytest.fixture(scope="module")
+def one_model() -> Iterator[Any]:
+    made = paged()
+    yield made
+    made.generate.close()
+
+
+@pytest.fixture
+def shared(one_model) -> Any:
+    """For tests that leave it as it is."""
+    one_model.generate.warned.clear()
+    return one_model
+
+
 @torch.no_grad()
 def test_logits_come_from_the_engine(steps) -> None:
     """Also beside requests, after a change of the weights, in inference mode, and of more rows than the engine runs at once."""
@@ -89,19 +105,18 @@ def test_long_rows_in_chunks(monkeypatch, steps) -> None:
     dict(past_key_values=DynamicCache()), dict(output_hidden_states=True), dict(output_attentions=True), dict(use_cache=True),
     dict(logits_to_keep=1)], ids=lambda given: next(iter(given)))
 @torch.no_grad()
-def test_calls_with_more_than_ids_are_the_forward(given, steps) -> None:
-    model = paged()
+def test_calls_with_more_than_ids_are_the_forward(given, shared, steps) -> None:
     with pytest.warns(UserWarning, match=f"not paged, because it was given {next(iter(given))}"):
-        got = LM_EVAL["logits"](model, IDS, **given)
+        got = LM_EVAL["logits"](shared, IDS, **given)
     if "past_key_values" in given:
         given = dict(past_key_values=DynamicCache())
     assert torch.equal(got, small_llama(std=0.3)(IDS, **given).logits) and not steps
 
 
 @torch.no_grad()
-def test_whoever_may_see_more_than_logits_gets_the_forward(steps) -> None:
+def test_whoever_may_see_more_than_logits_gets_the_forward(shared, steps) -> None:
     """The cache of the result, which ``use_cache`` makes by default, must be there for those who go on with it."""
-    model, plain = paged(), small_llama(std=0.3)
+    model, plain = shared, small_llama(std=0.3)
     want = plain(IDS)
     kept, past = LM_EVAL["result"](model, IDS), LM_EVAL["past"](model, IDS)
     assert torch.equal(kept.logits, want.logits)
@@ -177,8 +192,8 @@ def test_an_engine_with_other_numbers(options, why, steps) -> None:
     assert not steps
 
 
-def test_modes_of_the_caller(steps) -> None:
-    model, plain = paged(), small_llama(std=0.3)
+def test_modes_of_the_caller(shared, steps) -> None:
+    model, plain = shared, small_llama(std=0.3)
     with pytest.warns(UserWarning, match="because gradients are wanted"):
         assert LM_EVAL["logits"](model, IDS).requires_grad
     with torch.no_grad():

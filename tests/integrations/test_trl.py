@@ -144,12 +144,7 @@ def test_options_of_a_rollout() -> None:
 
 
 def test_a_rollout_of_a_model_that_is_not_paged() -> None:
-    class Trainer:
-        model = load_model(num_layers=1)
-        args = None
-
-        class accelerator:
-            unwrap_model = staticmethod(lambda model: model)
-
+    trainer = SimpleNamespace(model=load_model(num_layers=1), args=None,
+                              accelerator=SimpleNamespace(unwrap_model=lambda model: model))
     with pytest.raises(ValueError, match="the trainer's model is not paged; make the trainer with model=quire.paged"):
-        rollout_func(["a"], Trainer)
+        rollout_func(["a"], trainer)

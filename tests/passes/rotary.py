@@ -31,10 +31,6 @@ def partial(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat([plain(x[..., :size], cos, sin), x[..., size:]], dim=-1)
 
 
-def widened(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return (sin * rotate_half(x) + cos * x).to(x.dtype)
-
-
 def uneven(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # not halves
     return x * cos + torch.cat((-x[..., 2:], x[..., :2]), dim=-1) * sin
 
@@ -129,35 +125,41 @@ class Rotary(nn.Module):
         return (out, k) if self.keys_too else out
 
 
-def run(model: nn.Module, fusions: str, compiler: str = "eager", attention: str = "torch_native"
-        ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """(lowered graph, result, keys cached) of two ragged rows of 9 and 4 tokens."""
+def runs(model: nn.Module, *fusions: str, compiler: str = "eager", attention: str = "torch_native"
+         ) -> list[tuple[Any, torch.Tensor, torch.Tensor]]:
+    """(lowered graph, result, keys cached) of two ragged rows of 9 and 4 tokens, with each set of fusions on one trace."""
     torch._dynamo.reset()
-    backend, x = QuireBackend(QuireOptions(compiler=compiler, fusions=fusions)), torch.randn(
+    backend, x = QuireBackend(QuireOptions(compiler=compiler)), torch.randn(
         1, 13, HIDDEN, generator=torch.Generator().manual_seed(1)).to(next(model.parameters()).dtype)
     meta = CommonAttentionMetadata.build([9, 4], [9, 4], [[1, 2, 3], [4]], page_size=4)
+    found = []
     with torch.no_grad():
         torch._dynamo.mark_dynamic(x, 1)
         positions = meta.positions[None]
         torch._dynamo.mark_dynamic(positions, 1)
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         compiled(x, positions)
-        cache = PagedKVCache.for_sites(backend.graphs[0].sites, num_pages=6, page_size=4, device="cpu")
-        step = Step(cache, meta, attention=attention)
-        with running(step):
-            out = compiled(x, positions)
-    return backend.graphs[0].compiled(step).lowered, out[0] if isinstance(out, tuple) else out, cache.k[0]
+        (graph,) = backend.graphs
+        for names in fusions:
+            graph.options = QuireOptions(compiler=compiler, fusions=names)
+            graph.compilations.clear()
+            cache = PagedKVCache.for_sites(graph.sites, num_pages=6, page_size=4, device="cpu")
+            step = Step(cache, meta, attention=attention)
+            with running(step):
+                out = compiled(x, positions)
+            found.append((graph.compiled(step).lowered, out[0] if isinstance(out, tuple) else out, cache.k[0]))
+    return found
 
 
 def matches(model: nn.Module) -> int:
-    lowered = run(model, "none")[0]
+    ((lowered, _, _),) = runs(model, "none")
     return fuse_rope(Fusion(lowered.gm, backend=lowered.target.backend))
 
 
-def same(model: nn.Module) -> Any:
+def same(model: nn.Module, fusions: str = "rope") -> Any:
     """The fused graph, whose numbers are those of the plain one. float32: two products and a sum of numbers of order 1, then
     attention over 9 of them."""
-    (_, wanted, keys), (lowered, got, new_keys) = run(model, "none"), run(model, "rope")
+    (_, wanted, keys), (lowered, got, new_keys) = runs(model, "none", fusions)
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
     torch.testing.assert_close(new_keys, keys, atol=1e-6, rtol=0)
     assert keys.flatten(2).any(-1).sum() == 13

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import textwrap
 from dataclasses import replace
@@ -93,6 +94,8 @@ Mamba2ForCausalLM: 0 attention sites refused: mamba2 has layers of type ['linear
 keep state that is not keys and values (SSM, convolution, linear attention), which a packed batch
 would leak between sequences. quire serves ['chunked_attention', 'full_attention',
 'sliding_attention'].""")
+    with pytest.raises(quire.UnsupportedAttention, match="keep state that is not keys and values"):
+        quire.assert_attention_sites(mamba2, "layer")
 
 
 def test_explain_no_backend_fits(gemma2) -> None:
@@ -115,7 +118,8 @@ def test_explain_a_model_in_training_mode(llama) -> None:
         llama.eval()
 
 
-def test_assert_attention_sites(llama, gemma2) -> None:
+def test_assert_attention_sites(llama, gemma2, monkeypatch) -> None:
+    monkeypatch.setattr("quire.passes.explain.attention_sites", functools.cache(attention_sites))  # which traces the model
     table = attention_sites(llama)
     quire.assert_attention_sites(llama, table)
     indented = "\n\n" + "".join(f"        {line}\n" for line in table.splitlines()) + "\n  "
@@ -141,8 +145,3 @@ layer  module                    route      needs               scale
         quire.assert_attention_sites(gemma2, table)
     with pytest.raises(AssertionError, match=r"(?s)\+layer .*The table is now:\nlayer "):
         quire.assert_attention_sites(llama, "")
-
-
-def test_assert_attention_sites_refused(mamba2) -> None:
-    with pytest.raises(quire.UnsupportedAttention, match="keep state that is not keys and values"):
-        quire.assert_attention_sites(mamba2, "layer")

@@ -38,7 +38,7 @@ def test_many_models_in_one_process() -> None:
 def test_numbers_that_differ_between_models_stay_numbers() -> None:
     """Dynamo makes a symbol of an attribute that it has seen with another value; scales and windows must be constants."""
     for head_dim, window in [(16, 8), (8, 4), (32, 6)]:
-        options = {**SERVED["mistral"].options, "head_dim": head_dim, "sliding_window": window}
+        options = {**SERVED["mistral"].options, "head_dim": head_dim, "sliding_window": window, "num_hidden_layers": 1}
         for site in find_sites(build(Served("MistralConfig", options))):
             assert (site.scale, site.window, site.head_dim) == (head_dim**-0.5, window, head_dim)
             assert isinstance(site.scale, float) and isinstance(site.window, int)
@@ -49,6 +49,11 @@ def test_no_cache_of_transformers_in_the_trace() -> None:
     model = PagedModel(build(SERVED["granitemoe"]), EAGER)
     joined = [n for n in model.graph.gm.graph.nodes if n.target is torch.cat and n.kwargs.get("dim") == -2]
     assert joined == []  # a cache appends keys along the tokens
+
+
+def llama() -> nn.Module:
+    """One layer of it."""
+    return build(Served("LlamaConfig", {**SERVED["llama"].options, "num_hidden_layers": 1}))
 
 
 class OwnModel(Tiny):
@@ -71,8 +76,8 @@ def test_the_model_is_left_as_it_was_when_it_is_refused() -> None:
         PagedModel(model, EAGER)
     assert model.training
     # Dynamo wraps it in pages of text.
-    model = build(SERVED["llama"])
-    model.model.layers[1].self_attn.layer_idx = None
+    model = llama()
+    model.model.layers[0].self_attn.layer_idx = None
     with pytest.raises(UnsupportedAttention) as refused:
         PagedModel(model, EAGER)
     assert str(refused.value) == "LlamaAttention (layer None) has no integer layer_idx; quire cannot tell its KV cache."
@@ -152,7 +157,7 @@ def on_config(hook):
     (on_config(lambda config: config.rope_parameters.update(seen=1)), ""),
 ], ids=["closure", "global", "module", "rotary_closure", "rotary", "config", "rope_parameters"])
 def test_hooks_that_record_are_refused(record, what) -> None:
-    model, seen = tiny(is_causal=True) if what else build(SERVED["llama"]), []
+    model, seen = tiny(is_causal=True) if what else llama(), []
     record(model, seen)
     with pytest.raises(UnsupportedAttention, match=f"changes what outlives the call: {what}"):
         PagedModel(model, EAGER)
@@ -267,7 +272,7 @@ def test_eager_attention_written_by_hand_names_the_way_out() -> None:
 class Wrapped(torch.nn.Module):
     def __init__(self, forward) -> None:
         super().__init__()
-        self.inner, self.compute = build(SERVED["llama"]), forward
+        self.inner, self.compute = llama(), forward
 
     def forward(self, input_ids, position_ids, pixel_values=None):
         return self.inner(input_ids, position_ids=position_ids * self.compute(input_ids, pixel_values), use_cache=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -23,9 +24,15 @@ def own_traces() -> Iterator[None]:
     yield
 
 
+def made(name: str) -> Any:
+    """One layer of it."""
+    options = {**SERVED[name].options, "num_hidden_layers": 1}
+    return build(dataclasses.replace(SERVED[name], options={k: v for k, v in options.items() if k != "layer_types"}))
+
+
 @functools.cache
 def sites_of(name: str) -> list[AttentionSite]:
-    return find_sites(build(SERVED[name]))
+    return find_sites(made(name))
 
 
 def run(model: Any, called: Any, lengths: list[int], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +56,7 @@ def compiled(model: Any) -> Any:
 
 def test_eager_attention_is_served_by_the_interface() -> None:
     """Steps of one length, of another (traced for any by then), and of one token; outside steps the model is its own."""
-    model = build(SERVED["gemma2"])
+    model = made("gemma2")
     assert model.config._attn_implementation == "eager"
     called = compiled(model)
     got, want = run(model, called, [4, 7, 5, 1])
@@ -61,7 +68,7 @@ def test_eager_attention_is_served_by_the_interface() -> None:
 
 
 def test_a_mask_of_the_call_is_not_dropped() -> None:
-    model = build(SERVED["gemma2"])
+    model = made("gemma2")
 
     def mask(n: int) -> torch.Tensor:
         return torch.tensor([[0] + [1] * (n - 1)])
@@ -70,16 +77,16 @@ def test_a_mask_of_the_call_is_not_dropped() -> None:
         run(model, compiled(model), [4], attention_mask=mask)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_a_hook_that_runs_uncompiled_is_refused_at_the_first_step(name: str) -> None:
-    model = build(SERVED[name])
+    model = made(name)
     model.register_forward_hook(lambda module, args, out: out)
     with pytest.raises(UnsupportedAttention, match="compiled in parts"):
-        run(build(SERVED[name]), compiled(model), [4])
+        run(made(name), compiled(model), [4])
 
 
 def test_kinds_of_tokens_are_refused_in_an_uncompiled_step() -> None:
     """Transformers makes masks of them, which the interface does not see."""
-    model = build(SERVED["gemma3"])
+    model = made("gemma3")
     with pytest.raises(UnsupportedAttention, match="mm_token_type_ids in a paged step"):
-        run(build(SERVED["gemma3"]), quire.paged(model), [4], mm_token_type_ids=lambda n: torch.zeros(1, n))
+        run(made("gemma3"), quire.paged(model), [4], mm_token_type_ids=lambda n: torch.zeros(1, n))

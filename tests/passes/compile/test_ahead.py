@@ -30,6 +30,7 @@ from quire.passes.compile.ahead import CompileAhead, StepShape, as_inductor_will
 from quire.passes.options import QuireOptions
 from tests.tiny import load_model
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
 ROOT = Path(__file__).resolve().parents[3]
 WIDTH, CPU = 8, torch.device("cpu")
 TARGET = ("cuda", 90, 32)
@@ -89,7 +90,7 @@ def test_what_is_noted_is_what_steps_launch(layout: Any, monkeypatch: pytest.Mon
     from quire.attn_ops.kernels import kv_write
 
     monkeypatch.setattr(schedule, "config", lambda: schedule.ScheduleConfig(16))  # keys per part: contexts are short here
-    model = load_model()
+    model = load_model(num_layers=3)
     ahead = CompileAhead([], ("cuda", 90, 32), 1)
     noted: dict[StepShape, set[Launch]] = {}
     shapes = [StepShape(3, 3, WIDTH), StepShape(1, 1, WIDTH), StepShape(9, 3, WIDTH), StepShape(12, 1, WIDTH)]
@@ -360,6 +361,7 @@ def test_without_inductors_private_functions(monkeypatch: pytest.MonkeyPatch, ca
     as_inductor_will(torch.device("cuda", 0))
     monkeypatch.setitem(sys.modules, "torch._inductor.runtime", None)  # as if a later torch had no such module
     as_inductor_will(torch.device("cuda", 0))
+    assert CompileAhead.for_device([], CPU) is None
     # Without a GPU, asking the driver fails: kernels are compiled at their launch, then.
     monkeypatch.setenv("QUIRE_COMPILE_WORKERS", "2")
     monkeypatch.setattr("torch.cuda.device", fail)
@@ -379,34 +381,34 @@ def test_nothing_is_started_when_all_is_waited_for(workers: list[Any], monkeypat
     assert not workers
 
 
-@pytest.mark.parametrize("dropped", ["del ahead", "sys.exit(3)"])
-def test_no_process_outlives_its_owner(dropped: str) -> None:
+def test_no_process_outlives_its_owner() -> None:
+    """Dropped, or still there when Python ends."""
     script = f"""
 import subprocess, sys
 import torch
 import quire.passes.compile.ahead as module
-popen = subprocess.Popen
+popen, started = subprocess.Popen, []
 def start(command, **options):
-    process = popen([sys.executable, "-c", "import time; time.sleep(600)"], **options)
-    print(process.pid, flush=True)
-    return process
+    started.append(popen([sys.executable, "-c", "import time; time.sleep(600)"], **options))
+    print(started[-1].pid, flush=True)
+    return started[-1]
 subprocess.Popen = start
 module.tuning.launches = lambda *args: {{module.Launch("m", "n", (), ())}}
-ahead = module.CompileAhead([], {TARGET}, 1)
-ahead.start_tuning(set(), torch.device("cpu"))
-{dropped}
+def begin():
+    ahead = module.CompileAhead([], {TARGET}, 1)
+    ahead.start_tuning(set(), torch.device("cpu"))
+    return ahead
+begin()
+assert started[0].wait(60) < 0
+ahead = begin()
+sys.exit(3)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False, timeout=120,
                           env={**os.environ, "QUIRE_TUNE": "1"})
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(done.stdout), 0)
-
-
-def test_only_where_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_COMPILE_WORKERS", "0")
-    monkeypatch.setattr("quire.passes.compile.ahead.as_inductor_will", lambda device: None)
-    assert CompileAhead.for_device([], torch.device("cpu")) is None
-    assert CompileAhead.for_device([], torch.device("cuda")) is None
+    assert done.returncode == 3, done.stderr
+    for pid in done.stdout.split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
 
 
 def test_kernels_keep_their_names_when_inductor_comes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from quire.passes.compile.regions import copies
 from quire.passes.fake_values import fake_input
 from tests.passes.models import HIDDEN, Attention, Tiny, served, trace
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
 TOLERANCE = 1e-5  # float32, sums of up to 22 numbers of order 1; eps is 1.2e-7
 
 

@@ -14,6 +14,8 @@ from quire.passes.fake_values import fake_input
 from quire.passes.fx import placeholders, value
 from tests.passes.models import served, tiny, trace
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+
 
 def assuming(*conditions: Any) -> Any:
     """A compiler that decides something by the number of tokens while it compiles."""

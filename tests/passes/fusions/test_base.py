@@ -17,6 +17,8 @@ from quire.passes.options import QuireOptions
 from tests.steps import in_one_step
 from tests.tiny import assert_unchanged, load_model, snapshot
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+
 IDS = torch.arange(3, 12)
 
 

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from quire.attn_ops.ops.lora import lora_expand
 from quire.passes.fusions.lora import fuse_lora
 from quire.passes.fusions.projections import fuse_projections
 from quire.passes.fx import LINEAR, is_function
+from tests.passes.fusions import test_lora_group as lora_group
+from tests.passes.fusions.test_lora_group import RANK, WIDTH
 from tests.passes.models import after
-
-WIDTH, RANK = 32, 4
 
 
 class Adapted(nn.Linear):
@@ -31,17 +30,10 @@ class Adapted(nn.Linear):
         return super().forward(x) + self.b(self.a(self.drop(x))) * self.scaling
 
 
-class Layer(nn.Module):
+class Layer(lora_group.Layer):
     def __init__(self, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.q, self.k, self.v = Adapted(48, 2.0, **options), Adapted(16, 0.5, **options), Adapted(16, 1.0, **options)
-        self.o = Adapted(WIDTH, 0.3, **options)
-        self.to(dtype).eval()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.q(x), self.k(x), self.v(x)
-        return x + self.o(F.pad(k * v, (0, 16)) + q[..., :32]).to(x.dtype)
+        super().__init__(Adapted, **options)
+        self.to(dtype)
 
 
 def fused(model: nn.Module) -> tuple[int, Counter, torch.Tensor, torch.Tensor]:
@@ -68,32 +60,27 @@ def test_layers_with_adapters(options) -> None:
         assert id(p) == before[name][0] and torch.equal(p, before[name][1])
 
 
-class Read(Layer):
+def read(m: Layer, x: torch.Tensor) -> torch.Tensor:
     """The second half of q's adapter is read elsewhere."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        added = self.q.b(self.q.a(x)) * 2.0
-        return nn.Linear.forward(self.q, x) + added + added.sum()
+    added = m.q.b(m.q.a(x)) * 2.0
+    return nn.Linear.forward(m.q, x) + added + added.sum()
 
 
-class InPlace(Layer):
+def in_place(m: Layer, x: torch.Tensor) -> torch.Tensor:
     """The product changes before it is added."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        base = nn.Linear.forward(self.q, x)
-        added = self.q.b(self.q.a(x)) * 2.0
-        base.mul_(2)
-        return base + added
+    base = nn.Linear.forward(m.q, x)
+    added = m.q.b(m.q.a(x)) * 2.0
+    base.mul_(2)
+    return base + added
 
 
-class Tied(Layer):
+def tied(m: Layer, x: torch.Tensor) -> torch.Tensor:
     """One B for two layers."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.Linear.forward(self.k, x) + self.k.b(self.k.a(x)) + (nn.Linear.forward(self.v, x) + self.k.b(self.v.a(x)))
+    return nn.Linear.forward(m.k, x) + m.k.b(m.k.a(x)) + (nn.Linear.forward(m.v, x) + m.k.b(m.v.a(x)))
 
 
-@pytest.mark.parametrize("model", [Read(), InPlace(), Tied(), Layer(torch.float32), Layer(rank=129)],
+@pytest.mark.parametrize("model", [*(lora_group.layer(forward, Layer) for forward in (read, in_place, tied)),
+                                   Layer(torch.float32), Layer(rank=129)],
                          ids=["read elsewhere", "written in place", "tied", "float32", "a large rank"])
 def test_what_is_left_alone(model) -> None:
     matches, ops, got, want = fused(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ class Chosen(Adapted):
 
 
 class Layer(nn.Module):
-    def __init__(self, kind: type[Adapted] = Adapted, **options: int) -> None:
+    def __init__(self, kind: Callable[..., nn.Module] = Adapted, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.q, self.k, self.v = kind(48, 2.0, **options), kind(16, 0.5, **options), kind(16, 1.0, **options)
@@ -59,7 +60,7 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.q(x), self.k(x), self.v(x)
-        return x + self.o(torch.nn.functional.pad(k * v, (0, 16)) + q[..., :32])
+        return x + self.o(torch.nn.functional.pad(k * v, (0, 16)) + q[..., :32]).to(x.dtype)
 
 
 def rewritten(model: nn.Module, *passes: Callable[[Fusion], int]) -> tuple[list[int], fx.Graph, torch.Tensor, torch.Tensor]:
@@ -106,36 +107,36 @@ def test_layers_with_one_input(kind, names) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=float(want.abs().max()) * 2**-8)  # a product of another shape
 
 
-class Early(Layer):
+def early(m: Layer, x: torch.Tensor) -> torch.Tensor:
     """k's base needs q's result: they cannot be computed together."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = self.q(x)
-        k = nn.Linear.forward(self.k, x) * q.sum(-1, keepdim=True)
-        adapted = self.k.b[0](self.k.a[0](x.to(torch.float32))) * 0.5
-        return q[..., :16] + (k + adapted).to(torch.bfloat16)
+    q = m.q(x)
+    k = nn.Linear.forward(m.k, x) * q.sum(-1, keepdim=True)
+    adapted = m.k.b[0](m.k.a[0](x.to(torch.float32))) * 0.5
+    return q[..., :16] + (k + adapted).to(torch.bfloat16)
 
 
-class InPlace(Layer):
+def in_place(m: Layer, x: torch.Tensor) -> torch.Tensor:
     """x changes between two layers that read it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.clone()
-        q = self.q(x)
-        x.mul_(2)
-        return q[..., :16] + self.k(x)
+    x = x.clone()
+    q = m.q(x)
+    x.mul_(2)
+    return q[..., :16] + m.k(x)
 
 
-class Read(Layer):
+def read(m: Layer, x: torch.Tensor) -> torch.Tensor:
     """An adapter's product is read elsewhere too."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        added = self.k.b[0](self.k.a[0](x.to(torch.float32))) * 0.5
-        return (nn.Linear.forward(self.k, x) + added).to(torch.bfloat16) + added.sum().to(torch.bfloat16)
+    added = m.k.b[0](m.k.a[0](x.to(torch.float32))) * 0.5
+    return (nn.Linear.forward(m.k, x) + added).to(torch.bfloat16) + added.sum().to(torch.bfloat16)
 
 
-@pytest.mark.parametrize(("model", "groups"), [(Early(), 2), (InPlace(), 2), (Read(), 0), (Layer(rank=MAX_RANK + 1), 0)],
-                         ids=["one needs the other", "written in place", "read elsewhere", "a large rank"])
+def layer(forward: Callable[..., torch.Tensor], of: type[nn.Module] = Layer, **options: Any) -> Any:
+    """A layer of that class with another forward."""
+    return type(forward.__name__, (of,), {"forward": forward})(**options)
+
+
+@pytest.mark.parametrize(("model", "groups"), [
+    (layer(early), 2), (layer(in_place), 2), (layer(read), 0), (Layer(rank=MAX_RANK + 1), 0)],
+    ids=["one needs the other", "written in place", "read elsewhere", "a large rank"])
 def test_what_is_not_computed_together(model, groups) -> None:
     matches, ops, got, want = fused(model)
     assert matches == ops["group"] == groups

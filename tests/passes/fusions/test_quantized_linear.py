@@ -21,6 +21,7 @@ from tests.passes.models import Tiny, inputs, tiny
 from tests.steps import in_one_step
 from tests.tiny import load_model
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
 torchao = pytest.importorskip("torchao.quantization")
 
 
@@ -50,9 +51,8 @@ def close(model: nn.Module, paged: PagedModel, sequences: list[torch.Tensor]) ->
 
 
 @pytest.mark.parametrize("config, compiler", [
-    ("Int8WeightOnlyConfig", "inductor"), ("Float8WeightOnlyConfig", "eager"),
-    pytest.param("Int8WeightOnlyConfig", "eager", marks=pytest.mark.slow),
-    pytest.param("Float8WeightOnlyConfig", "inductor", marks=pytest.mark.slow)])
+    ("Int8WeightOnlyConfig", "eager"), ("Float8WeightOnlyConfig", "eager"),
+    *(pytest.param(c, "inductor", marks=pytest.mark.slow) for c in ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig"))])
 def test_logits(config: str, compiler: str) -> None:
     """Those of torchao's own layers, up to the rounding of float16 (it rounds before the scale too); also after an update."""
     model = quantized(config)
@@ -82,7 +82,7 @@ def test_weights_with_a_scale_of_the_activations_are_left_to_torchao() -> None:
     paged.close()
 
 
-@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", pytest.param("Float8WeightOnlyConfig", marks=pytest.mark.slow)])
 def test_siblings_are_one_layer_and_stored_once(config: str) -> None:
     """q/k/v, and gate/up with SwiGLU: their codes and their scales become views, and memory of their own at the end."""
     model = load_model(dtype=torch.float16, num_layers=3)

@@ -11,11 +11,13 @@ from expecttest import assert_expected_inline
 from torch._inductor.utils import run_and_get_code
 
 from tests.passes.models import changes, listing
-from tests.passes.rotary import Rotary, matches, run, same
+from tests.passes.rotary import Rotary, matches, runs, same
+
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
 
 
 def test_before_and_after() -> None:
-    before, after = (listing(run(Rotary(), f)[0].gm.graph) for f in ("none", "rope"))
+    before, after = (listing(lowered.gm.graph) for lowered, _, _ in runs(Rotary(), "none", "rope"))
     assert_expected_inline(changes(before, after), """\
 -to = to(cos, torch.float32)
 -unsqueeze = unsqueeze(to, 1)
@@ -53,8 +55,9 @@ def test_before_and_after() -> None:
 
 def test_norms_go_along() -> None:
     """Both norms with one eps leave the graph; of two kinds, they stay, and only the rotation goes."""
-    assert "rsqrt" not in listing(run(Rotary(norms=(1e-6, 1e-6)), "rope")[0].gm.graph)
-    assert listing(run(Rotary(norms=(1e-6, 1e-2)), "rope")[0].gm.graph).count(" = rsqrt(") == 2
+    for eps, left in ((1e-6, 0), (1e-2, 2)):
+        ((lowered, _, _),) = runs(Rotary(norms=(1e-6, eps)), "rope")
+        assert listing(lowered.gm.graph).count(" = rsqrt(") == left
     # After the rotation, only what the op made is replaced: the keys that the model returns are still computed.
     model = Rotary(norms=(1e-6, 1e-6), norm_after=True, keys_too=True)
     assert matches(model) == 1
@@ -66,8 +69,8 @@ def test_norms_go_along() -> None:
 def test_inductor_does_not_copy_the_cache() -> None:
     """Two ops write the cache of a layer, one after the other, and both in place."""
     with torch._inductor.config.patch(force_disable_caches=True):
-        (_, out, keys), code = run_and_get_code(run, Rotary(), "rope", "inductor")
-    _, wanted, wanted_keys = run(Rotary(), "none")
+        ((_, out, keys),), code = run_and_get_code(runs, Rotary(), "rope", compiler="inductor")
+    ((_, wanted, wanted_keys),) = runs(Rotary(), "none")
     torch.testing.assert_close(out, wanted, atol=1e-5, rtol=0)
     torch.testing.assert_close(keys, wanted_keys, atol=1e-6, rtol=0)
     paged = next(c for c in code if "rope_kv_write" in c)

@@ -55,7 +55,6 @@ return (getitem_1,)""")
     assert count == 1 and torch.equal(gm(ROWS)[0], ROWS.topk(3)[1]), "unsorted may be sorted"
 
 
-
 @pytest.mark.parametrize("f, x", [
     (lambda x: x.topk(3, dim=0), ROWS), (lambda x: x.topk(3, largest=False), ROWS), (lambda x: x.topk(17), torch.randn(2, 40)),
     (lambda x: x.topk(2), torch.randn(2, 513)), (lambda x: x.topk(2), ROWS.double()), (lambda x: x.sort(-1), ROWS),

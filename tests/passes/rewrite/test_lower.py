@@ -22,6 +22,7 @@ from quire.passes.options import QuireOptions
 from quire.passes.verify.sites import site_nodes
 from tests.passes.models import HIDDEN, Attention, Tiny, changes, inputs, listing, served, tiny, trace
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
 TOLERANCE = 1e-5  # float32, sums of up to 22 numbers of order 1; eps is 1.2e-7
 
 

@@ -34,14 +34,6 @@ def scaled(x: torch.Tensor) -> torch.Tensor:
     return x * torch.log1p(torch.floor((positions.float() + 1.0) / 3)).view(1, -1, 1).expand(1, -1, 1)
 
 
-def as_floats(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.arange(0, x.shape[1], dtype=torch.float32)[None, :, None].cos()
-
-
-def as_half(x: torch.Tensor) -> torch.Tensor:
-    return x + torch.arange(x.shape[1], dtype=torch.int32).unsqueeze(-1).to(x.dtype).sin()
-
-
 def picks(x: torch.Tensor) -> torch.Tensor:
     flat = x.flatten(0, 1)
     return flat[torch.arange(flat.shape[0]), flat.argmax(-1)][None, :, None] + x
@@ -61,18 +53,10 @@ def both(x: torch.Tensor) -> torch.Tensor:
     return x[:, rows] * rows[None, :, None]
 
 
-def from_one(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.arange(1, x.shape[1] + 1)[None, :, None]
-
-
 def offsets(x: torch.Tensor) -> torch.Tensor:
     """Rows of a flattened tensor, by a number computed from the row's."""
     flat = x.repeat_interleave(2, dim=1).flatten(0, 1)
     return x + flat[torch.arange(x.shape[1]) * 2 + 1]
-
-
-def table(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.linspace(1, 2, 64)[torch.arange(x.shape[1]).clamp(max=63)][None, :, None]
 
 
 def traced(model: nn.Module) -> tuple[fx.GraphModule, Any, list[Any]]:
@@ -85,7 +69,11 @@ def aranges(gm: fx.GraphModule) -> int:
     return sum(n.target is torch.arange for n in gm.graph.nodes)
 
 
-@pytest.mark.parametrize("compute", [scaled, as_floats, as_half, table])
+@pytest.mark.parametrize("compute", [
+    scaled, lambda x: x * torch.arange(0, x.shape[1], dtype=torch.float32)[None, :, None].cos(),
+    lambda x: x + torch.arange(x.shape[1], dtype=torch.int32).unsqueeze(-1).to(x.dtype).sin(),
+    lambda x: x * torch.linspace(1, 2, 64)[torch.arange(x.shape[1]).clamp(max=63)][None, :, None],
+], ids=["scaled", "floats", "integers", "table"])
 def test_numbers_become_positions(compute: Any) -> None:
     model = Model(compute).eval()
     gm, tokens, inputs = traced(model)
@@ -110,8 +98,9 @@ def test_what_picks_rows_stays(compute: Any, reads: bool) -> None:
     assert use_given_positions(gm, tokens) == 0 and aranges(gm) == 1
 
 
-@pytest.mark.parametrize(("compute", "why"), [(both, "both to compute and to pick rows"), (from_one, "other than 0, 1, 2"),
-                                              (offsets, "both to compute and to pick rows")])
+@pytest.mark.parametrize(("compute", "why"), [
+    (both, "both to compute and to pick rows"), (offsets, "both to compute and to pick rows"),
+    (lambda x: x * torch.arange(1, x.shape[1] + 1)[None, :, None], "other than 0, 1, 2")])
 def test_refused(compute: Any, why: str) -> None:
     gm, tokens, _ = traced(Model(compute).eval())
     with pytest.raises(UnsupportedAttention, match=why):

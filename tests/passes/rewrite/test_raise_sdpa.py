@@ -17,6 +17,7 @@ from quire.passes.rewrite.raise_sdpa import find_sdpa, raise_sdpa
 from quire.passes.verify.sites import site_nodes
 from tests.passes.models import DIM, HIDDEN, Attention, Tiny, served, tiny, trace
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
 # Both sides compute in float32, in sums of up to 22 numbers of order 1; eps is 1.2e-7. A wrong mask gives 1e-1.
 TOLERANCE = 1e-5
 

@@ -149,6 +149,11 @@ def test_a_weight_that_cannot_be_multiplied_is_named() -> None:
 def test_a_layer_that_settles_the_number_of_tokens_is_refused() -> None:
     with pytest.raises(UnsupportedAttention, match="an operation takes the length of the row as a plain number"):
         PagedModel(quantized("23"), QuireOptions(compiler="eager"))
+
+
+@pytest.mark.slow
+def test_a_layer_that_settles_it_when_it_is_compiled_is_refused() -> None:
+    """By Inductor, which runs the layer's own code; tests/passes/compile/test_size_guards.py has a compiler that does it."""
     model = quantized("23 when compiled")
     with pytest.raises(UnsupportedAttention, match="compiling the model settled a size that changes from batch to batch"):
         PagedModel(model, QuireOptions(page_size=4, attention="torch_native"))

@@ -20,10 +20,11 @@ from transformers import LogitsProcessorList, Phi3Config, Phi3ForCausalLM, Stopp
 
 import quire
 from quire.graph_runner.lockstep import Rows
-from tests.graph_runner.test_mixed_windows import assert_all_free, poison
+from tests.graph_runner.test_window_pages import assert_all_free, poison
 from tests.tiny import assert_idle, small_llama
 from tests.zoo.configs import SERVED, build
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
 PAGE = 4
 OPTIONS: dict[str, Any] = dict(page_size=PAGE, num_pages=121, max_num_seqs=12, max_model_len=200, cudagraph_capture_sizes=[])
 SCORES = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
@@ -122,7 +123,7 @@ def test_prompts_share_their_pages(pair) -> None:
 
 
 def test_beams_beside_other_requests(pair, batch) -> None:
-    """A stream goes on while beams run; after an error in a processor too."""
+    """A stream goes on while beams run; after an error in a processor too, which is the caller's, of beams or not."""
     model, params = pair[1], quire.SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     engine, width = model.generate.engine, batch["input_ids"].shape[1]
     prompts = [list(range(5, 60)), list(range(2, 64))]
@@ -140,8 +141,9 @@ def test_beams_beside_other_requests(pair, batch) -> None:
         if turn == 3:
             assert torch.equal(model.generate(**batch, num_beams=3, max_new_tokens=12), beams)
         if turn == 9:
-            with pytest.raises(KeyError, match="mine"):
-                model.generate(**batch, num_beams=3, max_new_tokens=12, logits_processor=[fails])
+            for num_beams in (3, 1):
+                with pytest.raises(KeyError, match="mine"):
+                    model.generate(**batch, num_beams=num_beams, max_new_tokens=12, logits_processor=[fails])
     assert got == want
     assert_idle(engine)
 
