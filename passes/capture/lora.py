@@ -99,6 +99,8 @@ def _unknown(layer: Any) -> str | None:
     for name in layer.lora_A:
         if (why := _more_than_matrices(layer, name)) is not None:
             return f"has an adapter {name!r} {why}"
+        if not isinstance(layer.scaling[name], (int, float)):
+            return f"has an adapter {name!r} whose scaling is a tensor (prepare_model_for_compiled_hotswap makes it one)"
     return None
 
 

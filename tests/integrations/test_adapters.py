@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("peft", reason="pip install 'quire[integrations]'")
 
 from peft import IA3Config, LoraConfig, get_peft_model
+from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 
 import quire
 from quire.passes.capture.lora import check_adapters
@@ -217,6 +218,16 @@ def test_adapters_that_are_refused(config, message) -> None:
     model = small_llama(tie_word_embeddings=False)
     get_peft_model(model, config)
     with pytest.raises(ValueError, match=message):
+        check_adapters(model)
+
+
+def test_a_scaling_that_is_a_tensor_is_refused() -> None:
+    """For hot swaps PEFT makes the scaling a tensor, which may change in place: a constant of the trace would go stale."""
+    model = small_llama()
+    peft = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    check_adapters(model)
+    prepare_model_for_compiled_hotswap(peft, target_rank=8)
+    with pytest.raises(ValueError, match="q_proj has an adapter 'default' whose scaling is a tensor.*set_adapter chooses one"):
         check_adapters(model)
 
 
