@@ -116,7 +116,7 @@ class LiveModel:
         if runner.window_reach is not None and pages is not None:
             scheduler.windows = WindowPages(runner.window_reach, pages, self.config.page_size)
         if scheduler.prefixes is not None:
-            scheduler.prefixes.windows = scheduler.windows
+            scheduler.prefixes.windows, scheduler.prefixes.others = scheduler.windows, runner.paged.other_tensors
         return length
 
     def trace_again(self, change: str, own_adapters: bool = False) -> None:
