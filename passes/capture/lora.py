@@ -155,8 +155,9 @@ def _dora(dora: Any, x: torch.Tensor, *, lora_A: Any, lora_B: Any, scaling: floa
 
 
 def _forward(layer: Any, names: list[str], doras: list[str], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if x.dim() == 2:  # the tokens without the batch's dimension, as opt's MLP has them
-        return _forward(layer, names, doras, x[None], *args, **kwargs)[0]
+    if x.dim() != 3:  # without the batch's dimension, as in opt's MLP, or with one more, as DeepSeek-V3's latents
+        rows = _forward(layer, names, doras, x.flatten(0, -2)[None], *args, **kwargs)[0]
+        return rows.view(*x.shape[:-1], rows.shape[-1])
     base = layer.base_layer(x, *args, **kwargs)
     a, b, scaling, bits = [], [], [], []
     if layer.merged_adapters:  # read, so that a merge is noticed and the model traced again

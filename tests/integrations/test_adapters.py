@@ -161,9 +161,11 @@ def test_active_adapters_that_no_request_can_have(which, caplog) -> None:
 
 
 @pytest.mark.slow
-def test_layers_that_get_tokens_without_a_batch() -> None:
-    """opt's MLP flattens the batch into the tokens before its linear layers."""
-    peft = get_peft_model(build(SERVED["opt"]), LoraConfig(r=4, target_modules=["q_proj", "fc1", "fc2"]), adapter_name="one")
+@pytest.mark.parametrize(("kind", "names"), [
+    ("opt", ["q_proj", "fc1", "fc2"]), ("deepseek_v3", ["q_b_proj", "kv_b_proj"])])
+def test_layers_that_get_tokens_in_other_shapes(kind, names) -> None:
+    """opt's MLP flattens the batch into the tokens before its linear layers; DeepSeek-V3's latents have a dimension more."""
+    peft = get_peft_model(build(SERVED[kind]), LoraConfig(r=4, target_modules=names), adapter_name="one")
     model = peft.base_model.model.eval()
     fill(peft, "one", 0)
     with peft.disable_adapter():
