@@ -212,8 +212,8 @@ def weights_version(model: torch.nn.Module | None, others: Iterable[torch.Tensor
     if model is None:
         return 0
     found, modules, seen = [optimizer_steps()], [model], {model}
-    for tensor in others:
-        found += _versions(tensor)
+    for other in others:
+        found += _versions(other)
     while modules:  # several times as fast as ``model.parameters()``; waiting requests pay for it in every step
         module = modules.pop()
         for tensors in (module._parameters, module._buffers):
