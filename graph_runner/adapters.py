@@ -18,17 +18,20 @@ from quire.passes.capture.lora import active_adapters, adapter_names, check_adap
 
 #: PEFT's name for the model without adapters.
 BASE = "__base__"
+#: Why a model that was traced with the adapters of each token is traced with its own active ones: see ``active_adapters``.
+NOT_CHOSEN = "its active adapters are such as no request can have"
 
 
 def choose(made: Sequence[Request], adapter: str | None, model: torch.nn.Module, traced: TokenAdapters | None,
-           others: Iterable[Request]) -> bool:
-    """Give new requests their adapters. Returns whether the model must be traced again before they run. ``traced``: None while
-    the active adapters are those of all requests. ``others``: that have none of their own yet; they get the active ones when
-    that ends. Raises ValueError for an unknown name, or a model whose adapters cannot be chosen."""
+           others: Iterable[Request]) -> str | None:
+    """Give new requests their adapters. Returns why the model must be traced again before they run, or None. ``traced``: None
+    while the active adapters are those of all requests. ``others``: that have none of their own yet; they get the active ones
+    when that ends. Raises ValueError for an unknown name, or a model whose adapters cannot be chosen."""
     if adapter is None and traced is None:
-        return False
+        return None
     if adapter is None:
-        names = active_adapters(model)
+        if (names := active_adapters(model)) is None:
+            return NOT_CHOSEN
     else:
         check_adapters(model)
         if adapter != BASE and adapter not in (known := adapter_names(model)):
@@ -37,9 +40,9 @@ def choose(made: Sequence[Request], adapter: str | None, model: torch.nn.Module,
         names = () if adapter == BASE else (adapter,)
     _assign(made, names)
     if traced is not None and set(names).issubset(traced.names):
-        return False
+        return None
     _assign([request for request in others if request.adapters is None], active_adapters(model))
-    return True
+    return "a request came with an adapter of its own"
 
 
 def _assign(requests: Iterable[Request], names: tuple[str, ...] | None) -> None:
@@ -58,8 +61,8 @@ class TokenAdapters:
         self._model, self._device = model, device
         self.tokens = torch.zeros(max_tokens, dtype=torch.int64, device=device)
 
-    def _bits(self, names: Sequence[str]) -> int:
-        return sum(1 << self.names.index(name) for name in names)
+    def _bits(self, names: Sequence[str] | None) -> int:
+        return sum(1 << self.names.index(name) for name in names or ())
 
     def active(self) -> torch.Tensor:
         """(max_tokens,) int64: the model's active adapters for each token."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from quire.graph_runner import loading
+from quire.graph_runner.adapters import NOT_CHOSEN
 from quire.graph_runner.cast_weights import CastWeights
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.model_guard import ModelGuard, buffer_versions
@@ -17,7 +18,7 @@ from quire.graph_runner.paged_forward import own_forward
 from quire.graph_runner.scheduler import Scheduler
 from quire.graph_runner.window_pages import WindowPages, fit_requests
 from quire.passes.capture.evaluating import ChangedWhileTraced
-from quire.passes.capture.lora import can_choose, check_adapters
+from quire.passes.capture.lora import active_adapters, can_choose, check_adapters
 
 logger = logging.getLogger(__name__)
 _ATTEMPTS = 8  # to trace a model that other threads change meanwhile
@@ -83,6 +84,8 @@ class LiveModel:
             return self._stale or "torch._dynamo.reset() dropped its trace"
         if self.cast is not None and (replaced := self.cast.replaced()) is not None:
             return replaced
+        if everything and self.runner.adapters is not None and active_adapters(self.model) is None:
+            return NOT_CHOSEN
         return self._guard.change() if everything else self._guard.next_change()
 
     def refresh(self, everything: bool) -> None:
@@ -113,7 +116,7 @@ class LiveModel:
         if runner.window_reach is not None and pages is not None:
             scheduler.windows = WindowPages(runner.window_reach, pages, self.config.page_size)
         if scheduler.prefixes is not None:
-            scheduler.prefixes.windows = scheduler.windows
+            scheduler.prefixes.windows, scheduler.prefixes.others = scheduler.windows, runner.paged.other_tensors
         return length
 
     def trace_again(self, change: str, own_adapters: bool = False) -> None:

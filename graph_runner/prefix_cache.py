@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,8 +57,9 @@ class PrefixStats:
 
 
 class PrefixCache(KeptPages):
-    """Which pages hold which tokens. Follows the weights of ``model``. ``lasting``: keep pages of finished requests for later
-    ones, see NOTE [No older than the request]. ``windows``: pages of layers with a window, beside the others'; None: all layers
+    """Which pages hold which tokens. Follows the weights of ``model``, and the tensors that ``others`` gives: what it reads
+    beside its parameters and buffers. ``lasting``: keep pages of finished requests for later ones, see NOTE [No older than the
+    request]. ``windows``: pages of layers with a window, beside the others'; None: all layers
     have the same."""
 
     def __init__(self, allocator: BlockAllocator, page_size: int, model: torch.nn.Module | None = None, *,
@@ -65,6 +67,7 @@ class PrefixCache(KeptPages):
         super().__init__(allocator)
         self.page_size, self.model, self.lasting = page_size, model, lasting
         self.windows: WindowPages | None = None
+        self.others: Callable[[], Iterable[torch.Tensor]] = tuple
         self._weights = weights_version(model)
         self.stats, self.epoch = PrefixStats(), 0  # the epoch: how often it was cleared
         self._since: dict[int, int] = {}  # page -> the first step that computed something in it or before it
@@ -73,7 +76,7 @@ class PrefixCache(KeptPages):
 
     def follow_weights(self) -> None:
         """Forget all pages if the weights have changed."""
-        if (now := weights_version(self.model)) != self._weights:
+        if (now := weights_version(self.model, self.others())) != self._weights:
             self._weights = now
             self.clear()
 
@@ -199,24 +202,32 @@ def _root(request: Request) -> bytes:
     return request.root + (b"\0\0%d" % request.length_kind if request.length_kind else b"")
 
 
-def weights_version(model: torch.nn.Module | None) -> int:
-    """A number that changes when a parameter or buffer is updated in place by PyTorch, or replaced, or an optimizer steps.
+def weights_version(model: torch.nn.Module | None, others: Iterable[torch.Tensor] = ()) -> int:
+    """A number that changes when a parameter, a buffer or one of ``others`` is updated in place by PyTorch, or replaced, or an
+    optimizer steps.
 
     Not noticed: what PyTorch does not count (writes through ``p.data``, to inference tensors, and by kernels that only have an
-    address), and tensors that are neither parameters nor buffers.
+    address).
     """
     if model is None:
         return 0
     found, modules, seen = [optimizer_steps()], [model], {model}
+    for other in others:
+        found += _versions(other)
     while modules:  # several times as fast as ``model.parameters()``; waiting requests pay for it in every step
         module = modules.pop()
         for tensors in (module._parameters, module._buffers):
             for tensor in tensors.values():
                 if tensor is not None:
-                    for part in (tensor,) if type(tensor) in _PLAIN else parts(tensor):
-                        found += part.data_ptr(), 0 if part.is_inference() else part._version
+                    found += _versions(tensor)
         for child in module._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)
                 modules.append(child)
     return hash(tuple(found))
+
+
+def _versions(tensor: torch.Tensor) -> Iterator[int]:
+    for part in (tensor,) if type(tensor) in _PLAIN else parts(tensor):
+        yield part.data_ptr()
+        yield 0 if part.is_inference() else part._version

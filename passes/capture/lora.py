@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,11 +38,14 @@ def adapter_names(model: torch.nn.Module) -> list[str]:
     return sorted({name for layer in adapter_layers(model).values() for name in getattr(layer, "lora_A", ())})
 
 
-def active_adapters(model: torch.nn.Module) -> tuple[str, ...]:
-    """The adapters that the model's own forward applies."""
-    for layer in adapter_layers(model).values():
-        return () if layer.disable_adapters else tuple(sorted(layer.active_adapters))
-    return ()
+def active_adapters(model: torch.nn.Module) -> tuple[str, ...] | None:
+    """The adapters that the model's own forward applies; None where no request could have the same: ``_check_active``."""
+    layers = adapter_layers(model).values()
+    try:
+        _check_active(layers)
+    except ValueError:
+        return None
+    return next((() if layer.disable_adapters else tuple(sorted(layer.active_adapters)) for layer in layers), ())
 
 
 def can_choose(model: torch.nn.Module) -> bool:
@@ -62,14 +65,19 @@ def check_adapters(model: torch.nn.Module) -> None:
     if len(adapter_names(model)) > MAX_ADAPTERS:
         raise ValueError(f"the model has {len(adapter_names(model))} adapters, and requests can choose among {MAX_ADAPTERS} at "
                          "most; delete some")
-    states = {(layer.disable_adapters, tuple(sorted(layer.active_adapters))) for layer in layers.values()}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for path, layer in layers.items():
         why = _unknown(layer) or ("is the head, whose rows are not the tokens of a batch" if layer is head else None)
         if why is not None:
             raise ValueError(
                 f"adapters cannot be chosen for each request: {path} {why}. set_adapter chooses one for all requests")
-    if any(len(active) > 1 for _, active in states) and any(_dora_layers(layer) for layer in layers.values()):
+    _check_active(layers.values())
+
+
+def _check_active(layers: Collection[Any]) -> None:
+    """A request has a set of adapters, in all layers the same. Raises ValueError if the model's active ones are not that."""
+    states = {(layer.disable_adapters, tuple(sorted(layer.active_adapters))) for layer in layers}
+    if any(len(active) > 1 for _, active in states) and any(_dora_layers(layer) for layer in layers):
         raise ValueError("adapters cannot be chosen for each request while several are active together, of which some are "
                          "DoRA: their result depends on the order. set_adapter makes one active")
     if len(states) > 1:
@@ -91,6 +99,8 @@ def _unknown(layer: Any) -> str | None:
     for name in layer.lora_A:
         if (why := _more_than_matrices(layer, name)) is not None:
             return f"has an adapter {name!r} {why}"
+        if not isinstance(layer.scaling[name], (int, float)):
+            return f"has an adapter {name!r} whose scaling is a tensor (prepare_model_for_compiled_hotswap makes it one)"
     return None
 
 
@@ -145,8 +155,9 @@ def _dora(dora: Any, x: torch.Tensor, *, lora_A: Any, lora_B: Any, scaling: floa
 
 
 def _forward(layer: Any, names: list[str], doras: list[str], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if x.dim() == 2:  # the tokens without the batch's dimension, as opt's MLP has them
-        return _forward(layer, names, doras, x[None], *args, **kwargs)[0]
+    if x.dim() != 3:  # without the batch's dimension, as in opt's MLP, or with one more, as DeepSeek-V3's latents
+        rows = _forward(layer, names, doras, x.flatten(0, -2)[None], *args, **kwargs)[0]
+        return rows.view(*x.shape[:-1], rows.shape[-1])
     base = layer.base_layer(x, *args, **kwargs)
     a, b, scaling, bits = [], [], [], []
     if layer.merged_adapters:  # read, so that a merge is noticed and the model traced again

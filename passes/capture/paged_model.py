@@ -7,6 +7,7 @@ compiles. The interfaces of attention and experts are switched over only while t
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import types
@@ -42,7 +43,7 @@ from quire.passes.capture.side_effects import check_side_effects
 from quire.passes.capture.traced import TracedGraph
 from quire.passes.compile.ahead import CompileAhead
 from quire.passes.fusions.base import FusedWeights
-from quire.passes.fx import value, with_own_code
+from quire.passes.fx import is_module_tensor, is_stored, placeholders, source_name, value, with_own_code
 from quire.passes.options import QuireOptions
 from quire.passes.rewrite.own_positions import check_uncompiled
 from quire.passes.start_times import timed
@@ -264,6 +265,16 @@ class PagedModel:
     def sites(self) -> list[AttentionSite]:
         """The attention sites, in the order of the graph."""
         return self.graph.sites
+
+    def other_tensors(self) -> list[torch.Tensor]:
+        """What the graph reads now beside parameters and buffers: tensors that are other attributes of modules, or that hooks
+        and globals hold."""
+        found = [self.reads.now(source_name(node)) for node in self._other_inputs]
+        return [x for x in found if isinstance(x, torch.Tensor)]
+
+    @functools.cached_property
+    def _other_inputs(self) -> list[fx.Node]:
+        return [node for node in placeholders(self.graph.gm.graph) if is_stored(node) and not is_module_tensor(node)]
 
     @property
     def num_logits(self) -> int:

@@ -46,6 +46,13 @@ class Reads:
             else:
                 self._sources[source, " keys" if guard.guard_type.startswith(_KEYS) else ""] = readable(source), code
 
+    def now(self, source: str) -> Any:
+        """What an input of the graph is now, by Dynamo's name of it; None if it is gone."""
+        try:
+            return eval(_compiled(source), {"L": {"self": self._scope["self"]}, "G": self._scope["G"]})
+        except Exception:
+            return None
+
     def stored(self) -> tuple[list[str], list[tuple[str, str, str]]]:
         """What was read, for ``restore`` in another process."""
         return sorted(self.names), [(source, what, shown) for (source, what), (shown, _) in self._sources.items()]
@@ -81,6 +88,11 @@ class Reads:
                 name += "'"
             found[name] = fact
         return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(source: str) -> types.CodeType:
+    return compile(source, "<input>", "eval")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -226,3 +226,29 @@ def test_weights_that_change_while_requests_run(lasting, groups) -> None:
         while engine.has_unfinished:  # its end does not bring back its pages
             engine.step()
         assert tokens(engine.generate(groups[:2], replace(GREEDY, max_tokens=5))) == expected
+
+
+def test_tensors_beside_parameters_and_buffers(changing, groups) -> None:
+    """A steering vector: a tensor that a hook holds, or another attribute of a module. Pages kept with the old one are not
+    read."""
+    held = {"vector": torch.randn(256)}
+    first = changing.model.layers[0]
+    first.shift = torch.zeros(256)
+    first.register_forward_hook(lambda module, inputs, output: output + held["vector"] + module.shift)
+
+    def check() -> None:
+        expected = [hf_greedy(changing, p, 5) for p in groups[:2]]
+        assert tokens(engine.generate(groups[:2], replace(GREEDY, max_tokens=5))) == expected
+
+    with Engine(changing, **OPTIONS, enable_prefix_caching=True) as engine:
+        check()
+        before, runner = engine.stats().prefix_hits, engine.runner
+        check()
+        assert engine.stats().prefix_hits > before
+        held["vector"] = torch.randn(256)
+        check()
+        held["vector"].mul_(-2)
+        check()
+        first.shift = torch.randn(256)
+        check()
+        assert engine.runner is runner

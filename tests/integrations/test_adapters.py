@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("peft", reason="pip install 'quire[integrations]'")
 
 from peft import IA3Config, LoraConfig, get_peft_model
+from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 
 import quire
 from quire.passes.capture.lora import check_adapters
@@ -114,11 +115,50 @@ def test_a_life_with_adapters() -> None:
         assert tokens(engine.generate(PROMPTS[0], PARAMS, adapter="two")) == [want("two", 0)]
         assert_idle(engine)
 
+@pytest.mark.parametrize("which", ["layers", pytest.param("order", marks=pytest.mark.slow)])
+def test_active_adapters_that_no_request_can_have(which, caplog) -> None:
+    """One layer switched by hand, and DoRA beside another in the order of activation: the model's own forward has a result, and
+    requests without ``adapter=`` get it, also after others had adapters of their own; so has ``generate`` in lockstep."""
+    plain, model = small_llama(std=0.3), small_llama(std=0.3)
+    pair = [adapted(plain), adapted(model)]
+    for peft in pair:
+        peft.add_adapter("dora", LoraConfig(r=4, target_modules="all-linear", use_dora=True))
+        fill(peft, "dora", 7)
+    quire.paged(model, **OPTIONS, cudagraph_capture_sizes=[])
+    engine = model.generate.engine
+    assert tokens(engine.generate(PROMPTS[:1], PARAMS, adapter="two")) == [want("two", 0)]
+    for peft in pair:
+        if which == "layers":
+            peft.base_model.model.model.layers[0].self_attn.q_proj.set_adapter("two")
+        else:
+            peft.base_model.set_adapter(["two", "dora"])
+    expected = hf_greedy(plain, PROMPTS[0], 12)
+    assert expected not in (want("one", 0), want("two", 0))
+    assert hf_greedy(model, PROMPTS[0], 12, repetition_penalty=1.2) == hf_greedy(plain, PROMPTS[0], 12, repetition_penalty=1.2)
+    assert tokens(engine.generate(PROMPTS[:1], PARAMS)) == [expected]
+    with pytest.raises(ValueError, match="which set_adapter makes equal|their result depends on the order"):
+        engine.generate(PROMPTS[0], PARAMS, adapter="two")
+    pair[1].set_adapter("one")
+    assert tokens(engine.generate(PROMPTS[:1] * 2, PARAMS, adapter=["two", None])) == [want("two", 0), want("one", 0)]
+    stream = engine.stream(PROMPTS[0], PARAMS, adapter="two")
+    first = next(stream).token_ids
+    if which == "layers":
+        pair[1].base_model.model.model.layers[0].self_attn.q_proj.set_adapter("two")
+    else:
+        pair[1].base_model.set_adapter(["two", "dora"])
+    assert tokens(engine.generate(PROMPTS[:1], PARAMS)) == [expected]  # beside one that has its own adapter
+    with pytest.raises(RuntimeError, match="adapters cannot be chosen for each request any more"):
+        list(stream)
+    assert first and "its active adapters are such as no request can have" in caplog.text
+    model.generate.close()
+
 
 @pytest.mark.slow
-def test_layers_that_get_tokens_without_a_batch() -> None:
-    """opt's MLP flattens the batch into the tokens before its linear layers."""
-    peft = get_peft_model(build(SERVED["opt"]), LoraConfig(r=4, target_modules=["q_proj", "fc1", "fc2"]), adapter_name="one")
+@pytest.mark.parametrize(("kind", "names"), [
+    ("opt", ["q_proj", "fc1", "fc2"]), ("deepseek_v3", ["q_b_proj", "kv_b_proj"])])
+def test_layers_that_get_tokens_in_other_shapes(kind, names) -> None:
+    """opt's MLP flattens the batch into the tokens before its linear layers; DeepSeek-V3's latents have a dimension more."""
+    peft = get_peft_model(build(SERVED[kind]), LoraConfig(r=4, target_modules=names), adapter_name="one")
     model = peft.base_model.model.eval()
     fill(peft, "one", 0)
     with peft.disable_adapter():
@@ -173,6 +213,16 @@ def test_adapters_that_are_refused(config, message) -> None:
     model = small_llama(tie_word_embeddings=False)
     get_peft_model(model, config)
     with pytest.raises(ValueError, match=message):
+        check_adapters(model)
+
+
+def test_a_scaling_that_is_a_tensor_is_refused() -> None:
+    """For hot swaps PEFT makes the scaling a tensor, which may change in place: a constant of the trace would go stale."""
+    model = small_llama()
+    peft = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    check_adapters(model)
+    prepare_model_for_compiled_hotswap(peft, target_rank=8)
+    with pytest.raises(ValueError, match="q_proj has an adapter 'default' whose scaling is a tensor.*set_adapter chooses one"):
         check_adapters(model)
 
 
