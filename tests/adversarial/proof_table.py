@@ -128,7 +128,7 @@ SECTIONS = {
             "graph_runner/test_live_model::test_training_with_checkpointing")),
         Row("a change of what the trace read", "traced again", (
             "graph_runner/test_live_model::test_what_changes_the_forward_is_traced_again",
-            "graph_runner/test_live_model::test_a_patched_class")),
+            "graph_runner/test_model_guard::test_a_patched_class")),
         Row("a change that cannot be served", "named: module, attribute, before, after", (
             "graph_runner/test_live_model::test_a_change_that_cannot_be_served",)),
         Row("a mask's buffer in place; `generation_config` while open", "noticed", (

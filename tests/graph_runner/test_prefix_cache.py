@@ -228,10 +228,10 @@ def test_weights_that_change_while_requests_run(lasting, groups) -> None:
         assert tokens(engine.generate(groups[:2], replace(GREEDY, max_tokens=5))) == expected
 
 
-def test_tensors_beside_parameters_and_buffers(changing, groups) -> None:
+def test_tensors_beside_parameters_and_buffers(groups) -> None:
     """A steering vector: a tensor that a hook holds, or another attribute of a module. Pages kept with the old one are not
     read."""
-    held = {"vector": torch.randn(256)}
+    changing, held = load_model(num_layers=1), {"vector": torch.randn(256)}
     first = changing.model.layers[0]
     first.shift = torch.zeros(256)
     first.register_forward_hook(lambda module, inputs, output: output + held["vector"] + module.shift)
