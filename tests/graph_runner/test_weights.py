@@ -22,7 +22,6 @@ from quire.graph_runner.checkpoint import files_of, read_checkpoint, save_checkp
 from quire.graph_runner.weights import WeightSpec, check_specs, missing_names, state_of, write
 from tests.tiny import hf_greedy, load_model, load_tokenizer, tokens
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
 IDS = [[5, 17, 26, 3, 29], [9, 9, 21]]
 GREEDY = quire.SamplingParams(temperature=0, max_tokens=8)
 NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"

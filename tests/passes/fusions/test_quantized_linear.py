@@ -21,7 +21,6 @@ from tests.passes.models import Tiny, inputs, tiny
 from tests.steps import in_one_step
 from tests.tiny import load_model
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
 torchao = pytest.importorskip("torchao.quantization")
 
 
