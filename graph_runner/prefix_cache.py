@@ -17,6 +17,7 @@ their memory is needed or the weights change, as far as ``weights_version`` noti
 from __future__ import annotations
 
 import hashlib
+import itertools
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from quire.graph_runner.window_pages import WindowPages
 from quire.passes.verify.quantized import parts
 
 _PLAIN = (torch.nn.Parameter, torch.Tensor)  # their data are not in other tensors
+_NOT_FOUND = itertools.count()
 
 
 class Match(NamedTuple):
@@ -67,7 +69,7 @@ class PrefixCache(KeptPages):
         super().__init__(allocator)
         self.page_size, self.model, self.lasting = page_size, model, lasting
         self.windows: WindowPages | None = None
-        self.others: Callable[[], Iterable[torch.Tensor]] = tuple
+        self.others: Callable[[], Iterable[torch.Tensor | None]] = tuple
         self._weights = weights_version(model)
         self.stats, self.epoch = PrefixStats(), 0  # the epoch: how often it was cleared
         self._since: dict[int, int] = {}  # page -> the first step that computed something in it or before it
@@ -202,9 +204,9 @@ def _root(request: Request) -> bytes:
     return request.root + (b"\0\0%d" % request.length_kind if request.length_kind else b"")
 
 
-def weights_version(model: torch.nn.Module | None, others: Iterable[torch.Tensor] = ()) -> int:
+def weights_version(model: torch.nn.Module | None, others: Iterable[torch.Tensor | None] = ()) -> int:
     """A number that changes when a parameter, a buffer or one of ``others`` is updated in place by PyTorch, or replaced, or an
-    optimizer steps.
+    optimizer steps. Another one each time while one of ``others`` is None: what is not found cannot be followed.
 
     Not noticed: what PyTorch does not count (writes through ``p.data``, to inference tensors, and by kernels that only have an
     address).
@@ -213,7 +215,7 @@ def weights_version(model: torch.nn.Module | None, others: Iterable[torch.Tensor
         return 0
     found, modules, seen = [optimizer_steps()], [model], {model}
     for other in others:
-        found += _versions(other)
+        found += (next(_NOT_FOUND),) if other is None else _versions(other)
     while modules:  # several times as fast as ``model.parameters()``; waiting requests pay for it in every step
         module = modules.pop()
         for tensors in (module._parameters, module._buffers):

@@ -266,11 +266,11 @@ class PagedModel:
         """The attention sites, in the order of the graph."""
         return self.graph.sites
 
-    def other_tensors(self) -> list[torch.Tensor]:
+    def other_tensors(self) -> list[torch.Tensor | None]:
         """What the graph reads now beside parameters and buffers: tensors that are other attributes of modules, or that hooks
-        and globals hold."""
+        and globals hold; None for one that is not found."""
         found = [self.reads.now(source_name(node)) for node in self._other_inputs]
-        return [x for x in found if isinstance(x, torch.Tensor)]
+        return [x for x in found if x is None or isinstance(x, torch.Tensor)]
 
     @functools.cached_property
     def _other_inputs(self) -> list[fx.Node]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from quire import Engine, SamplingParams
 from quire.graph_runner.block_allocator import BlockAllocator
-from quire.graph_runner.prefix_cache import PrefixCache
+from quire.graph_runner.prefix_cache import PrefixCache, weights_version
 from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch
 from quire.graph_runner.scheduler import Scheduler
 from tests.tiny import GREEDY, SAMPLED, assert_idle, hf_greedy, load_model, tokens
@@ -252,3 +252,9 @@ def test_tensors_beside_parameters_and_buffers(groups) -> None:
         first.shift = torch.randn(256)
         check()
         assert engine.runner is runner
+
+
+def test_what_is_not_found_is_never_taken_for_the_same() -> None:
+    model, held = torch.nn.Linear(2, 2), torch.zeros(2)
+    assert weights_version(model, [held]) == weights_version(model, [held])
+    assert weights_version(model, [held, None]) != weights_version(model, [held, None])
