@@ -164,15 +164,16 @@ class Composite:
         why = [f"{part.name}: {reason}" for part in self.parts if (reason := part.available(device))]
         return "; ".join(why) or None
 
-    def backend(self, capabilities: CompositeCapabilities, route: Callable[[AttentionSite], str]) -> AttentionBackend:
-        """The composite as a backend, its ops registered."""
+    def backend(self, capabilities: CompositeCapabilities, route: Callable[[AttentionSite], str], mla_only: bool = False
+                ) -> AttentionBackend:
+        """The composite as a backend, its ops registered; with ``mla_only`` those for MLA alone."""
         name = op_name(self.name)
         launches = "cuda" in capabilities.devices
         states = any(part.make_state is not None for part in self.parts)
         return AttentionBackend(
             name=self.name, capabilities=capabilities, available=self.available,
-            op=define_paged_op(name, self.op, launches=launches),
-            rope_op=None if all(part.rope_op is None for part in self.parts) else
+            op=None if mla_only else define_paged_op(name, self.op, launches=launches),
+            rope_op=None if mla_only or all(part.rope_op is None for part in self.parts) else
             define_paged_op(name, self.rope_op, rope=True, launches=launches),
             mla_op=define_mla_op(name, self.mla_op, launches=launches) if capabilities.mla else None,
             rope_forms=True, make_state=self.make_state if states else None,

@@ -55,12 +55,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Passed:
-    """Writes the names of tests that passed, their teardown included, as they end."""
+    """Writes the names of tests that passed, their teardown included, as they end; and to the terminal why one failed, which
+    pytest prints at the end, where a run may not come."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._called = file, set[str]()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            print(f"\n{report.nodeid}, {report.when}:\n{report.longreprtext}", flush=True)
         if report.when == "call" and report.passed:
             self._called.add(report.nodeid)
         elif report.when == "teardown" and report.passed and report.nodeid in self._called:

@@ -46,7 +46,8 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
 
     composite = Composite(name, parts, choose, lambda *of_step: (part(*of_step),), lambda site: parts)
     return composite.backend(common_capabilities(parts, composite.site_parts, whole if shared else support),
-                             lambda site: f"{prefill.serves(site)} / {decode.serves(site)}")
+                             lambda site: f"{prefill.serves(site)} / {decode.serves(site)}",
+                             mla_only=any(part.op is None for part in parts))
 
 
 FAMILY = BackendFamily(NAME, "hybrid:PREFILL+DECODE[@long]: one backend for prefill, another for decoding; @long: prefill only "

@@ -36,7 +36,7 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     support = min(part.capabilities.cudagraph_support for part in parts)
     return Composite(name, parts, choose, lambda *of_step: parts, serving).backend(
         common_capabilities(parts, serving, support, **features),
-        lambda site: chosen[kind_of(site.window, site.chunk)].serves(site))
+        lambda site: chosen[kind_of(site.window, site.chunk)].serves(site), mla_only=all(part.op is None for part in parts))
 
 
 FAMILY = BackendFamily("per_kind", "full=NAME,window=NAME,chunk=NAME: one backend for each kind of layer", make=make,

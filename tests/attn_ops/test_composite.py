@@ -93,7 +93,9 @@ def test_latent_layers_go_to_the_part_that_is_meant_for_them(monkeypatch: pytest
                                     capabilities=dataclasses.replace(NATIVE.capabilities, latent_kv_dtypes=kv))
                 for name, prepare, kv in (("one", None, frozenset()), ("two", NATIVE.prepare, frozenset({torch.int8}))))
     for backend in (one, two, dataclasses.replace(NATIVE, name="dense", mla_op=None, capabilities=dataclasses.replace(
-            NATIVE.capabilities, mla=False))):
+            NATIVE.capabilities, mla=False)),
+            dataclasses.replace(two, name="latent_only", op=None, rope_op=None, capabilities=dataclasses.replace(
+                two.capabilities, head_dims=lambda dim, dim_v: False))):
         register_backend(backend)
     backend = get_backend("hybrid:latent_one+latent_two")
     for check, part in (("MLA: steps made ahead", "two"), ("MLA: long prefills", "one")):
@@ -106,6 +108,10 @@ def test_latent_layers_go_to_the_part_that_is_meant_for_them(monkeypatch: pytest
     assert "refused" in check_backend(backend, only="MLA: KV cache int8")[0].detail
     assert get_backend("hybrid:dense+latent_two").capabilities.reasons_against(latent, device=CPU) == [
         "no MLA on the latent cache, which all its backends must have"]
+    for name in ("hybrid:latent_one+latent_only", "full=latent_only"):  # the kit asks for MLA, and for nothing else
+        results = check_backend(get_backend(name), quick=True)
+        assert len(results) > 5 and all(r.check.startswith("MLA: ") and r.status != "FAIL" for r in results), results
+        assert get_backend(name).capabilities.reasons_against(SITE, device=CPU)
 
 
 @pytest.mark.parametrize("name, lens, parts_of", [

@@ -139,7 +139,7 @@ def test_adapters_of_rows_that_overlap(tokens) -> None:
 def test_the_step_says_it_token_by_token() -> None:
     """The kernels read ``Step.adapters`` by its address."""
     case = Case(4, torch.float32)
-    for rows in (torch.ones(3), torch.ones(4, dtype=torch.int32), torch.ones(4, 2, dtype=torch.int64)[:, 0]):
+    for rows in (torch.ones(3), torch.ones(4, dtype=torch.int32), torch.ones(4, 2, dtype=torch.int64, device=DEVICE)[:, 0]):
         with running(step(rows.to(DEVICE))), pytest.raises(RuntimeError, match="one contiguous int64 number for each"):
             case.run(lora_linear_cuda)
 

@@ -100,7 +100,10 @@ def test_large_products_of_codes_in_float16(tokens, kind) -> None:
 
 @pytest.mark.parametrize("options", [dict(norm=True), dict(swiglu=True)], ids=str)
 def test_whole_sums_are_not_shared(options) -> None:
-    args = quantized(case(40, 64, 128, **options), torch.int8)
+    """A norm in the kernel needs all columns of a token, and SwiGLU both operands."""
+    if "norm" in options and DEVICE == "cpu":
+        pytest.skip("in float16 the norm runs apart, and the interpreter has no products of bfloat16")
+    args = quantized(case(40, 64, 128, **options, dtype=torch.bfloat16 if "norm" in options else torch.float16), torch.int8)
     assert torch.equal(small_linear_cuda(*args, config=Config(16, 32, 4, 2, 2)),
                        small_linear_cuda(*args, config=Config(16, 32, 4, 2)))
 
