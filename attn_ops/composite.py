@@ -193,7 +193,7 @@ def op_name(name: str) -> str:
     """``name`` as a part of an op's name that is not taken."""
     base = op = re.sub(r"\W+", "_", name)
     number = 1
-    while hasattr(torch.ops.quire, f"{op}_paged_attention"):
+    while any(hasattr(torch.ops.quire, f"{op}{kind}_paged_attention") for kind in ("", "_mla")):
         number += 1
         op = f"{base}_{number}"
     return op
