@@ -95,8 +95,20 @@ def small_heap() -> Iterator[None]:
 
 
 def _freeze() -> None:
+    """Freeze all objects. Counting them then takes as long as a small test, and an engine counts when it starts and serves: as
+    long as they stay frozen, the count of now is given."""
     gc.collect()
     gc.freeze()
+    frozen, gc.get_freeze_count = _counted(), lambda: frozen
+    gc.unfreeze = _unfreeze
+
+
+_counted, _unfrozen = gc.get_freeze_count, gc.unfreeze
+
+
+def _unfreeze() -> None:
+    _unfrozen()
+    gc.get_freeze_count, gc.unfreeze = _counted, _unfrozen
 
 
 @pytest.fixture(scope="module")

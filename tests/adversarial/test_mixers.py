@@ -47,7 +47,8 @@ PROVED = {"linear attention", "attention by hand", "group norm", "average pool",
           "overlapping as_strided"}
 #: Each of the others, and a quarter of what is done along the tokens, runs on one route, in turn; all on all in the slow run.
 QUICK = {(name, ROUTES[i % 3]) for i, name in enumerate(MIXES) if name not in PROVED and (i >= len(ALONG) or i % 4 == 0)}
-#: What is harmless runs four at a time, one after the other in one model, and alone on the other routes in the slow run.
+#: What is harmless runs four at a time, one after the other in one model, and alone on the other routes in the slow run, as
+#: every other four.
 ROWS = [list(SERVED)[i : i + 4] for i in range(0, len(SERVED), 4)]
 
 
@@ -57,7 +58,7 @@ def test_mixing_is_refused(name: str, route: str) -> None:
     assert outcome(lambda kind: kind(MIXES[name]), route).startswith("refused"), "it came out exact by chance"
 
 
-@pytest.mark.parametrize("number", range(len(ROWS)))
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n % 2)) for n in range(len(ROWS))])
 def test_harmless_ones_in_a_row(number: int) -> None:
     def mix(m: Model, x: Tensor, p: Tensor) -> Tensor:
         for name in ROWS[number]:
@@ -132,7 +133,7 @@ UNCOMPILED = {
 }
 
 
-@pytest.mark.parametrize("name", UNCOMPILED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "rare event")) for n in UNCOMPILED])
 def test_uncompiled(name: str) -> None:
     """A transformers model with a layer of its own, paged and not compiled: traced once, and not run if it mixes."""
     mix, why = UNCOMPILED[name]

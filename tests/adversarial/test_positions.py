@@ -92,7 +92,8 @@ def test_longrope_on_the_engine() -> None:
         assert engine.scheduler.num_preemptions >= 4 and engine.scheduler.prefixes.stats.hits
 
 
-@pytest.mark.parametrize("wrap", ["compile", pytest.param("decorator", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", ["compile", "decorator"])
 def test_longrope_by_hand(wrap: str) -> None:
     model, plain = phi3(), phi3()
     if wrap == "compile":
@@ -124,6 +125,7 @@ def test_longrope_by_hand(wrap: str) -> None:
     check([(1, whole[1], 40)], total_lens=[60])
 
 
+@pytest.mark.slow
 def test_longrope_uncompiled_is_refused() -> None:
     model = quire.paged(phi3())
     cache = quire.PagedKVCache.for_model(phi3(), num_pages=9, page_size=4)
@@ -151,7 +153,7 @@ def test_longrope_below_its_short_length_has_no_choice() -> None:
 
 
 @pytest.mark.parametrize("name, why", [("llama4_temperature", "numbers the tokens of the row itself"),
-                                       ("roberta", "table with an entry for padding")])
+                                       pytest.param("roberta", "table with an entry for padding", marks=pytest.mark.slow)])
 def test_uncompiled_steps_of_models_with_own_positions_are_refused(name: str, why: str) -> None:
     model = quire.paged(build(SERVED.get(name) or REFUSED[name]))
     cache = quire.PagedKVCache(num_layers=model.config.num_hidden_layers, num_pages=9, page_size=4,

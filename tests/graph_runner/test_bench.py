@@ -203,6 +203,7 @@ def test_start_splits_the_time() -> None:
 # -- runs -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_all_systems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results" / "run.json"
     assert main(["bench", "decode", *DRY, "--batch", "1,2", "--systems", "quire,hf-eager,hf-cb", "--vs", "vllm",

@@ -195,6 +195,7 @@ def test_dummy_weights_send_tokens_to_all_experts() -> None:
         spread_tokens(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_keeps_its_rows_and_says_why(tmp_path: Path) -> None:
     program = ("from quire.graph_runner.bench import workers; import sys; job = workers.job(); print('x', flush=True); "
                "workers.emit(job); sys.exit('no room left')")
@@ -205,6 +206,7 @@ def test_a_worker_that_dies_keeps_its_rows_and_says_why(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "x\nno room left\n"
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_its_last_row_or_at_the_deadline() -> None:
     """Not when it, or a process it started, would end by itself."""
     program = ("import time; from quire.graph_runner.bench.workers import emit; emit({'a': 1}); emit({}); time.sleep(60)")

@@ -245,7 +245,7 @@ def at_call(owner: Any, name: str, number: int, after: bool, action: Callable[[]
         delattr(owner, name)
 
 
-@pytest.mark.parametrize(("number", "depth"), [(1, False), (1, True), (4, True)])
+@pytest.mark.parametrize(("number", "depth"), [(1, False), pytest.param(1, True, marks=pytest.mark.slow), (4, True)])
 def test_interrupts_anywhere(number: int, depth: bool, model: Any, prompts: list[list[int]], expected: list[list[int]],
                              interruptible: None) -> None:
     """Wherever in a step Ctrl-C comes, continuing gives the same tokens, and nothing is lost."""

@@ -49,7 +49,7 @@ def whole(kind, model, prompts):
 
 
 @pytest.mark.parametrize("schedule", [
-    s if s in ("chunks_of_1_pages_of_4", "preempted_async", "fused") else pytest.param(s, marks=pytest.mark.slow)
+    s if s in ("chunks_of_1_pages_of_4", "preempted_async") else pytest.param(s, marks=pytest.mark.slow)
     for s in SCHEDULES])
 def test_same_tokens(schedule, kind, whole, model, prompts) -> None:
     with Engine(model, kv_cache_dtype=kind, **{**SMALL, **SCHEDULES[schedule]}) as engine:

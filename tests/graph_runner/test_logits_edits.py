@@ -115,7 +115,11 @@ def params_of(kind: str, index: int) -> SamplingParams:
     return SamplingParams(max_tokens=20, **{**sampled, **KINDS[kind]})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+#: All run together in test_all_at_once; these alone, too, also in the quick tests.
+QUICK = ("repetition", "bad_words", "with_prompt", "all")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in QUICK)) for kind in KINDS])
 def test_each_alone_and_among_others(kind, engine, model, prompts) -> None:
     """A user who sets it gets the documented distribution, and those beside him what they would get without him."""
     plain = tokens(engine.generate(prompts[:3], GREEDY))

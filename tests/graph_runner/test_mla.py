@@ -60,6 +60,7 @@ def test_quantized(kv_cache_dtype: str) -> None:
                for a, b in zip(ours, theirs, strict=True)) >= 24  # of 32: a wrong scale leaves one in 64
 
 
+@pytest.mark.slow
 def test_dense_without_mla(caplog: pytest.LogCaptureFixture) -> None:
     """A backend without MLA: all keys and values are cached, ``explain`` gives reasons and sizes, and a warning that it takes
     more memory than the latent cache."""

@@ -194,7 +194,9 @@ def change(model, how: str) -> None:
                 p.data = new
 
 
-@pytest.mark.parametrize(("how", "lasting"), [("in place", True), ("data", True), ("replaced", True), ("data", None)])
+@pytest.mark.parametrize(("how", "lasting"), [
+    ("in place", True), ("data", True),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("replaced", True), ("data", None)))])
 def test_weights_that_change_between_requests(how, lasting, groups) -> None:
     """Written through p.data PyTorch does not count it: only what outlives its requests must be reset by hand."""
     changing = load_model(num_layers=1)

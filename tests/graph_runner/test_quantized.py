@@ -218,7 +218,7 @@ def test_activations_scaled_all_together_are_refused() -> None:
         quire.Engine(model)
 
 
-@pytest.mark.parametrize("way", ["int8 modules", "torchao int8"])
+@pytest.mark.parametrize("way", [pytest.param("int8 modules", marks=pytest.mark.slow), "torchao int8"])
 def test_weights_updated_in_place_reach_a_running_engine(way: str, prompts: list[list[int]]) -> None:
     model = quantized(way)
     with quire.Engine(model, compiler="eager") as engine:

@@ -49,7 +49,7 @@ def check_schedule(model, tokenizer, prompts, expected, sampled, options) -> Eng
 
 #: Variants of schedules that the others have, each with what is rarely wrong alone.
 SLOW = ("defaults", "chunks_of_16_no_graphs", "one_at_a_time", "page_larger_than_all", "pages_of_1", "async",
-        "async_one_page_a_token")
+        "async_one_page_a_token", "chunks_of_3", "page_of_1", "step_of_5_tokens")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in OPTIONS])

@@ -127,7 +127,8 @@ def model() -> MistralForCausalLM:
     return MistralForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize(("asynchronous", "num_pages"), [(False, 28), (True, 28), (True, 14)])
+@pytest.mark.parametrize(("asynchronous", "num_pages"), [
+    (True, 28), (True, 14), pytest.param(False, 28, marks=pytest.mark.slow)])
 def test_long_requests_in_a_small_cache(model, asynchronous, num_pages) -> None:
     """Three requests of up to 150 tokens in 27 pages of 4, two of them with prompts longer than the cache has left: tokens of
     ``generate``, with NaN in every page that was given back, and all pages back at the end. In fewer pages, one is preempted
@@ -218,7 +219,7 @@ def test_exact_and_bounded(name) -> None:
     assert outs == [hf_greedy(model, p, 40, eos_token_id=None) for p in PROMPTS]
 
 
-@pytest.mark.parametrize("caching", [None, True])
+@pytest.mark.parametrize("caching", [pytest.param(None, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("name", "num_pages"), [("model", 30), pytest.param("gemma", 70, marks=pytest.mark.slow)])
 def test_shared_beginnings(name, num_pages, caching, request) -> None:
     """Prompts with a beginning in common that is longer than the window, twice, in a cache that holds few of them: nobody reads

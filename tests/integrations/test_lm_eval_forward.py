@@ -180,8 +180,10 @@ def test_a_model_that_an_engine_may_see_otherwise(change, why, steps) -> None:
 @pytest.mark.parametrize(("options", "why"), [
     (dict(dtype=torch.bfloat16), "the engine computes in torch.bfloat16, and the forward does not"),
     (dict(kv_cache_dtype="int8"), "the engine's KV cache is in int8"),
-    (dict(attention="flashmla"), "flashmla"), (dict(max_model_len=4), "a row has 5 tokens, and the engine holds 4"),
-    (dict(max_model_len=2000), "max_model_len=2000, but the model has 1024 positions")])
+    (dict(max_model_len=4), "a row has 5 tokens, and the engine holds 4"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (dict(attention="flashmla"), "flashmla"),
+        (dict(max_model_len=2000), "max_model_len=2000, but the model has 1024 positions")))])
 @torch.no_grad()
 def test_an_engine_with_other_numbers(options, why, steps) -> None:
     """Scores are those of the model as it is, whatever its rollouts are computed in."""

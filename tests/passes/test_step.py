@@ -175,9 +175,9 @@ def in_cuts(call: Callable[..., Any], cache: quire.PagedKVCache, ids: torch.Tens
 
 
 @pytest.mark.parametrize(("way", "cuts"), [
-    *((way, (5, 1, 1, 3, 1)) for way in (routed, compiled_and_fused, decorated)), (decorated, (1, 1, 1, 8)),
-    pytest.param(compiled, (5, 1, 1, 3, 1), marks=pytest.mark.slow),
-    *(pytest.param(way, (1, 1, 1, 8), marks=pytest.mark.slow) for way in (routed, compiled, compiled_and_fused)),
+    *((way, (5, 1, 1, 3, 1)) for way in (compiled_and_fused, decorated)),
+    *(pytest.param(way, (5, 1, 1, 3, 1), marks=pytest.mark.slow) for way in (routed, compiled)),
+    *(pytest.param(way, (1, 1, 1, 8), marks=pytest.mark.slow) for way in (routed, compiled, compiled_and_fused, decorated)),
 ], ids=lambda x: getattr(x, "__name__", str(x)))
 def test_steps_of_one_token(way, cuts) -> None:
     """Before and after longer steps. Dynamo makes a trace of its own for one token; see passes/capture/retrace.py."""
@@ -190,7 +190,7 @@ def test_steps_of_one_token(way, cuts) -> None:
         assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) < len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("way", [compiled, decorated], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("way", [pytest.param(compiled, marks=pytest.mark.slow), decorated], ids=lambda f: f.__name__)
 def test_lengths_traced_before_the_step(way) -> None:
     """Outside of a step Dynamo traces the first length as a constant; a step of that length runs another trace."""
     model, call = way()

@@ -74,10 +74,10 @@ def used(monkeypatch):
 
 
 @pytest.mark.parametrize("features", [
-    dict(sinks=True, softcap=4.0), dict(num_heads=6, head_dim=24, head_dim_v=40),
-    dict(dtype=torch.float16, head_dim=64, kv_dtype=torch.int8),
+    dict(sinks=True, softcap=4.0), dict(dtype=torch.float16, head_dim=64, kv_dtype=torch.int8),
     *(pytest.param(features, marks=pytest.mark.slow) for features in (
-        {}, dict(write=False), dict(dtype=torch.float16, num_heads=8, head_dim=128),
+        {}, dict(num_heads=6, head_dim=24, head_dim_v=40), dict(write=False),
+        dict(dtype=torch.float16, num_heads=8, head_dim=128),
         *(dict(kv_dtype=kind) for kind in sorted(QUANTIZED_KV_DTYPES, key=str))))], ids=str)
 def test_decodes(features, used):
     """Short sequences and long ones, tokens that are not alone in their sequence, padding, decodes among prompts."""
@@ -159,7 +159,8 @@ def test_a_long_block_table_costs_little(module, monkeypatch):
     assert slots * heads <= few <= many <= (slots + 128) * heads
 
 
-@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_an_engine(compiler, used):
     """Prompts and decodes of a whole model, step by step on one schedule for all layers."""
     model = small_llama(std=0.3, max_position_embeddings=4096, num_attention_heads=2, num_key_value_heads=1).to(DEVICE)

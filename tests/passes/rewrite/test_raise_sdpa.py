@@ -72,7 +72,7 @@ class StoredSize(nn.Module):
         return ((j <= i) & (j > i - self.size))[:, None]
 
 
-@pytest.mark.parametrize("size", [31, 1024, 1025, 131072])
+@pytest.mark.parametrize("size", [31, 131072, *(pytest.param(size, marks=pytest.mark.slow) for size in (1024, 1025))])
 @pytest.mark.parametrize("kind", [window, end_included, StoredSize, chunk])
 def test_a_long_window_is_not_read_as_plain_causal(kind, size) -> None:
     """The trace has 23 tokens; large sizes are too large to be probed as they are."""
