@@ -10,6 +10,12 @@
 #   python3 -m pip install -q --no-index --no-deps --no-compile --target SITE OUT_FOLDER/*.whl; export PYTHONPATH=SITE
 #
 # More, to run TRL's own trainers there (needs pyarrow and xxhash too): trl==1.16.0 datasets==5.2.0 multiprocess==0.70.19
+#
+# The packages of the backends flash_attention (FA4) and flashmla alone, 104 MB, beside those of FlashInfer, whose einops and
+# tvm-ffi FA4 needs; `split -b 48M` where less travels at a time. Their kit:
+# KITS_BACKENDS=flash_attention,flashmla benchmarks/measure.sh kits
+#
+#   VENDORS=1 benchmarks/gpu_wheels.sh OUT_FOLDER
 set -eu
 out=${1:?usage: gpu_wheels.sh OUT_FOLDER [requirement ...]}; shift
 mkdir -p "$out"
@@ -17,7 +23,12 @@ platforms=()
 for tag in manylinux_2_{39,35,34,31,28,27,24,17,12,5}_x86_64 manylinux2014_x86_64 manylinux2010_x86_64 manylinux1_x86_64; do
     platforms+=(--platform "$tag")
 done
-for requirement in peft==0.21.2 accelerate==1.15.0 psutil==7.2.2 lm_eval==0.4.13 dill==0.4.1 "$@"; do
+wheels=(peft==0.21.2 accelerate==1.15.0 psutil==7.2.2 lm_eval==0.4.13 dill==0.4.1)
+if [[ -n ${VENDORS:-} ]]; then
+    wheels=(flash-attn-4==4.0.0b36 quack-kernels==0.6.5 torch-c-dlpack-ext==0.1.5 sgl-flash-mla==1.0.0)
+    for part in '' -libs-base -libs-core -libs-cu13; do wheels+=("nvidia-cutlass-dsl$part==4.8.1"); done
+fi
+for requirement in "${wheels[@]}" "$@"; do
     "${PY:-python3}" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
         --abi cp312 --abi abi3 --abi none "${platforms[@]}" -d "$out" "$requirement"
 done
