@@ -132,6 +132,12 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return (out * torch.sigmoid(lse.transpose(0, 1) - sinks.float())[..., None]).to(out.dtype)
 
 
+def _head_dims(dim: int, dim_v: int) -> bool:
+    found = _installed()
+    blackwell = found is not None and found[0] == "FA4" and found[2] == 128
+    return dim == dim_v and dim % 8 == 0 and (dim <= 128 or dim == 256 or (dim <= 256 and not blackwell))
+
+
 def available(device: torch.device) -> str | None:
     if why := wrong_gpu(device, 8, 9, 10, 11, 12):
         return why
@@ -142,8 +148,8 @@ BACKEND = AttentionBackend(
     name=NAME,
     capabilities=AttentionCapabilities(
         devices=frozenset({"cuda"}), dtypes=frozenset({torch.float16, torch.bfloat16}),
-        head_dims=lambda d, dv: d == dv and d % 8 == 0 and d <= 256,
-        head_dims_note="multiples of 8 up to 256, the same for values",
+        head_dims=_head_dims,
+        head_dims_note="multiples of 8 up to 256, the same for values; up to 128, and 256, with FA4 on Blackwell",
         page_sizes=lambda p: p % (found[2] if (found := _installed()) else 1) == 0,
         page_sizes_note="any; multiples of 256 with FA2, of 128 with FA4 on Blackwell", layouts=frozenset({"NHD"}),
         kv_dtypes_note="its kernels take one scale per sequence and head, and quire's caches have one for each token",
