@@ -12,10 +12,11 @@
 # More, to run TRL's own trainers there (needs pyarrow and xxhash too): trl==1.16.0 datasets==5.2.0 multiprocess==0.70.19
 #
 # The packages of the backends flash_attention (FA4) and flashmla alone, 104 MB, beside those of FlashInfer, whose einops and
-# tvm-ffi FA4 needs; `split -b 48M` where less travels at a time. Their kit:
-# KITS_BACKENDS=flash_attention,flashmla benchmarks/measure.sh kits
+# tvm-ffi FA4 needs; `split -b 48M` where less travels at a time. SITE is no folder in which Python reads .pth files:
 #
 #   VENDORS=1 benchmarks/gpu_wheels.sh OUT_FOLDER
+#   export PYTHONPATH=SITE:SITE/nvidia_cutlass_dsl/dsl_packages
+#   KITS_BACKENDS=flash_attention,flashmla benchmarks/measure.sh kits
 set -eu
 out=${1:?usage: gpu_wheels.sh OUT_FOLDER [requirement ...]}; shift
 mkdir -p "$out"

@@ -100,9 +100,10 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: 
     """``varlen_attention_eager``; reads the longest lengths on the host. Raises ValueError for a dtype or head dims that the
     kernels lack."""
     caps, (dim, dim_v) = BACKEND.capabilities, (q.shape[2], v.shape[2])
-    if q.dtype not in caps.dtypes or not caps.head_dims(dim, dim_v):
+    if q.dtype not in caps.dtypes or not _head_dims(dim, dim_v, paged=False):
         raise ValueError(f"implementation={NAME!r}: {q.dtype} and head dims {dim}/{dim_v}; it has "
-                         f"{', '.join(sorted(map(str, caps.dtypes)))} and {caps.head_dims_note}")
+                         f"{', '.join(sorted(map(str, caps.dtypes)))} and multiples of 8 up to 256, the same for values"
+                         + ("; on Blackwell up to 128, and 256" if (_installed() or ("",))[0] == "FA4" else ""))
     name, lib = _variant_and_module()
     lens_q, lens_k = cu_seqlens_q.diff(), cu_seqlens_k.diff()
     if not q.shape[0] or not len(lens_q) or not k.shape[0]:
@@ -132,10 +133,13 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return (out * torch.sigmoid(lse.transpose(0, 1) - sinks.float())[..., None]).to(out.dtype)
 
 
-def _head_dims(dim: int, dim_v: int) -> bool:
-    found = _installed()
-    blackwell = found is not None and found[0] == "FA4" and found[2] == 128
-    return dim == dim_v and dim % 8 == 0 and (dim <= 128 or dim == 256 or (dim <= 256 and not blackwell))
+def _head_dims(dim: int, dim_v: int, paged: bool = True) -> bool:
+    name, _, page = _installed() or ("", "", 1)
+    # FA4 asserts it for pages that are not its tiles of keys, and the others on Blackwell for all ("Paged KV does not support
+    # irregular head dim", "not supported on SM100/SM110"): 4.0.0b36, compiled for Hopper with FLASH_ATTENTION_ARCH=sm_90.
+    multiple = 16 if paged and name == "FA4" else 8
+    largest = 128 if name == "FA4" and page == 128 else 256
+    return dim == dim_v and dim % multiple == 0 and (dim <= largest or dim == 256)
 
 
 def available(device: torch.device) -> str | None:
@@ -149,7 +153,7 @@ BACKEND = AttentionBackend(
     capabilities=AttentionCapabilities(
         devices=frozenset({"cuda"}), dtypes=frozenset({torch.float16, torch.bfloat16}),
         head_dims=_head_dims,
-        head_dims_note="multiples of 8 up to 256, the same for values; up to 128, and 256, with FA4 on Blackwell",
+        head_dims_note="multiples of 8 up to 256, the same for values; with FA4 multiples of 16, on Blackwell up to 128, and 256",
         page_sizes=lambda p: p % (found[2] if (found := _installed()) else 1) == 0,
         page_sizes_note="any; multiples of 256 with FA2, of 128 with FA4 on Blackwell", layouts=frozenset({"NHD"}),
         kv_dtypes_note="its kernels take one scale per sequence and head, and quire's caches have one for each token",

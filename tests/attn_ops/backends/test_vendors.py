@@ -417,7 +417,8 @@ def test_flash_attention_chooses_by_gpu_and_package(monkeypatch) -> None:
     assert [variant(m) for m in (7, 8, 9, 10)] == [None, "FA3, pages of 1", "FA3, pages of 1", "FA4, pages of 128"]
     installed.discard("flash_attn_interface")
     assert [variant(m) for m in (8, 9)] == ["FA2, pages of 256", "FA4, pages of 1"]
-    for found, dims in ((("FA4", "", 1), {192, 128, 256}), (("FA4", "", 128), {128, 256}), (("FA2", "", 256), {192, 128, 256})):
+    caps = flash_attention.BACKEND.capabilities
+    for found, dims in ((("FA4", "", 1), {128, 192, 256}), (("FA4", "", 128), {128, 256}),
+                        (("FA2", "", 256), {72, 128, 192, 256})):
         monkeypatch.setattr(flash_attention, "_installed", lambda found=found: found)
-        caps = flash_attention.BACKEND.capabilities
-        assert {d for d in (4, 128, 192, 256, 264) if caps.head_dims(d, d)} == dims and not caps.head_dims(128, 64)
+        assert {d for d in (4, 72, 128, 192, 256, 264) if caps.head_dims(d, d)} == dims and not caps.head_dims(128, 64)
