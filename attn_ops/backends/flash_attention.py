@@ -153,7 +153,7 @@ BACKEND = AttentionBackend(
     capabilities=AttentionCapabilities(
         devices=frozenset({"cuda"}), dtypes=frozenset({torch.float16, torch.bfloat16}),
         head_dims=_head_dims,
-        head_dims_note="multiples of 8 up to 256, the same for values; with FA4 multiples of 16, on Blackwell up to 128, and 256",
+        head_dims_note="multiples of 8 up to 256, the same for values; FA4: multiples of 16, on Blackwell up to 128, and 256",
         page_sizes=lambda p: p % (found[2] if (found := _installed()) else 1) == 0,
         page_sizes_note="any; multiples of 256 with FA2, of 128 with FA4 on Blackwell", layouts=frozenset({"NHD"}),
         kv_dtypes_note="its kernels take one scale per sequence and head, and quire's caches have one for each token",
