@@ -23,8 +23,9 @@ COMBINATIONS = [
         (BF16, None), (FP32, None), (FP16, None), (FP32, INT8), (BF16, INT8), (BF16, E4M3), (FP16, E4M3), (BF16, E5M2),
         (FP16, E5M2))),
     *((name, BF16, None) for name in (
-        "flashinfer", "flashinfer_mla", "trtllm_mha", "flashmla", "flex_attention", "hybrid:flashinfer+triton",
-        "hybrid:torch_native+triton", "double_sparsity:1048576:0:all", "dual_chunk:1048576:4")),  # exact with room for all keys
+        "flashinfer", "flashinfer_mla", "trtllm_mha", "flash_attention", "flashmla", "flex_attention",
+        "hybrid:flashinfer+triton", "hybrid:torch_native+triton", "hybrid:triton+flashinfer_mla",
+        "double_sparsity:1048576:0:all", "dual_chunk:1048576:4")),  # exact with room for all keys
     ("full=torch_native,window=triton", FP32, None), ("ops", BF16, None), ("ops", FP32, None),
 ]
 
