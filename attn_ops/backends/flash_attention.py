@@ -135,8 +135,8 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 def _head_dims(dim: int, dim_v: int, paged: bool = True) -> bool:
     name, _, page = _installed() or ("", "", 1)
-    # FA4 asserts it for pages that are not its tiles of keys, and the others on Blackwell for all ("Paged KV does not support
-    # irregular head dim", "not supported on SM100/SM110"): 4.0.0b36, compiled for Hopper with FLASH_ATTENTION_ARCH=sm_90.
+    # What FA4 4.0.0b36 asserts: multiples of 16 where pages are not its tiles of keys ("Paged KV does not support irregular
+    # head dim"; compiled for Hopper on a CPU, with FLASH_ATTENTION_ARCH=sm_90), and on Blackwell no dims between 128 and 256.
     multiple = 16 if paged and name == "FA4" else 8
     largest = 128 if name == "FA4" and page == 128 else 256
     return dim == dim_v and dim % multiple == 0 and (dim <= largest or dim == 256)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +72,11 @@ def test_codes_are_measured_apart(codes: torch.dtype) -> None:
     assert [m for _, m in sizes] == [1, 8, 32, 64, 128, 256]
     assert [(s.swiglu, s.residual) for s, _ in sizes] == [(True, True)] * 3 + [(False, False)] * 3
     timed = []
-    timer = lambda run, calls: timed.append(run()) or 9.0 - len(timed) % 4  # noqa: E731
+
+    def timer(run: Callable[[], Any], calls: int) -> float:
+        timed.append(run())
+        return 9.0 - len(timed) % 4
+
     assert tune([shape], CPU, timer=timer) == 6 and not missing([shape], CPU)
     assert len(timed) == sum(1 + len(tuning.candidates(m, s)) for s, m in sizes), "a candidate failed or erred"
     assert len(missing([shape._replace(codes=None, swiglu=False)], CPU)) == 3
