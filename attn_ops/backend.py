@@ -221,6 +221,7 @@ class AttentionBackend:
         priority: place in the order of ``attention="auto"``, by device type; lower is tried first, missing is not tried.
         packages: distributions, besides torch, that its speed depends on.
         verified: whether the kit has passed on the hardware that it is for. False: only its calls have been checked.
+            verified_note: with which of its packages it has, where not with all.
         route: for a backend made of backends: site -> which of them serve it, as text.
         approximate: what its results leave out, for tables and logs; "": it is exact. Never chosen by "auto".
         every_step: it keeps data about the cached keys, so another backend cannot take some of the steps.
@@ -261,6 +262,7 @@ class AttentionBackend:
     priority: dict[str, int] | None = None
     packages: tuple[str, ...] = ()
     verified: bool = True
+    verified_note: str = ""
     route: Callable[[AttentionSite], str] | None = None
     approximate: str = ""
     every_step: bool = False

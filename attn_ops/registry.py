@@ -136,6 +136,7 @@ class BackendRow:
     priority: int | None
     capabilities: AttentionCapabilities | None
     verified: bool = True
+    verified_note: str = ""
 
     @property
     def usable(self) -> bool:
@@ -163,6 +164,7 @@ class BackendTable(list[BackendRow]):
                           features, caps.cudagraph_support.name])
         lines = aligned(table)
         lines += [f"{row.name}: not usable on {self.device}: {row.reason}" for row in self if row.reason]
+        lines += [f"{row.name}: verified on hardware: {row.verified_note}" for row in self if row.verified_note]
         unverified = [row.name for row in self if not row.verified]
         if unverified:
             lines.append(f"not verified on hardware, only against their packages' signatures: {', '.join(unverified)}")
@@ -181,7 +183,8 @@ def backends(device: torch.device | str | None = None) -> BackendTable:
         caps = backend.capabilities
         reason = None if where.type in caps.devices else f"runs on {listed(caps.devices)}"
         reason = reason or backend.available(where) or caps.reason_against_gpu(where)
-        rows.append(BackendRow(name, reason, (backend.priority or {}).get(where.type), caps, backend.verified))
+        rows.append(BackendRow(name, reason, (backend.priority or {}).get(where.type), caps, backend.verified,
+                               backend.verified_note))
     rows.sort(key=lambda r: (r.priority is None, r.priority or 0))
     rows += [BackendRow(name, why, None, None) for name, why in broken.items()]
     return BackendTable(rows, where, tuning.summary(where), [family.usage for family in REGISTRY.families])

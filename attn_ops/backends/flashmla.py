@@ -1,6 +1,6 @@
 """Backend ``flashmla``: FlashMLA's decoding kernel for MLA on the latent cache, in absorbed terms, on Hopper GPUs.
-A decoder (``mla_by_token``). The package is ``sgl-flash-mla``, which keeps the dense kernels for Hopper. Not yet run on a GPU;
-its call is tested against the signature of version 1.0.0."""
+A decoder (``mla_by_token``). The package is ``sgl-flash-mla``, which keeps the dense kernels for Hopper; version 1.0.0 asks for
+torch 2.14.1, but loads and runs with torch 2.11 and CUDA 13 too."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ BACKEND = AttentionBackend(
     ),
     available=available, op=None,
     mla_op=define_mla_op(NAME, mla_paged_attention, devices=("CUDA",)),
-    prepare=define_by_token(NAME), packages=("sgl-flash-mla",), verified=False,
+    prepare=define_by_token(NAME), packages=("sgl-flash-mla",),
 )

@@ -36,7 +36,7 @@ def op_checks(device: torch.device, dtype: torch.dtype | None = None) -> list[tu
         ("varlen padding", kit.varlen_padding), ("varlen lse merges", kit.varlen_merges),
         ("varlen opcheck", kit.varlen_opcheck),
         *((f"cross attention {b.name}", lambda b=b: kit.cross(b)) for b in all_backends().values()
-          if b.plan is None and device.type in b.capabilities.devices and b.verified),
+          if b.plan is None and b.op is not None and device.type in b.capabilities.devices and b.verified),
     ]
 
 

@@ -34,9 +34,11 @@ def declared(backends: Sequence[AttentionBackend]) -> list[str]:
     for backend in backends:
         caps = backend.capabilities
         features = ", ".join(f.replace("_", "-") for f in FEATURES if getattr(caps, f)) or "none"
+        hardware = ("**not verified on hardware**" if not backend.verified else
+                    f"verified: {backend.verified_note}" if backend.verified_note else "verified")
         cells = (f"`{backend.name}`", listed(caps.devices), listed(map(dtype_name, caps.dtypes)),
                  listed(["model's", *map(dtype_name, caps.kv_dtypes)]), caps.head_dims_note, caps.page_sizes_note, features,
-                 caps.cudagraph_support.name, "verified" if backend.verified else "**not verified on hardware**")
+                 caps.cudagraph_support.name, hardware)
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -54,7 +54,7 @@ def sample_tokens(logits: Tensor, temperature: Tensor, seed: Tensor, position: T
         seed, position: (B,) int64; position: index of the token to sample, from any fixed origin.
     """
     if uses_kernel(logits):
-        return _sample_tokens_op(logits, temperature, seed, position)
+        return sample_tokens_op(logits, temperature, seed, position)
     return sample_tokens_eager(logits, temperature, seed, position)
 
 
@@ -119,7 +119,7 @@ def sample_tokens_cuda(logits: Tensor, temperature: Tensor, seed: Tensor, positi
     return tokens
 
 
-_sample_tokens_op = define_op("sample_tokens(Tensor logits, Tensor temperature, Tensor seed, Tensor position) -> Tensor",
+sample_tokens_op = define_op("sample_tokens(Tensor logits, Tensor temperature, Tensor seed, Tensor position) -> Tensor",
                               cpu=_eager, cuda=sample_tokens_cuda, fake=_fake, launches=True)
 
 

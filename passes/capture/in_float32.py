@@ -8,6 +8,7 @@ included. The cast copy of a weight lives as long as the operation that reads it
 * A quantized weight (a tensor subclass) takes itself apart first; its own operations compute in float32 where they take it.
 * Writes to the model's own tensors of half precision are as they were.
 * An operation that takes no float32 (a kernel for half precision) runs on halves, and its result is cast; ``kept`` names it.
+* Tokens are 0, not sampled: nothing reads them, and a start would wait for the sampling kernel of float32 to be compiled.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from quire.attn_ops.attention import attention, attention_eager
+from quire.attn_ops.ops.sampling import sample_tokens_op
 
 HALVES = (torch.bfloat16, torch.float16)
 EXACT = ("none", "ieee")  # settings of float32 products that round nothing
@@ -60,6 +62,8 @@ class InFloat32(TorchDispatchMode):
             out = func(*args, **kwargs)
             return out if _is_view(func) else tree_map(_widened, out)
         wide_args, wide_kwargs = tree_map(_widened, (args, kwargs))
+        if func is sample_tokens_op:
+            return args[0].new_zeros(len(args[0]), dtype=torch.int64)
         if func is attention and self.lengths is not None:
             return _attend(self.lengths, *wide_args, **wide_kwargs)
         run = functools.partial(_in_two_sums, func) if self.reordered and func in _PRODUCTS else func

@@ -361,7 +361,9 @@ def test_why_it_is_not_usable(module) -> None:
     devices = {"ascend": "npu", "intel_amx": "cpu"}
     why = module.BACKEND.available(SimpleNamespace(type=devices.get(module.NAME, "cuda")))
     assert why and ("GPU" in why or "install" in why or "AMX" in why)
-    if module is not trtllm_mha:  # the kit passed on an H200
+    if module is flash_attention:
+        assert "flash_attention: verified on hardware: FA4 on Hopper; not FA3" in str(backends("cpu"))
+    elif module is not trtllm_mha:  # the kit passed on an H200
         assert not module.BACKEND.verified
         assert module.NAME in str(backends("cpu")).split("not verified on hardware")[1]
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.library import custom_op
 
+from quire.attn_ops.ops.sampling import sample_tokens_op
 from quire.passes.capture import in_float32
 from quire.passes.capture.in_float32 import HALVES, InFloat32, exact_products
 
@@ -126,3 +127,11 @@ def test_settings_come_back(whole: str) -> None:
         torch.set_float32_matmul_precision(before[0])
         for p, precision in zip(products, before[1], strict=True):
             p.fp32_precision = precision
+
+
+def test_nothing_is_sampled() -> None:
+    """A start would wait for a kernel that no step launches."""
+    logits, row = torch.tensor([[0.0, 1.0]], dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
+    assert sample_tokens_op(logits, row.float(), row, row).item() == 1
+    with InFloat32(torch.bfloat16):
+        assert sample_tokens_op(logits, row.float(), row, row).item() == 0
