@@ -121,6 +121,15 @@ def tokens_unchecked() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def traces_kept() -> Iterator[None]:
+    """For a file that serves one model in many ways (``pytestmark``): its later engines take the trace of the first from the
+    disk, as a later process of a user with a GPU does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIRE_TRACE_CACHE", "1")
+        yield
+
+
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
     torch.manual_seed(0)

@@ -15,6 +15,8 @@ import quire
 from tests.generation.table import ARGUMENTS, DIFFERENT, FALLS_BACK, FIELDS, PAGE, SAME, Recorder, Row, page
 from tests.tiny import PROMPTS, assert_idle, load_model, load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
+
 ROWS = {name: row for name, row in (FIELDS | ARGUMENTS).items() if row.options is not None}
 
 

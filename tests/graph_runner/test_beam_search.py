@@ -14,7 +14,7 @@ import quire
 from quire import BeamSearchParams, SamplingParams
 from tests.tiny import assert_idle, small_llama
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 PROMPTS = [[5, 6, 7, 8, 9], [20, 21], [5, 6, 7, 8, 9]]
 ENDS = frozenset((12, 41))
 

@@ -23,6 +23,8 @@ from quire.graph_runner.bench.systems import Limits, NotMeasured, System
 from quire.graph_runner.bench.workloads import WORKLOADS, Prompts, Sizes
 from quire.graph_runner.cli import main
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
+
 CPU = torch.device("cpu")
 DRY = ["--model", "tiny", "--layers", "1", "--dtype", "float32", "--device", "cpu", "--context", "66", "--repeats", "1"]
 # Parameters in billions, from the models' cards and config files; each model's name agrees with it.

@@ -25,6 +25,8 @@ from quire.graph_runner.engine import Engine
 from quire.passes.explain import explain
 from tests.tiny import load_model
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
+
 CPU = torch.device("cpu")
 PAUSE = 0.004  # seconds; the plain backend takes a tenth of it at the sizes here
 SMALL = ["--device", "cpu", "--batch", "1,2", "--context", "20,33", "--scale", "8"]

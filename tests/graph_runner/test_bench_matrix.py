@@ -18,6 +18,8 @@ from quire.graph_runner.bench.roofline import prefill_flops
 from quire.graph_runner.bench.systems import NotMeasured, SteppedSystem, spread_tokens
 from quire.graph_runner.cli import main
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
+
 DRY = ["bench", "matrix", "--device", "cpu", "--layers", "1", "--scale", "64"]
 
 

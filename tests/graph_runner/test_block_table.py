@@ -13,7 +13,7 @@ from quire import Engine, SamplingParams
 from quire.attn_ops.kv_cache import pages_for
 from tests.tiny import assert_idle, hf_greedy, small_llama
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 
 
 @pytest.fixture(scope="module")

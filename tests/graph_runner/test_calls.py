@@ -18,7 +18,7 @@ from quire.graph_runner.engine import Engine
 from quire.graph_runner.request import FinishReason
 from tests.tiny import GREEDY, SAMPLED, assert_idle, hf_greedy, tokens
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 SHORT = replace(GREEDY, max_tokens=6, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=100, ignore_eos=True)
 

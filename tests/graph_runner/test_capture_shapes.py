@@ -18,7 +18,7 @@ from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.forward_mode import ForwardMode
 from tests.tiny import GREEDY, hf_greedy, load_model, tokens
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 CUDA = torch.device("cuda", 0)
 NATIVE = registry.get_backend("torch_native")
 

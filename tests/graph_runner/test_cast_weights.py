@@ -11,6 +11,8 @@ import torch
 import quire
 from tests.tiny import assert_unchanged, small_llama, snapshot
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
+
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
 OPTIONS: dict[str, Any] = dict(num_pages=40, max_num_seqs=4, max_model_len=64, cudagraph_capture_sizes=[])
 PARAMS = quire.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)

@@ -18,6 +18,8 @@ from quire.graph_runner.cli import main
 from quire.graph_runner.loading import TINY_MODEL
 from tests.tiny import hf_greedy, load_model, load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

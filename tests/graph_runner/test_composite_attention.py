@@ -16,7 +16,7 @@ from quire.attn_ops.registry import all_backends, register_backend
 from quire.attn_ops.tuning.prefill import PrefillRule, PrefillTime
 from tests.tiny import small_llama
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              intermediate_size=32, max_position_embeddings=64)
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [3], [9, 8, 7, 6]]

@@ -15,7 +15,7 @@ import quire
 from quire.graph_runner.continuous import engine_options
 from tests.tiny import assert_idle, hf_greedy, load_model
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 GREEDY = dict(max_new_tokens=9, eos_token_id=0, pad_token_id=0)
 
 

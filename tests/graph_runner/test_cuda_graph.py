@@ -21,7 +21,7 @@ from quire.graph_runner.step_buffers import BatchShape
 from quire.graph_runner.window_pages import MemoryPlan
 from tests.tiny import GREEDY, check_padded_bucket, decode_batch, hf_greedy, load_model, run_batch, tokens
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 CPU = torch.device("cpu")
 
 

@@ -15,6 +15,8 @@ from quire import Engine, SamplingParams
 from tests.steps import serve
 from tests.tiny import assert_unchanged, own_greedy, snapshot, tokens
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
+
 
 class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:

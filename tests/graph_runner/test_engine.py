@@ -12,6 +12,8 @@ import torch
 from quire import Engine, SamplingParams
 from tests.tiny import GREEDY, PROMPTS, SAMPLED, assert_idle, hf_greedy, tokens
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
+
 # -- what a prompt may be, and what comes back
 
 

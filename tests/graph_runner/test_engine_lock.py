@@ -21,7 +21,7 @@ from quire.graph_runner.engine import Engine
 from quire.graph_runner.engine_lock import EngineLock
 from tests.tiny import GREEDY, assert_idle, hf_greedy, load_model, load_tokenizer, tokens
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 SHORT = replace(GREEDY, max_tokens=8, ignore_eos=True)
 
 

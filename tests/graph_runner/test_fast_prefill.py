@@ -23,6 +23,8 @@ from quire.passes.options import QuireOptions
 from tests.tiny import hf_greedy, own_greedy, small_llama, tokens
 from tests.zoo.configs import SERVED, build
 
+pytestmark = pytest.mark.usefixtures("traces_kept")
+
 PROMPTS = [[3, 1, 4, 1, 5], [7 + i for i in range(23)], [9, 9, 2], [60 - i for i in range(31)]]
 GREEDY = quire.SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 SIZES: dict[str, Any] = dict(page_size=4, num_pages=81, max_num_seqs=4, max_model_len=60, max_num_batched_tokens=12)

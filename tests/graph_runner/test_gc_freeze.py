@@ -10,6 +10,8 @@ import pytest
 
 from quire.graph_runner.gc_freeze import ServingFreeze, freeze_gc
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
+
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:

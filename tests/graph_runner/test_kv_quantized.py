@@ -18,7 +18,7 @@ from quire.passes.backend import quire_backend
 from tests.steps import serve
 from tests.tiny import GREEDY, PROMPTS, assert_idle, hf_greedy, load_model, tokens
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 NAMES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 #: Mean Kullback-Leibler divergence from the unquantized model, in nats a token: eight times what was measured.
 DIVERGENCE = {"int8": 1e-3, "fp8": 1e-2, "fp8_e5m2": 1e-1}

@@ -15,6 +15,8 @@ from quire import Engine, SamplingParams
 from quire.graph_runner.cuda_graph import CudaGraphRunner
 from tests.tiny import GREEDY, SAMPLED, assert_idle, hf_greedy, tokens, unchanged, with_other_weights
 
+pytestmark = pytest.mark.usefixtures("traces_kept")
+
 
 @pytest.mark.parametrize(("options", "message"), [
     (dict(page_size=0), "page_size must be at least 1, got 0"),  # tests/graph_runner/test_config.py has the others

@@ -24,7 +24,7 @@ from tests.graph_runner.test_window_pages import assert_all_free, poison
 from tests.tiny import assert_idle, small_llama
 from tests.zoo.configs import SERVED, build
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 PAGE = 4
 OPTIONS: dict[str, Any] = dict(page_size=PAGE, num_pages=121, max_num_seqs=12, max_model_len=200, cudagraph_capture_sizes=[])
 SCORES = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)

@@ -17,7 +17,7 @@ from quire.graph_runner.sampler import sample
 from tests.sampling import sampling_tensors
 from tests.tiny import GREEDY, PROMPTS, assert_idle, hf_greedy, load_model, load_tokenizer, tokens
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 OPTIONS: dict[str, Any] = dict(num_pages=120, max_num_seqs=8, max_model_len=300)
 
 

@@ -12,7 +12,7 @@ import torch
 from quire import Engine, SamplingParams
 from tests.tiny import GREEDY, assert_idle, tokens
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 # Logits agree to 1e-5 of the largest, which is about 30 here, and so do their normalizers.
 TOLERANCE = 5e-4
 OPTIONS: dict[str, Any] = dict(num_pages=120, max_num_seqs=8, max_model_len=300)

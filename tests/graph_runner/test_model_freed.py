@@ -14,6 +14,8 @@ import quire
 from quire.graph_runner.engine import Engine
 from tests.tiny import GREEDY, load_model
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+
 IDS = torch.tensor([[5, 6, 7]])
 
 

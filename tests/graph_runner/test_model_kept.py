@@ -16,6 +16,8 @@ import quire
 from quire.graph_runner.paged import PagedGenerate
 from tests.tiny import assert_unchanged, generated, small_llama, snapshot
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+
 IDS = torch.tensor([[5, 6, 7]])
 SMALL = dict(num_pages=40, max_num_seqs=2, cudagraph_capture_sizes=[])
 

@@ -15,6 +15,8 @@ from transformers.models.mistral import MistralConfig, MistralForCausalLM
 import quire
 from tests.tiny import PROMPTS, assert_idle, generated, load_model, small_llama
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
+
 NEW = 16
 SMALL = dict(num_pages=40, max_num_seqs=2, cudagraph_capture_sizes=[])
 OPTIONS = dict(num_pages=80, max_num_seqs=8, max_model_len=300, cudagraph_capture_sizes=[8])

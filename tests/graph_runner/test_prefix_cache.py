@@ -19,7 +19,7 @@ from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch
 from quire.graph_runner.scheduler import Scheduler
 from tests.tiny import GREEDY, SAMPLED, assert_idle, hf_greedy, load_model, tokens
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 
 # -- the scheduler with a fake model ---------------------------------------------------------------------------------------
 

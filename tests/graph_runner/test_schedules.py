@@ -12,6 +12,8 @@ from quire.graph_runner.engine import Engine
 from quire.graph_runner.loading import TINY_MODEL
 from tests.tiny import GREEDY, PROMPTS, SAMPLED, assert_idle, greedy_continuations, tokens, unchanged
 
+pytestmark = pytest.mark.usefixtures("traces_kept")
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {}, "chunks_of_1_pages_of_4": dict(prefill_chunk_size=1, page_size=4, kv_layout="HND"),
     "chunks_of_3": dict(prefill_chunk_size=3, async_stepping=True),

@@ -14,7 +14,7 @@ from quire.graph_runner.engine import Engine
 from quire.graph_runner.gc_freeze import ServingFreeze
 from tests.tiny import GREEDY, assert_idle, tokens
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 
 
 def test_stream(engine, prompts, expected) -> None:

@@ -33,7 +33,7 @@ from quire.passes.compile.regions import compile_by_regions
 from tests.tiny import assert_idle, hf_greedy, tokens
 from tests.zoo.configs import SERVED, build
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 WINDOW, PAGE = 10, 4
 PROMPTS = [[3 + i % 60 for i in range(59)], [3, 1, 4, 1, 5], [60 - i % 57 for i in range(110)]]
 LONG = quire.SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -18,6 +18,8 @@ import quire
 from quire.graph_runner.model_runner import ModelRunner
 from tests.tiny import assert_idle, hf_greedy, small_llama
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
+
 OPTIONS = dict(num_pages=40, max_num_seqs=4, cudagraph_capture_sizes=[])
 IDS = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 0, 0], [5, 6, 7, 8, 9]])
 _SOURCE = """

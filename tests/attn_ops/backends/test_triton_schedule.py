@@ -23,6 +23,8 @@ from quire.attn_ops.backends.triton import decode, mla, schedule  # isort: skip 
 from quire.attn_ops.backends.triton.plan import overridden  # isort: skip
 from quire.attn_ops.kernels.host import num_sms  # isort: skip
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
+
 SHORT = dict(chunk=16)  # keys per part
 #: At least as many programs as the interpreter has multiprocessors (``num_sms``), or a small GPU's share of its own.
 MANY = 9 if DEVICE.type == "cpu" else num_sms(DEVICE)
