@@ -17,6 +17,7 @@ from quire.attn_ops.registry import get_backend
 from quire.attn_ops.selection import select_backend
 from quire.attn_ops.tuning.prefill import PrefillRule, PrefillTime
 from tests.attn_ops.cases import check_case, make_case
+from tests.gpu.helpers import check_likely, need
 from tests.tiny import GREEDY, PROMPTS, load_model, load_tokenizer, tokens
 
 pytestmark = pytest.mark.slow
@@ -42,6 +43,26 @@ def test_hybrid_engine(name: str) -> None:
     with torch.no_grad():
         logits = model(torch.tensor([prompt], device="cuda")).logits[0, -1].float()
     assert logits[one[0]] >= logits.max() - 0.05  # float16 rounds logits of about 20 to 1/64
+
+
+@pytest.mark.parametrize("name", ["hybrid:triton+flashinfer_mla", "flashinfer_mla", "flashmla"])
+def test_latent_cache_engine(name: str) -> None:
+    """A whole model on the latent cache of DeepSeek's size, by the packages' kernels: decodes in graphs, prompts and mixed
+    steps as the backend allows. Else the pair that "auto" takes from 64 heads on would serve other tokens than the model's."""
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        vocab_size=512, hidden_size=256, num_hidden_layers=2, num_attention_heads=64, num_key_value_heads=64,
+        intermediate_size=256, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, q_lora_rank=None,
+        first_k_dense_replace=2, max_position_embeddings=512, initializer_range=0.05, tie_word_embeddings=False)
+    model = transformers.DeepseekV3ForCausalLM(config).eval().to("cuda", torch.bfloat16)
+    prompts = [[3 + (7 * i * n) % 500 for i in range(n)] for n in (5, 70, 1, 129)]
+    with quire.Engine(model, attention=need(name), compiler="eager", page_size=64, num_pages=64, max_num_seqs=8,
+                      max_model_len=256) as engine:
+        assert engine.runner.backend.name == name and all(site.latent is not None for site in engine.runner.sites)
+        found = tokens(engine.generate(prompts, quire.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)))
+        assert engine.runner.graphs.stats.replays
+    for prompt, one in zip(prompts, found, strict=True):
+        check_likely(model, prompt, one)
 
 
 CUDA = torch.device("cuda")
