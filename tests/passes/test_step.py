@@ -19,6 +19,8 @@ from quire.passes.backend import quire_backend
 from tests.steps import serve
 from tests.tiny import assert_unchanged, small_llama, snapshot
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+
 PAGE = 8
 LENGTHS = (19, 7, 12)
 # Tokens that each step computes of each sequence.

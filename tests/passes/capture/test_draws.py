@@ -17,6 +17,8 @@ from tests.passes.models import tiny
 from tests.sampling import sampling_tensors
 from tests.zoo.configs import SERVED, build
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+
 TEMPERATURES = (0.0, 0.7, 1.0, 0.0, 1.8, 1e-6)
 
 

@@ -22,6 +22,8 @@ from tests.passes.models import Attention, Tiny, tiny
 from tests.zoo.configs import SERVED, Served, build
 from tests.zoo.harness import TOLERANCE, error, reference, serve
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+
 EAGER = QuireOptions(compiler="eager")
 
 

@@ -17,6 +17,8 @@ from quire.passes.capture.paged_model import find_sites
 from tests.zoo.configs import SERVED, build
 from tests.zoo.harness import TOLERANCE
 
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+
 
 @pytest.fixture(autouse=True)
 def own_traces() -> Iterator[None]:
