@@ -20,7 +20,7 @@ from tests.integrations.test_peft import fill
 from tests.tiny import GREEDY, assert_idle, hf_greedy, small_llama, tokens
 from tests.zoo.configs import SERVED, build
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
+pytestmark = pytest.mark.usefixtures("traces_kept")
 
 PROMPTS = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 10, 11], [20, 21]]
 CONFIGS = {"one": LoraConfig(r=4, target_modules="all-linear"),
