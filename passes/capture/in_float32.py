@@ -58,12 +58,12 @@ class InFloat32(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(t not in (torch.Tensor, torch.nn.Parameter) for t in types):
             return NotImplemented  # it takes itself apart, and its parts come here
+        if func is sample_tokens_op:
+            return args[0].new_zeros(len(args[0]), dtype=torch.int64)
         if _is_view(func) or func in _MOVES or any(_is_half(t) for t in _written(func, args, kwargs)):
             out = func(*args, **kwargs)
             return out if _is_view(func) else tree_map(_widened, out)
         wide_args, wide_kwargs = tree_map(_widened, (args, kwargs))
-        if func is sample_tokens_op:
-            return args[0].new_zeros(len(args[0]), dtype=torch.int64)
         if func is attention and self.lengths is not None:
             return _attend(self.lengths, *wide_args, **wide_kwargs)
         run = functools.partial(_in_two_sums, func) if self.reordered and func in _PRODUCTS else func

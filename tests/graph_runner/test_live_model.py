@@ -20,8 +20,6 @@ from quire import Engine, SamplingParams, UnsupportedAttention, explain
 from quire.passes.capture.paged_model import PagedModel
 from tests.tiny import GREEDY, assert_idle, hf_greedy, own_greedy, tokens
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
-
 IDS = [3, 4, 5]
 SHORT = replace(GREEDY, max_tokens=8, ignore_eos=True)
 OPTIONS: dict[str, Any] = dict(num_pages=40, max_num_seqs=4, cudagraph_capture_sizes=[])
