@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.ops.lora_linear import lora_linear_cuda
+from quire.attn_ops.ops.lora_linear import lora_counters_eager, lora_linear_cuda
 from quire.attn_ops.ops.small_linear import small_linear_cuda
 from quire.attn_ops.step import running
 from quire.attn_ops.tuning.small_linear import LinearShape, tune
@@ -45,11 +45,12 @@ def times(name: str, tokens: int, own: torch.dtype, rank: int, adapters: int) ->
     around = (None, norm_weight, 1e-5, normal(1, tokens, sum(sizes)) if residual else None, swiglu)
     tune([LinearShape(sum(sizes), k, norm, residual, each, torch.bfloat16) for each in {False, swiglu}], x.device)
     step: Any = SimpleNamespace(adapters=(torch.arange(tokens, device="cuda") + 1) % 3)
+    counters = lora_counters_eager(x)
 
     with running(step):
         return {"alone_us": on_the_device(lambda i: small_linear_cuda(x, weights[i % COPIES], *around)).us,
                 "adapted_us": on_the_device(lambda i: lora_linear_cuda(
-                    x, weights[i % COPIES], *around, a[i % COPIES], b[i % COPIES], starts, scaling, bits)).us}
+                    x, weights[i % COPIES], *around, a[i % COPIES], b[i % COPIES], starts, scaling, bits, counters)).us}
 
 
 def main() -> None:

@@ -73,8 +73,8 @@ class Adapters(NamedTuple):
 
     Args:
         rows: T or more int64 numbers, the adapters of each token as bits.  a, b: (r_i, K) and (N_i, r_i).
-        shrunk: (adapters, parts, T, R) float32, parts of ``A x`` that add up to it.  rms: (T,) float32, what the norm before
-            the layer multiplies each token by.  starts, sizes: the output columns that an adapter adds to.  ranks: r_i.
+        shrunk: (adapters, parts, T, R) float32, parts of ``A x`` that add up to it.  counters: (2,) int32, zeros: see NOTE
+            [First products in the same launch].  starts, sizes: the output columns that an adapter adds to.  ranks: r_i.
         places: the number of its bit in ``rows``; 63: every token has it.  scalings: factors.
     """
 
@@ -82,7 +82,7 @@ class Adapters(NamedTuple):
     a: Any
     b: Any
     shrunk: Any
-    rms: Any
+    counters: Any
     starts: Any
     sizes: Any
     ranks: Any
@@ -90,12 +90,32 @@ class Adapters(NamedTuple):
     scalings: Any
 
 
-def first_products(t: int, block_r: int, num_warps: int, item: int) -> dict[str, Any]:
+class AdapterTiles(NamedTuple):
+    """How programs compute the adapters of a layer in one launch: one constant argument of a kernel.
+
+    Args:
+        adapters: how many.  per: at most so many add to the columns of a program.  parts: of the first products' sums.
+        block_r, block_q: ranks, padded, and those of a second product at a time.  held: adapters whose B is loaded ahead.
+        ranks, slices, stages: of a program of first products (``shrink``).
+    """
+
+    adapters: int
+    per: int
+    parts: int
+    block_r: int
+    block_q: int
+    held: int
+    ranks: int
+    slices: int
+    stages: int
+
+
+def first_products(t: int, block_r: int, num_warps: int, item: int, memory: int = 96 * 1024) -> dict[str, Any]:
     """Constants of ``shrink`` (attn_ops/kernels/lora.py) for several tokens, whose numbers have ``item`` bytes: what a part
-    loads is on its way at once, as far as shared memory goes."""
+    loads is on its way at once, as far as ``memory`` bytes of shared memory go."""
     ranks = min(block_r, 32)
     stage = (item * (16 if t <= 16 else 32) + 4 * ranks) * 32 * num_warps  # bytes
-    return {"RANKS": ranks, "SLICES": num_warps, "STAGES": max(2, min(8, 96 * 1024 // stage))}
+    return {"RANKS": ranks, "SLICES": num_warps, "STAGES": max(2, min(8, memory // stage))}
 
 
 def cache_layout(caches: Caches) -> CacheLayout:

@@ -1,4 +1,11 @@
-"""Kernels of ``attn_ops/ops/lora.py``, ``lora_rows.py`` and ``lora_linear.py``."""
+"""Kernels of ``attn_ops/ops/lora.py``, ``lora_rows.py`` and ``lora_linear.py``.
+
+NOTE [First products in the same launch]: in a layer of one launch (``small_linear``'s kernels) the first programs compute
+``A x``, and count when it is stored; the others compute ``W x``, wait for the count, and add ``B (A x)``. A GPU starts the
+programs of a launch in the order of their numbers, so those that are waited for run or have ended. They take a fraction of the
+others' time, so that hardly anyone waits. The counters are zero before a launch and after it, and belong to one forward
+(``lora_counters``), whose launches follow each other.
+"""
 
 from __future__ import annotations
 
@@ -129,38 +136,42 @@ def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.conste
         if layer == i:
             total = tl.load(bases[i] + tokens.to(tl.int64)[:, None] * strides[i] + columns[None, :], mask=live,
                             other=0.0).to(tl.float32)
-    total = expand(total, held, column + start, column + size, tokens, t, lora, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N,
-                   BLOCK_R, BLOCK_Q, False)
+    total = expand(total, tl.full((BLOCK_T,), 1.0, tl.float32), held, column + start, column + size, tokens, t, lora, ADAPTERS,
+                   PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q, PER)
     let_next_start(PDL)
     tl.store(out + tokens.to(tl.int64)[:, None] * n + (column + columns)[None, :], total.to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["t"])
-def finish_kernel(base, lora, res, out, t, n, stride_r, ADAPTERS: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr,
-                  BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr,
-                  SWIGLU: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
-    """Program (tile of columns, tile of tokens) of ``out`` (t, n): base + B (A x) * scaling of each token's adapters, then
-    SwiGLU and the residual. ``base`` (t, n), or (t, 2 n) with SWIGLU. NORM: ``A x`` lacks the norm's factors, ``lora.rms``."""
-    start, tokens = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    columns = start + tl.arange(0, BLOCK_N)
-    live = (tokens < t)[:, None] & (columns < n)[None, :]
-    at = tokens.to(tl.int64)[:, None] * (2 * n if SWIGLU else n) + columns[None, :]
-    held = factors_of(start, n, tokens, t, lora, 0, 0, PER, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
-    if SWIGLU:
-        held_up = factors_of(n + start, 2 * n, tokens, t, lora, 0, 0, PER, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
-    wait_for_previous(PDL)
-    y = tl.load(base + at, mask=live, other=0.0).to(tl.float32)
-    if SWIGLU:
-        up = tl.load(base + n + at, mask=live, other=0.0).to(tl.float32)
-    y = expand(y, held, start, n, tokens, t, lora, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q, NORM)
-    if SWIGLU:
-        up = expand(up, held_up, n + start, 2 * n, tokens, t, lora, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q,
-                    NORM)
-        y = y * tl.sigmoid(y) * up
-    let_next_start(PDL)
-    if res is not None:
-        y += tl.load(res + tokens.to(tl.int64)[:, None] * stride_r + columns[None, :], mask=live, other=0.0).to(tl.float32)
-    tl.store(out + tokens.to(tl.int64)[:, None] * n + columns[None, :], y.to(out.dtype.element_ty), mask=live)
+@triton.jit
+def add_adapters(y, factor, held, start, end, tokens, t, lora, LORA: tl.constexpr, BLOCK_T: tl.constexpr,
+                 BLOCK_N: tl.constexpr):
+    """``y`` (BLOCK_T, BLOCK_N) float32 of the columns from ``start`` to ``end``, plus the adapters' part. ``factor``: of each
+    token, which ``lora.shrunk`` lacks. ``held``: ``factors_of`` the first adapters."""
+    return expand(y, factor, held, start, end, tokens, t, lora, LORA.adapters, LORA.per, LORA.parts, BLOCK_T, BLOCK_N,
+                  LORA.block_r, LORA.block_q, LORA.held)
+
+
+@triton.jit
+def count_first_products(lora):
+    """A program of first products has stored them. See NOTE [First products in the same launch]."""
+    tl.debug_barrier()
+    tl.atomic_add(lora.counters, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait_for_first_products(lora, first):
+    """Until all ``first`` programs have stored theirs."""
+    stored = tl.atomic_add(lora.counters, 0, sem="acquire", scope="gpu")
+    while stored < first:
+        stored = tl.atomic_add(lora.counters, 0, sem="acquire", scope="gpu")
+
+
+@triton.jit
+def zero_counters(lora, others):
+    """The last of the ``others`` that have waited does it, at its end: nothing has to wait for this count."""
+    if tl.atomic_add(lora.counters + 1, 1, sem="relaxed", scope="gpu") == others - 1:
+        tl.store(lora.counters, 0)
+        tl.store(lora.counters + 1, 0)
 
 
 @triton.jit
@@ -211,18 +222,21 @@ def factors_of(start, end, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: 
 
 
 @triton.jit
-def expand(total, held, start, end, tokens, t, lora, ADAPTERS: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr,
-           BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, NORM: tl.constexpr):
-    """``total`` (BLOCK_T, BLOCK_N) float32 plus ``B (A x) * scaling`` of each token's adapters, for the columns from ``start``
-    to ``end``. ``held``: ``factors_of`` the first BLOCK_Q ranks. All loads come before the products, which would make later
-    ones wait. BLOCK_T is 1 for one token, which needs no tensor cores."""
+def expand(total, factor, held, start, end, tokens, t, lora, ADAPTERS: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr,
+           BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, HELD: tl.constexpr):
+    """``total`` (BLOCK_T, BLOCK_N) float32 plus ``B (A x) * scaling * factor`` of each token's adapters, for the columns from
+    ``start`` to ``end``. ``factor``: (BLOCK_T,). ``held``: ``factors_of`` the first BLOCK_Q ranks of the first HELD adapters.
+    All loads come before the products, which would make later ones wait. BLOCK_T is 1 for one token, which needs no tensor
+    cores."""
     mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
-    factor = tl.full((BLOCK_T,), 1.0, tl.float32)
-    if NORM:
-        factor = tl.load(lora.rms + tokens, mask=tokens < t, other=0.0)
-    total = _expand_ranks(total, held, 0, start, mine, factor, tokens, t, lora, 0, PER, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N,
+    total = _expand_ranks(total, held, 0, start, mine, factor, tokens, t, lora, 0, HELD, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N,
                           BLOCK_R, BLOCK_Q)
-    for ranks_from in range(BLOCK_Q, BLOCK_R, BLOCK_Q):  # one adapter after the other: all at once do not fit the registers
+    # The others one after the other: all at once do not fit the registers.
+    for j in tl.static_range(HELD, PER):
+        more = factors_of(start, end, tokens, t, lora, 0, j, j + 1, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
+        total = _expand_ranks(total, more, 0, start, mine, factor, tokens, t, lora, j, j + 1, ADAPTERS, PER, PARTS, BLOCK_T,
+                              BLOCK_N, BLOCK_R, BLOCK_Q)
+    for ranks_from in range(BLOCK_Q, BLOCK_R, BLOCK_Q):
         for j in tl.static_range(PER):
             more = factors_of(start, end, tokens, t, lora, ranks_from, j, j + 1, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
             total = _expand_ranks(total, more, ranks_from, start, mine, factor, tokens, t, lora, j, j + 1, ADAPTERS, PER, PARTS,
@@ -242,7 +256,7 @@ def _expand_ranks(total, held, ranks_from, start, mine, factor, tokens, t, lora,
         for part in tl.static_range(PARTS):
             place = ((i * PARTS + part) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + ranks_from
             low += tl.load(lora.shrunk + place + tl.arange(0, BLOCK_Q)[None, :], mask=((tokens < t) & has & needed)[:, None],
-                           other=0.0)
+                           other=0.0, cache_modifier=".cg")
         if held[j - FROM].dtype != tl.float16:  # float16 might not hold it
             low *= scaling
         lows = lows + (low * factor[:, None],)  # type: ignore[assignment]

@@ -15,7 +15,14 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.kernels.kv_quant import widen
-from quire.attn_ops.kernels.lora import shrink
+from quire.attn_ops.kernels.lora import (
+    add_adapters,
+    count_first_products,
+    factors_of,
+    shrink,
+    wait_for_first_products,
+    zero_counters,
+)
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
 from quire.attn_ops.kernels.wgmma import wait_for_products
 
@@ -60,28 +67,31 @@ def norm_kernel(x, weight, out, K, stride_x, eps, BLOCK_K: tl.constexpr, PDL: tl
 @triton.jit
 def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                   SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
-                  ADAPTERS: tl.constexpr = 0, BLOCK_R: tl.constexpr = 16, RANKS: tl.constexpr = 1):
-    """One token: BLOCK_N outputs per program, each the sum of K products. With ADAPTERS the first programs have the adapters'
-    first products, RANKS per program (``lora``: host.Adapters), and SwiGLU's operands are stored apart."""
-    first = ADAPTERS * (BLOCK_R // RANKS)
+                  LORA: tl.constexpr = None):
+    """One token: BLOCK_N outputs per program, each the sum of K products. LORA: with adapters ``lora`` (host.Adapters), whose
+    first products the first programs compute (host.AdapterTiles)."""
     wait_for_previous(PDL)
-    if ADAPTERS > 0:
+    if LORA is not None:
+        first = LORA.adapters * (LORA.block_r // LORA.ranks)
         if tl.program_id(0) < first:
-            shrink(tl.program_id(0), 0, tl.arange(0, 1), x, norm, lora, 1, K, K, ADAPTERS, 1, 1, BLOCK_R, RANKS, 1, 1)
+            shrink(tl.program_id(0), 0, tl.arange(0, 1), x, norm, lora, 1, K, K, LORA.adapters, 1, 1, LORA.block_r, LORA.ranks,
+                   1, 1)
             let_next_start(PDL)
+            count_first_products(lora)
         else:
-            _vector(tl.program_id(0) - first, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora.rms, BLOCK_N,
-                    BLOCK_K, SWIGLU, EVEN_N, EVEN_K, PDL, SWIGLU)
+            _vector(tl.program_id(0) - first, first, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, BLOCK_N,
+                    BLOCK_K, SWIGLU, EVEN_N, EVEN_K, PDL, LORA)
+            zero_counters(lora, tl.num_programs(0) - first)
     else:
-        _vector(tl.program_id(0), x, w, scale, bias, norm, res, out, N, K, stride_w, eps, None, BLOCK_N, BLOCK_K, SWIGLU,
-                EVEN_N, EVEN_K, PDL)
+        _vector(tl.program_id(0), 0, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, None, BLOCK_N, BLOCK_K, SWIGLU,
+                EVEN_N, EVEN_K, PDL, None)
 
 
 @triton.jit
-def _vector(program, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, rms_out, BLOCK_N: tl.constexpr,
+def _vector(program, first, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, BLOCK_N: tl.constexpr,
             BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
-            APART: tl.constexpr = False):
-    """A program of ``vector_kernel``; the first stores the norm's factor in ``rms_out`` (if not None). APART: see _finish."""
+            LORA: tl.constexpr):
+    """A program of ``vector_kernel``, behind the ``first`` ones."""
     rows = program * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -106,10 +116,9 @@ def _vector(program, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, rms
     let_next_start(PDL)
     y = tl.sum(acc, 1)
     up = tl.sum(acc_up, 1)
+    rms = 1.0
     if norm is not None:
         rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-        if rms_out is not None:
-            tl.store(rms_out, rms, mask=program == 0)
         y *= rms
         up *= rms
     inside = rows < N
@@ -121,47 +130,65 @@ def _vector(program, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, rms
         y += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
         if SWIGLU:
             up += tl.load(bias + N + rows, mask=inside, other=0.0).to(tl.float32)
-    if APART:
-        tl.store(out + N + rows, up.to(out.dtype.element_ty), mask=inside)
-    elif SWIGLU:
+    if LORA is not None:
+        y, up = _with_adapters(y[None, :], up[None, :], tl.zeros((1,), tl.float32) + rms, program * BLOCK_N, tl.arange(0, 1),
+                               out, 1, N, first, lora, SWIGLU, LORA, 1, BLOCK_N)
+        y, up = tl.sum(y, 0), tl.sum(up, 0)
+    if SWIGLU:
         y = y * tl.sigmoid(y) * up
     if res is not None:
         y += tl.load(res + rows, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _with_adapters(y, up, factor, start, tokens, out, M, N, first, lora, SWIGLU: tl.constexpr, LORA: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The products (BLOCK_M, BLOCK_N) of the columns from ``start``, and of those N further on, rounded as the layer's own
+    result is, plus the adapters' parts. ``factor``: the norm's, of each token."""
+    held = factors_of(start, N, tokens, M, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, BLOCK_N, LORA.block_q)
+    if SWIGLU:
+        held_up = factors_of(N + start, 2 * N, tokens, M, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, BLOCK_N, LORA.block_q)
+    wait_for_first_products(lora, first)
+    y = y.to(out.dtype.element_ty).to(tl.float32)
+    y = add_adapters(y, factor, held, start, N, tokens, M, lora, LORA, BLOCK_M, BLOCK_N)
+    if SWIGLU:
+        up = up.to(out.dtype.element_ty).to(tl.float32)
+        up = add_adapters(up, factor, held_up, N + start, 2 * N, tokens, M, lora, LORA, BLOCK_M, BLOCK_N)
+    return y, up
+
+
 @triton.jit(do_not_specialize=["M"])  # else 16 and 32 tokens would be separate kernels
 def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora, BLOCK_M: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-                SPLITS: tl.constexpr, PDL: tl.constexpr, ADAPTERS: tl.constexpr = 0, BLOCK_R: tl.constexpr = 16,
-                RANKS: tl.constexpr = 16, PARTS: tl.constexpr = 1, SLICES: tl.constexpr = 4, STAGES: tl.constexpr = 4):
+                SPLITS: tl.constexpr, PDL: tl.constexpr, LORA: tl.constexpr = None):
     """BLOCK_M tokens and BLOCK_N weight rows per program, the latter as the left operand of the tensor cores (the long side).
 
     With SPLITS > 1 a program has a part of the columns, out is (SPLITS, M, N) float32, and ``add_up_kernel`` does the rest.
-    With ADAPTERS the last programs have the adapters' first products, RANKS per program and in PARTS parts (``lora``:
-    host.Adapters): they are short, and fill multiprocessors that the others leave free or are done with. SwiGLU's operands are
-    stored apart then."""
-    tiles = tl.cdiv(N, BLOCK_N)
+    LORA: with adapters ``lora`` (host.Adapters) of one tile of tokens, whose first products the first programs compute
+    (host.AdapterTiles)."""
     wait_for_previous(PDL)
-    if ADAPTERS > 0:
-        if tl.program_id(0) >= tiles:
-            program, tokens = tl.program_id(0) - tiles, tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-            shrink(program // PARTS, program % PARTS, tokens, x, norm, lora, M, K, stride_x, ADAPTERS, PARTS, BLOCK_M,
-                   BLOCK_R, RANKS, SLICES, STAGES)
+    if LORA is not None:
+        program, first = tl.program_id(0), LORA.adapters * (LORA.block_r // LORA.ranks) * LORA.parts
+        if program < first:
+            shrink(program // LORA.parts, program % LORA.parts, tl.arange(0, BLOCK_M), x, norm, lora, M, K, stride_x,
+                   LORA.adapters, LORA.parts, BLOCK_M, LORA.block_r, LORA.ranks, LORA.slices, LORA.stages)
             let_next_start(PDL)
+            count_first_products(lora)
         else:
-            _tile(tl.program_id(0), x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora.rms,
-                  BLOCK_M, BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL, SWIGLU)
+            _tile(program - first, first, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora,
+                  BLOCK_M, BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL, LORA)
+            zero_counters(lora, tl.num_programs(0) - first)
     else:
-        _tile(tl.program_id(0), x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, None, BLOCK_M,
-              BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL)
+        _tile(tl.program_id(0), 0, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, None, BLOCK_M,
+              BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL, None)
 
 
 @triton.jit
-def _tile(program, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, rms_out,
+def _tile(program, first_products, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora,
           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr,
-          EVEN_K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr, APART: tl.constexpr = False):
-    """A program of ``tile_kernel``; the first stores the norm's factors in ``rms_out`` (if not None). APART: see _finish."""
+          EVEN_K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr, LORA: tl.constexpr):
+    """A program of ``tile_kernel``, behind those of ``first_products``."""
     rows = program * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -188,11 +215,9 @@ def _tile(program, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_
         if scale is not None:
             wait_for_products()
     let_next_start(PDL)
-    if norm is not None:
-        if rms_out is not None:
-            tl.store(rms_out + tokens, tl.rsqrt(squares / K + eps), mask=(tokens < M) & (program == 0))
     if SPLITS == 1:
-        _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU, APART)
+        _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU,
+                program * BLOCK_N, first_products, lora, LORA, BLOCK_M, BLOCK_N)
     else:
         tl.store(out + (tl.program_id(2) * M + tokens)[None, :] * N + rows[:, None], acc,
                  mask=(rows < N)[:, None] & (tokens < M)[None, :])
@@ -257,9 +282,11 @@ def _load_slices(w, like, rows, cols, stride, N, K, EVEN_N: tl.constexpr, EVEN_K
 
 @triton.jit
 def _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU: tl.constexpr,
-            APART: tl.constexpr = False):
-    """Norm, scales, bias, SwiGLU and residual for the sums (BLOCK_N, BLOCK_M); store the results. APART: both operands of
-    SwiGLU, (M, 2 N), instead."""
+            start=0, first_products=0, lora=None, LORA: tl.constexpr = None, BLOCK_M: tl.constexpr = 0,
+            BLOCK_N: tl.constexpr = 0):
+    """Norm, scales, bias, adapters, SwiGLU and residual for the sums (BLOCK_N, BLOCK_M) of the rows from ``start``; store the
+    results."""
+    rms = tl.zeros_like(tokens).to(tl.float32) + 1.0
     if norm is not None:
         rms = tl.rsqrt(squares / K + eps)
         acc *= rms[None, :]
@@ -273,12 +300,12 @@ def _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, 
         acc += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
         if SWIGLU:
             acc_up += tl.load(bias + N + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
-    at = tokens[None, :] * N + rows[:, None]
-    if APART:
-        at += tokens[None, :] * N
-        tl.store(out + N + at, acc_up.to(out.dtype.element_ty), mask=inside)
-    elif SWIGLU:
+    if LORA is not None:
+        acc, acc_up = _with_adapters(tl.trans(acc), tl.trans(acc_up), rms, start, tokens, out, M, N, first_products, lora,
+                                     SWIGLU, LORA, BLOCK_M, BLOCK_N)
+        acc, acc_up = tl.trans(acc), tl.trans(acc_up)
+    if SWIGLU:
         acc = acc * tl.sigmoid(acc) * acc_up
     if res is not None:
         acc += tl.load(res + tokens[None, :] * stride_r + rows[:, None], mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + tokens[None, :] * N + rows[:, None], acc.to(out.dtype.element_ty), mask=inside)

@@ -15,7 +15,7 @@ ops run their eager definitions, in which each adapter costs two products for al
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -132,35 +132,26 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     launch(kernels.rows_shrink_kernel, (len(a) * (block_r // first["RANKS"]), parts, tiles), x2, lora, t, k, x2.stride(0),
            **first, **options)
     out = bases[0].new_empty(1, t, sum(sizes))
-    second = blocks_of(lora, lambda columns: True)  # its tiles end where a layer does
+    per = adapters_per_layer(lora)  # a tile ends where its layer does
+    ranks = min(block_r, 32 if per <= 2 else 16)  # and columns: what is held in registers
+    second = {"PER": per, "BLOCK_Q": ranks, "BLOCK_N": 64 if per * block_r <= 128 else 32 if per * ranks <= 128 else 16}
     launch(kernels.rows_expand_kernel, (sum(-(-n // second["BLOCK_N"]) for n in sizes), tiles), tuple(flat), lora, out, t,
            sum(sizes), sizes, tuple(base.stride(0) for base in flat), LAYERS=len(bases), **second, **options)
     return out
 
 
-def blocks_of(lora: host.Adapters, one_layer: Callable[[int], bool]) -> dict[str, Any]:
-    """Constants of the second products: the adapters of a program, ranks at a time, and columns; of all its adapters they are
-    held in registers. ``one_layer``: whether a program of so many columns has those of one layer."""
-    block_r, adapters = lora.shrunk.shape[3], len(lora.b)
+def adapters_per_layer(lora: host.Adapters) -> int:
+    """At most so many adapters add to the same columns; all of them where layers overlap or B has several dtypes."""
     ranges = sorted(set(zip(lora.starts, lora.sizes, strict=True)))
     apart = all(start + size <= after for (start, size), (after, _) in itertools.pairwise(ranges))
     alike = len({up.dtype for up in lora.b}) == 1
-    per = max(map(lora.starts.count, lora.starts)) if apart and alike else adapters
-
-    def columns(per: int) -> tuple[int, int]:
-        ranks = min(block_r, 32 if per <= 2 else 16)
-        return ranks, 64 if per * block_r <= 128 else 32 if per * ranks <= 128 else 16
-
-    if not one_layer(columns(per)[1]):
-        per = adapters
-    ranks, block_n = columns(per)
-    return {"PER": per, "BLOCK_Q": ranks, "BLOCK_N": block_n}
+    return max(map(lora.starts.count, lora.starts)) if apart and alike else len(lora.b)
 
 
 def adapters_for(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],
-                 bits: Sequence[int], parts: int) -> tuple[host.Adapters, dict[str, Any]]:
+                 bits: Sequence[int], parts: int, counters: Tensor | None = None) -> tuple[host.Adapters, dict[str, Any]]:
     """The kernels' argument, with memory for first products in ``parts`` parts; and their constants that follow from it.
-    Arguments as of ``lora_linear_eager``."""
+    Arguments as of ``lora_linear_eager``; ``counters``: None where no kernel counts."""
     rows, t = adapters_of(x, bits), x.shape[1]
     order = sorted(range(len(a)), key=starts.__getitem__)
     a, b, ranks = [a[i] for i in order], [b[i] for i in order], tuple(a[i].shape[0] for i in order)
@@ -169,7 +160,7 @@ def adapters_for(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], starts: Se
     if rows is None:
         rows = shrunk.view(torch.int64)  # no bit is looked at
     lora = host.Adapters(
-        rows, tuple(a), tuple(b), shrunk, torch.empty(t, dtype=torch.float32, device=x.device), tuple(starts[i] for i in order),
+        rows, tuple(a), tuple(b), shrunk, shrunk if counters is None else counters, tuple(starts[i] for i in order),
         tuple(len(up) for up in b), ranks, tuple(bits[i].bit_length() - 1 if bits[i] else EVERY for i in order),
         tuple(float(scaling[i]) for i in order))
     return lora, {"ADAPTERS": len(a), "PARTS": parts, "BLOCK_R": block_r, "BLOCK_T": 1 if t == 1 else 16 if t <= 16 else 32}

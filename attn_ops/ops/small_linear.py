@@ -32,6 +32,7 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import rows_contiguous
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
+from quire.attn_ops.ops.lora_rows import adapters_per_layer
 from quire.attn_ops.ops.small_linear_wide import (
     INT4_COLUMNS,
     fits_wide,
@@ -105,9 +106,8 @@ def small_linear_cuda(
 
     Args:
         config: launch parameters; None: the measured ones (``attn_ops/tuning/launch_config.py``). pdl: see
-            attn_ops/kernels/pdl.py; None: ``host.use_pdl``. lora: adapters whose first products are computed beside, of up to
-            MAX_TOKENS tokens in half precision and without a scale: see attn_ops/ops/lora_linear.py. The result is then
-            (..., N) with ``swiglu`` too, before SwiGLU.
+            attn_ops/kernels/pdl.py; None: ``host.use_pdl``. lora: adapters of the layer, of up to MAX_TOKENS tokens in half
+            precision and without a scale: see attn_ops/ops/lora_linear.py.
     """
     k = x.shape[-1]
     m = x.numel() // max(1, k)
@@ -125,8 +125,7 @@ def small_linear_cuda(
     x2 = rows_contiguous(x.reshape(m, k))
     res = rows_contiguous(residual.reshape(m, n)) if residual is not None else None
     bias, norm_weight, scale = (t if t is None else t.contiguous() for t in (bias, norm_weight, scale))
-    width = n if lora is None else weight.shape[0]  # adapters add to both operands of SwiGLU
-    out = x.new_empty(m, width)
+    out = x.new_empty(m, n)
     if config is None:
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
     if config is None and lora is None:
@@ -144,10 +143,8 @@ def small_linear_cuda(
     pointers = (x2, weight, scale, bias, norm_weight, res, out)
     rows = -(-n // config.block_n)
     if lora is not None:
-        adapters, parts, _, block_r = lora.shrunk.shape
-        options |= {"ADAPTERS": adapters, "BLOCK_R": block_r, "RANKS": 2} if m == 1 else {
-            "ADAPTERS": adapters, "BLOCK_R": block_r, "PARTS": parts, **host.first_products(m, block_r, config.num_warps, 2)}
-        rows += adapters * (block_r // options["RANKS"]) * parts
+        options["LORA"] = tiles = adapter_tiles(lora, n, config, swiglu)
+        rows += tiles.adapters * (tiles.block_r // tiles.ranks) * tiles.parts
     if m == 1 and (scale is None or config.block_n < 16):
         launch(kernels.vector_kernel, (rows,), *pointers, n, k, weight.stride(0), eps, lora, **options)
     else:
@@ -165,7 +162,22 @@ def small_linear_cuda(
                    SPLITS=config.splits, **options)
             launch(kernels.add_up_kernel, (-(-n // 256), -(-m // 4)), sums, scale, bias, res, out, m, n, sizes[-2], BLOCK_M=4,
                    BLOCK_N=256, SPLITS=config.splits, pdl=pdl)
-    return out.view(*x.shape[:-1], width)
+    return out.view(*x.shape[:-1], n)
+
+
+def adapter_tiles(lora: host.Adapters, n: int, config: Config, swiglu: bool) -> host.AdapterTiles:
+    """How the programs of a layer of n columns, launched with ``config``, compute ``lora``. Those of first products take no
+    more shared memory than the others do, so that as many run at once as without adapters."""
+    adapters, parts, t, block_r = lora.shrunk.shape
+    block_n, num_warps, operands = config.block_n, config.num_warps, 2 if swiglu else 1
+    edges = {n, *lora.starts, *(start + size for start, size in zip(lora.starts, lora.sizes, strict=True))}
+    per = adapters_per_layer(lora) if not any(edge % block_n for edge in edges) else adapters
+    block_q = min(block_r, 32 if per <= 2 else 16)
+    first = {"RANKS": 2, "SLICES": 1, "STAGES": 1} if t == 1 else host.first_products(
+        t, block_r, num_warps, 2, 2 * config.block_k * (block_n * operands + padded(t)) * config.num_stages)
+    held = 1024 * num_warps // (block_q * block_n * operands)  # 32 numbers per thread
+    return host.AdapterTiles(adapters, per, parts, block_r, block_q, max(1, min(per, held)), first["RANKS"], first["SLICES"],
+                             first["STAGES"])
 
 
 def norm_apart(x: torch.Tensor, weight: torch.Tensor | None, eps: float, pdl: bool, codes: bool = False

@@ -6,7 +6,8 @@ Before, as the passes of projections and of groups leave q and k of one product:
 
 After::
 
-    q, k = split(lora_linear(x, w, a=[A ...], b=[B ...], starts=[0, Nq], ...), [Nq, Nk])
+    counters = lora_counters(w)    # once, before all layers
+    q, k = split(lora_linear(x, w, a=[A ...], b=[B ...], starts=[0, Nq], ..., counters), [Nq, Nk])
 
 so a norm, SwiGLU or residual around it folds into the layer (passes/fusions/small_linear.py). Left alone: layers whose weight
 is not plain bf16 or fp16, products of several inputs, and products that something reads without the adapters.
@@ -20,9 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from quire.attn_ops.ops.lora_linear import lora_linear
+from quire.attn_ops.ops.lora_linear import lora_counters, lora_linear
 from quire.attn_ops.ops.lora_rows import lora_group, lora_rows
-from quire.passes.fake_values import made_like
+from quire.passes.fake_values import compute_value, made_like
 from quire.passes.fusions.base import Fusion, part_of
 from quire.passes.fusions.small_linear import is_half
 from quire.passes.fx import (
@@ -40,11 +41,24 @@ from quire.passes.fx import (
 
 def fuse_lora_linear(fusion: Fusion) -> int:
     """Rewrite every layer whose product and adapters one op can compute; returns how many ops."""
-    return sum(_fold(fusion, node) for node in list(fusion.graph.nodes) if is_function(node, (lora_group, lora_rows)))
+    count, counters = 0, None
+    for node in list(fusion.graph.nodes):
+        if is_function(node, (lora_group, lora_rows)) and (new := _fold(fusion, node)) is not None:
+            counters = counters or _counters(fusion, new.args[1])
+            new.args = (*new.args, counters)
+            count += 1
+    return count
 
 
-def _fold(fusion: Fusion, node: fx.Node) -> bool:
-    """Put the adapters of ``node`` into the product that its bases are parts of."""
+def _counters(fusion: Fusion, like: Any) -> fx.Node:
+    """Made before all other nodes."""
+    first = next(node for node in fusion.graph.nodes if node.op != "placeholder")
+    with fusion.graph.inserting_before(first):
+        return compute_value(fusion.graph.call_function(lora_counters, (like,)))
+
+
+def _fold(fusion: Fusion, node: fx.Node) -> fx.Node | None:
+    """Put the adapters of ``node`` into the product that its bases are parts of: the op, still without counters."""
     given = schema_arguments(node)
     bases = given["bases"] if node.target is lora_group else [given["base"]]
     layers = given["layers"] if node.target is lora_group else [0] * len(given["a"])
@@ -57,7 +71,7 @@ def _fold(fusion: Fusion, node: fx.Node) -> bool:
             or not is_half(fusion.tensor(product.args[1])) or value(given["x"]).dtype != value(product).dtype \
             or value(given["x"]).dim() != 3 or any(each.op != "placeholder" for each in (*given["a"], *given["b"])) \
             or written_between(product, node):
-        return False
+        return None
     starts = [part.start for part in parts if part]
     with fusion.graph.inserting_before(product):
         new = fusion.graph.call_function(lora_linear, (
@@ -68,7 +82,7 @@ def _fold(fusion: Fusion, node: fx.Node) -> bool:
     for result, base in zip(results, bases, strict=True):
         result.replace_all_uses_with(new if base is product else base)
     erase_dead(fusion.graph, results)
-    return True
+    return new
 
 
 def _only_read_by(node: fx.Node, product: fx.Node, bases: list[fx.Node]) -> bool:

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from quire.attn_ops.ops.lora_linear import lora_linear, lora_linear_cuda, lora_linear_eager
+from quire.attn_ops.ops.lora_linear import lora_counters, lora_linear, lora_linear_cuda, lora_linear_eager
 from quire.attn_ops.ops.lora_rows import MAX_KERNEL_ADAPTERS, lora_group_cuda
 from quire.attn_ops.ops.small_linear import MAX_TOKENS
 from quire.attn_ops.step import running
@@ -45,14 +45,15 @@ class Case:
         self.step = contextlib.nullcontext() if every else running(step(torch.cat([rows, torch.tensor([-1])]).to(DEVICE)))
         self.rows = rows
 
-    def run(self, op, swiglu: bool = False, dtype: torch.dtype | None = None, fold: bool = True) -> torch.Tensor:
+    def run(self, op, swiglu: bool = False, dtype: torch.dtype | None = None, fold: bool = True,
+            counters: torch.Tensor | None = None) -> torch.Tensor:
         def of(x: torch.Tensor) -> torch.Tensor:
             return x if dtype is None else x.to(dtype)
 
         half = self.residual[..., : self.residual.shape[-1] // 2].contiguous() if swiglu else self.residual
         return op(of(self.x), of(self.weight), of(self.bias) if fold else None, of(self.norm) if fold else None, 1e-5,
                   of(half) if fold else None, swiglu, [of(y) for y in self.a], [of(y) for y in self.b], self.starts,
-                  self.scaling, self.bits)
+                  self.scaling, self.bits, counters)
 
 
 def test_the_formula() -> None:
@@ -85,6 +86,21 @@ def test_kernels(tokens, swiglu, fold, every, width, dtype, own) -> None:
     atol = (4 if swiglu else 3) * 32 * (2**-11 if dtype == torch.float16 else 2**-8) / 4
     torch.testing.assert_close(got.double(), want, atol=atol, rtol=2**-9 if dtype == torch.float16 else 2**-6)
     assert got.dtype == dtype and not got.isnan().any()
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_layers_of_a_forward_share_counters(tokens) -> None:
+    """A launch leaves them as it found them, so that no program of the next one reads first products that are not there yet:
+    many launches in a row, of layers with other numbers of programs, give what each gives alone."""
+    pytest.importorskip("triton")
+    counters = lora_counters(torch.empty(1, device=DEVICE))
+    cases = [Case(tokens, torch.float32, every=True, width=width, ranks=ranks) for width, ranks in (
+        (K, (4, 16, 1, 40)), (1100, (16, 4, 4, 4)), (2048, (1, 1, 1, 33)))]
+    alone = [case.run(lora_linear_cuda) for case in cases]
+    for _ in range(50 if DEVICE == "cuda" else 1):
+        for case, want in zip(cases, alone, strict=True):
+            assert torch.equal(case.run(lora_linear_cuda, counters=counters), want)
+    assert counters.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("tokens", [1, 6])
@@ -173,4 +189,6 @@ def test_outside_the_kernels_range() -> None:
 def test_is_an_op(swiglu) -> None:
     case = Case(3, torch.float32, torch.float32)
     with case.step:
-        torch.library.opcheck(lora_linear, case.run(lambda *args: args, swiglu), test_utils=("test_schema", "test_faketensor"))
+        args = case.run(lambda *args: args, swiglu, counters=lora_counters(case.x))
+        torch.library.opcheck(lora_linear, args, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(lora_counters, (case.x,), test_utils=("test_schema", "test_faketensor"))

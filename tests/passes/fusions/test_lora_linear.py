@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from quire.attn_ops.ops.lora_linear import lora_linear
+from quire.attn_ops.ops.lora_linear import lora_counters, lora_linear
 from quire.attn_ops.ops.lora_rows import lora_group, lora_rows
 from quire.passes.fusions.lora_group import group_lora
 from quire.passes.fusions.lora_linear import fuse_lora_linear
@@ -76,13 +76,15 @@ def fused(model: nn.Module) -> tuple[int, list[dict], int, torch.Tensor, torch.T
 @pytest.mark.parametrize("names", [1, 2])
 @pytest.mark.parametrize("kind", [Adapted, Chosen])
 def test_layers_keep_what_folds_into_them(kind, names) -> None:
-    """With adapters a layer costs one launch more, and its norm, SwiGLU and residual none."""
+    """With adapters a layer is still one launch, its norm, SwiGLU and residual included."""
     matches, made, left, got, want = fused(Layer(kind, names=names))
     assert matches == 3 and left == 0
     qk, gate_up, down = made
     assert qk["norm_weight"] is not None and not qk["swiglu"] and sorted(qk["starts"]) == sorted([0, 48] * names)
     assert gate_up["norm_weight"] is not None and gate_up["swiglu"] and sorted(gate_up["starts"]) == sorted([0, WIDTH] * names)
     assert down["residual"] is not None and down["starts"] == [0] * names
+    assert {is_function(given["counters"], (lora_counters,)) for given in made} == {True}
+    assert len({given["counters"] for given in made}) == 1  # zeroed once per forward
     # One rounding where the layer has several: of results up to ``want``, and of what SwiGLU makes of them.
     torch.testing.assert_close(got, want, rtol=0, atol=float(want.abs().max()) * 2**-6)
 
