@@ -163,6 +163,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.alone  # its engines size their caches by the GPU's free memory
 def test_doors_of_the_wheel_beside_a_users_packages(python: Path, project: Path) -> None:
     run(python, "doors.py", str(python.parents[1]), cwd=project)
     run(python, "bare.py", cwd=project)
@@ -186,6 +187,7 @@ def test_mypy_sees_the_types_of_the_wheel(python: Path, project: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_editable_install(sources: Path, project: Path, tmp_path: Path) -> None:
     # What `pip install --no-build-isolation -e .` calls, in this environment, which has setuptools.
     build = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"

@@ -60,6 +60,8 @@ class _Heads(NamedTuple):
 def fuse_rope(fusion: Fusion) -> int:
     """Rewrite every attention op whose q and k are rotated alike."""
     assert fusion.backend is not None, "a pass of the lowered graph"
+    if fusion.backend.op is None:  # of the latent cache alone
+        return 0
     count, shared = 0, _Shared(fusion.graph)
     written = {x for n in fusion.graph.nodes for x in written_by(n)}
     for node in list(fusion.graph.find_nodes(op="call_function", target=fusion.backend.op)):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import quire
-from quire import Engine, SamplingParams
+from quire import Engine, SamplingParams, register_backend
+from quire.attn_ops import registry
+from quire.attn_ops.backends.torch_native import BACKEND as NATIVE
 from quire.attn_ops.kv_cache import token_bytes
 from tests.tiny import hf_greedy, tokens
 from tests.zoo.configs import SERVED, build
@@ -45,6 +49,19 @@ def test_tokens(name: str, compiler: str) -> None:
         changed = expected(plain)
         assert tokens(engine.generate(prompts(), GREEDY)) == changed
     assert expected(model) == changed
+
+
+@pytest.mark.parametrize("name", ["latent_only", "hybrid:torch_native+latent_only"])
+def test_a_backend_of_the_latent_cache_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashMLA and FlashInfer's MLA have no op for dense layers. As on a GPU, with all fusions: those of rope look for it."""
+    monkeypatch.setattr(registry, "REGISTRY", registry.Registry())
+    register_backend(dataclasses.replace(NATIVE, name="latent_only", op=None, rope_op=None, capabilities=dataclasses.replace(
+        NATIVE.capabilities, head_dims=lambda dim, dim_v: False)))
+    model = build(SERVED["deepseek_v3"])
+    with Engine(model, num_pages=40, page_size=4, max_num_seqs=3, max_model_len=64, compiler="eager", attention=name,
+                fusions="all") as engine:
+        assert engine.runner.backend.name == name
+        assert tokens(engine.generate(prompts(), GREEDY)) == expected(model)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
