@@ -227,8 +227,7 @@ def lora_layer(tokens: int, sizes: tuple[int, ...], swiglu: bool, rank: int, own
     with running(step):
         lora_linear_cuda(zeros(1, tokens, 4096), zeros(n, 4096), None, norm, 1e-5, residual, swiglu,
                          [zeros(rank, 4096, dtype=own) for _ in of], [zeros(sizes[i], rank, dtype=own) for i in of],
-                         [sum(sizes[:i]) for i in of], [2.0] * len(of), [0 if every else 1 << (j % 2) for j in range(len(of))],
-                         zeros(2, dtype=torch.int32))
+                         [sum(sizes[:i]) for i in of], [2.0] * len(of), [0 if every else 1 << (j % 2) for j in range(len(of))])
 
 
 def logprobs(rows: int, vocabulary: int, dtype: torch.dtype, filtered: bool, pdl: bool) -> None:

@@ -73,8 +73,9 @@ class Adapters(NamedTuple):
 
     Args:
         rows: T or more int64 numbers, the adapters of each token as bits.  a, b: (r_i, K) and (N_i, r_i).
-        shrunk: (adapters, parts, T, R) float32, parts of ``A x`` that add up to it.  counters: (2,) int32, zeros: see NOTE
-            [First products in the same launch].  starts, sizes: the output columns that an adapter adds to.  ranks: r_i.
+        shrunk: (adapters, parts, T, R) float32, parts of ``A x`` that add up to it.  rms: (T,) float32, what the norm before
+            the layer multiplies each token by.  counter: int32, zero: see NOTE [First products in the same launch].
+        starts, sizes: the output columns that an adapter adds to.  ranks: r_i.
         places: the number of its bit in ``rows``; 63: every token has it.  scalings: factors.
     """
 
@@ -82,7 +83,8 @@ class Adapters(NamedTuple):
     a: Any
     b: Any
     shrunk: Any
-    counters: Any
+    rms: Any
+    counter: Any
     starts: Any
     sizes: Any
     ranks: Any
@@ -161,6 +163,12 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of the GPU; for the interpreter 8, few enough that tests split keys too."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory per multiprocessor; for the interpreter those of an H100."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else 233472
 
 
 def next_power_of_2(n: int, minimum: int = 1) -> int:

@@ -1,10 +1,10 @@
 """Kernels of ``attn_ops/ops/lora.py``, ``lora_rows.py`` and ``lora_linear.py``.
 
-NOTE [First products in the same launch]: in a layer of one launch (``small_linear``'s kernels) the first programs compute
-``A x``, and count when it is stored; the others compute ``W x``, wait for the count, and add ``B (A x)``. A GPU starts the
-programs of a launch in the order of their numbers, so those that are waited for run or have ended. They take a fraction of the
-others' time, so that hardly anyone waits. The counters are zero before a launch and after it, and belong to one forward
-(``lora_counters``), whose launches follow each other.
+NOTE [First products in the same launch]: in a layer of one launch (``small_linear``'s ``tile_kernel``) the first programs
+compute ``A x``, and count when it is stored; the others compute ``W x``, wait for the count, and add ``B (A x)``. A GPU starts
+the programs of a launch in the order of their numbers, so those that are waited for run or have ended. They take a fraction of
+the others' time, so that hardly anyone waits. Each launch has a counter of its own, which its forward has zeroed
+(``lora_counters``). One token has too short programs for that: a second launch adds its ``B (A x)``.
 """
 
 from __future__ import annotations
@@ -136,42 +136,81 @@ def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.conste
         if layer == i:
             total = tl.load(bases[i] + tokens.to(tl.int64)[:, None] * strides[i] + columns[None, :], mask=live,
                             other=0.0).to(tl.float32)
-    total = expand(total, tl.full((BLOCK_T,), 1.0, tl.float32), held, column + start, column + size, tokens, t, lora, ADAPTERS,
-                   PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q, PER)
+    ones = tl.full((BLOCK_T,), 1.0, tl.float32)
+    lows = first_products(ones, column + start, tokens, t, lora, 0, 0, PER, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R,
+                          BLOCK_Q)
+    total = expand(total, ones, held, lows, column + start, column + size, tokens, t, lora, ADAPTERS, PER, PARTS, BLOCK_T,
+                   BLOCK_N, BLOCK_R, BLOCK_Q, PER)
     let_next_start(PDL)
     tl.store(out + tokens.to(tl.int64)[:, None] * n + (column + columns)[None, :], total.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
-def add_adapters(y, factor, held, start, end, tokens, t, lora, LORA: tl.constexpr, BLOCK_T: tl.constexpr,
-                 BLOCK_N: tl.constexpr):
-    """``y`` (BLOCK_T, BLOCK_N) float32 of the columns from ``start`` to ``end``, plus the adapters' part. ``factor``: of each
-    token, which ``lora.shrunk`` lacks. ``held``: ``factors_of`` the first adapters."""
-    return expand(y, factor, held, start, end, tokens, t, lora, LORA.adapters, LORA.per, LORA.parts, BLOCK_T, BLOCK_N,
-                  LORA.block_r, LORA.block_q, LORA.held)
+def adapter_factors(start, n, tokens, t, lora, SWIGLU: tl.constexpr, LORA: tl.constexpr, BLOCK_N: tl.constexpr):
+    """``factors_of`` the first adapters, for the columns of a layer from ``start``, and with SWIGLU for those n further on."""
+    held = factors_of(start, n, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, BLOCK_N, LORA.block_q)
+    held_up = held
+    if SWIGLU:
+        held_up = factors_of(n + start, 2 * n, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, BLOCK_N,
+                             LORA.block_q)
+    return held, held_up
+
+
+@triton.jit
+def add_adapters(y, up, factor, held, held_up, start, n, tokens, t, lora, SWIGLU: tl.constexpr, LORA: tl.constexpr,
+                 BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
+    """``y`` (BLOCK_T, BLOCK_N) float32 of the columns from ``start``, and with SWIGLU ``up`` of those n further on, plus the
+    adapters' parts. ``factor``: of each token, which ``lora.shrunk`` lacks. ``held``, ``held_up``: ``adapter_factors``."""
+    lows = first_products(factor, start, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, LORA.parts, BLOCK_T,
+                          BLOCK_N, LORA.block_r, LORA.block_q)
+    if SWIGLU:
+        lows_up = first_products(factor, n + start, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, LORA.parts,
+                                 BLOCK_T, BLOCK_N, LORA.block_r, LORA.block_q)
+    y = expand(y, factor, held, lows, start, n, tokens, t, lora, LORA.adapters, LORA.per, LORA.parts, BLOCK_T, BLOCK_N,
+               LORA.block_r, LORA.block_q, LORA.held)
+    if SWIGLU:
+        up = expand(up, factor, held_up, lows_up, n + start, 2 * n, tokens, t, lora, LORA.adapters, LORA.per, LORA.parts,
+                    BLOCK_T, BLOCK_N, LORA.block_r, LORA.block_q, LORA.held)
+    return y, up
 
 
 @triton.jit
 def count_first_products(lora):
     """A program of first products has stored them. See NOTE [First products in the same launch]."""
     tl.debug_barrier()
-    tl.atomic_add(lora.counters, 1, sem="release", scope="gpu")
+    tl.atomic_add(lora.counter, 1, sem="release", scope="gpu")
 
 
 @triton.jit
 def wait_for_first_products(lora, first):
     """Until all ``first`` programs have stored theirs."""
-    stored = tl.atomic_add(lora.counters, 0, sem="acquire", scope="gpu")
+    stored = tl.atomic_add(lora.counter, 0, sem="acquire", scope="gpu")
     while stored < first:
-        stored = tl.atomic_add(lora.counters, 0, sem="acquire", scope="gpu")
+        stored = tl.atomic_add(lora.counter, 0, sem="acquire", scope="gpu")
 
 
 @triton.jit
-def zero_counters(lora, others):
-    """The last of the ``others`` that have waited does it, at its end: nothing has to wait for this count."""
-    if tl.atomic_add(lora.counters + 1, 1, sem="relaxed", scope="gpu") == others - 1:
-        tl.store(lora.counters, 0)
-        tl.store(lora.counters + 1, 0)
+def finish_kernel(base, lora, res, out, n, LORA: tl.constexpr, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr, NORM: tl.constexpr,
+                  PDL: tl.constexpr):
+    """One token, a tile of columns of ``out`` (n,) per program: base + B (A x) * scaling of its adapters, then SwiGLU and the
+    residual. ``base`` (n,), or (2 n,) with SWIGLU. NORM: ``A x`` lacks the norm's factor, ``lora.rms``."""
+    start, token = tl.program_id(0) * BLOCK_N, tl.arange(0, 1)
+    columns = start + tl.arange(0, BLOCK_N)
+    live = (columns < n)[None, :]
+    held, held_up = adapter_factors(start, n, token, 1, lora, SWIGLU, LORA, BLOCK_N)
+    wait_for_previous(PDL)
+    y = tl.load(base + columns[None, :], mask=live, other=0.0).to(tl.float32)
+    up = y
+    if SWIGLU:
+        up = tl.load(base + n + columns[None, :], mask=live, other=0.0).to(tl.float32)
+    factor = tl.load(lora.rms + token) if NORM else tl.full((1,), 1.0, tl.float32)
+    y, up = add_adapters(y, up, factor, held, held_up, start, n, token, 1, lora, SWIGLU, LORA, 1, BLOCK_N)
+    if SWIGLU:
+        y = y * tl.sigmoid(y) * up
+    let_next_start(PDL)
+    if res is not None:
+        y += tl.load(res + columns[None, :], mask=live, other=0.0).to(tl.float32)
+    tl.store(out + columns[None, :], y.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -222,44 +261,56 @@ def factors_of(start, end, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: 
 
 
 @triton.jit
-def expand(total, factor, held, start, end, tokens, t, lora, ADAPTERS: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr,
-           BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, HELD: tl.constexpr):
-    """``total`` (BLOCK_T, BLOCK_N) float32 plus ``B (A x) * scaling * factor`` of each token's adapters, for the columns from
-    ``start`` to ``end``. ``factor``: (BLOCK_T,). ``held``: ``factors_of`` the first BLOCK_Q ranks of the first HELD adapters.
-    All loads come before the products, which would make later ones wait. BLOCK_T is 1 for one token, which needs no tensor
-    cores."""
+def first_products(factor, start, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: tl.constexpr, ADAPTERS: tl.constexpr,
+                   PER: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+                   BLOCK_Q: tl.constexpr):
+    """``A x * scaling * factor`` of the adapters FROM to TO (of PER: ``_adapter``) for the columns from ``start``, as far as
+    they are needed there: of the ranks ranks_from .. ranks_from + BLOCK_Q, (BLOCK_T, BLOCK_Q) float32 of each. Without the
+    scaling for adapters in float16, which might not hold it. ``factor``: of each token."""
     mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
-    total = _expand_ranks(total, held, 0, start, mine, factor, tokens, t, lora, 0, HELD, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N,
-                          BLOCK_R, BLOCK_Q)
-    # The others one after the other: all at once do not fit the registers.
-    for j in tl.static_range(HELD, PER):
-        more = factors_of(start, end, tokens, t, lora, 0, j, j + 1, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
-        total = _expand_ranks(total, more, 0, start, mine, factor, tokens, t, lora, j, j + 1, ADAPTERS, PER, PARTS, BLOCK_T,
-                              BLOCK_N, BLOCK_R, BLOCK_Q)
-    for ranks_from in range(BLOCK_Q, BLOCK_R, BLOCK_Q):
-        for j in tl.static_range(PER):
-            more = factors_of(start, end, tokens, t, lora, ranks_from, j, j + 1, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
-            total = _expand_ranks(total, more, ranks_from, start, mine, factor, tokens, t, lora, j, j + 1, ADAPTERS, PER, PARTS,
-                                  BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q)
-    return total
-
-
-@triton.jit
-def _expand_ranks(total, held, ranks_from, start, mine, factor, tokens, t, lora, FROM: tl.constexpr, TO: tl.constexpr,
-                  ADAPTERS: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-                  BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """``expand`` for the adapters FROM to TO and BLOCK_Q ranks, whose factors are ``held``. ``factor``: of each token."""
     lows = ()
     for j in tl.static_range(FROM, TO):
-        i, _, _, _, _, scaling, has, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
+        i, b, _, _, _, scaling, has, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
         low = tl.zeros((BLOCK_T, BLOCK_Q), tl.float32)
         for part in tl.static_range(PARTS):
             place = ((i * PARTS + part) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + ranks_from
             low += tl.load(lora.shrunk + place + tl.arange(0, BLOCK_Q)[None, :], mask=((tokens < t) & has & needed)[:, None],
                            other=0.0, cache_modifier=".cg")
-        if held[j - FROM].dtype != tl.float16:  # float16 might not hold it
+        if b.dtype.element_ty != tl.float16:
             low *= scaling
         lows = lows + (low * factor[:, None],)  # type: ignore[assignment]
+    return lows
+
+
+@triton.jit
+def expand(total, factor, held, lows, start, end, tokens, t, lora, ADAPTERS: tl.constexpr, PER: tl.constexpr,
+           PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr,
+           HELD: tl.constexpr):
+    """``total`` (BLOCK_T, BLOCK_N) float32 plus ``B (A x) * scaling * factor`` of each token's adapters, for the columns from
+    ``start`` to ``end``. ``held``, ``lows``: ``factors_of`` and ``first_products`` of the first BLOCK_Q ranks of the first HELD
+    adapters: all loads come before the products, which would make later ones wait. BLOCK_T is 1 for one token, which needs no
+    tensor cores."""
+    mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
+    total = _add_products(total, held, lows, start, mine, lora, 0, HELD, ADAPTERS, PER, BLOCK_T, BLOCK_N)
+    # The others one after the other: all at once do not fit the registers.
+    for j in tl.static_range(HELD, PER):
+        more = factors_of(start, end, tokens, t, lora, 0, j, j + 1, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
+        low = first_products(factor, start, tokens, t, lora, 0, j, j + 1, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R,
+                             BLOCK_Q)
+        total = _add_products(total, more, low, start, mine, lora, j, j + 1, ADAPTERS, PER, BLOCK_T, BLOCK_N)
+    for ranks_from in range(BLOCK_Q, BLOCK_R, BLOCK_Q):
+        for j in tl.static_range(PER):
+            more = factors_of(start, end, tokens, t, lora, ranks_from, j, j + 1, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
+            low = first_products(factor, start, tokens, t, lora, ranks_from, j, j + 1, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N,
+                                 BLOCK_R, BLOCK_Q)
+            total = _add_products(total, more, low, start, mine, lora, j, j + 1, ADAPTERS, PER, BLOCK_T, BLOCK_N)
+    return total
+
+
+@triton.jit
+def _add_products(total, held, lows, start, mine, lora, FROM: tl.constexpr, TO: tl.constexpr, ADAPTERS: tl.constexpr,
+                  PER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
+    """``expand`` for the adapters FROM to TO and BLOCK_Q ranks."""
     for j in tl.static_range(FROM, TO):
         _, _, column, size, _, scaling, has, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
         at, factors = start + tl.arange(0, BLOCK_N) - column, held[j - FROM]

@@ -15,14 +15,7 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.kernels.kv_quant import widen
-from quire.attn_ops.kernels.lora import (
-    add_adapters,
-    count_first_products,
-    factors_of,
-    shrink,
-    wait_for_first_products,
-    zero_counters,
-)
+from quire.attn_ops.kernels.lora import adapter_factors, add_adapters, count_first_products, shrink, wait_for_first_products
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
 from quire.attn_ops.kernels.wgmma import wait_for_products
 
@@ -68,8 +61,8 @@ def norm_kernel(x, weight, out, K, stride_x, eps, BLOCK_K: tl.constexpr, PDL: tl
 def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                   SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
                   LORA: tl.constexpr = None):
-    """One token: BLOCK_N outputs per program, each the sum of K products. LORA: with adapters ``lora`` (host.Adapters), whose
-    first products the first programs compute (host.AdapterTiles)."""
+    """One token: BLOCK_N outputs per program, each the sum of K products. With LORA (host.AdapterTiles) the first programs have
+    the first products of ``lora`` (host.Adapters), and SwiGLU's operands are stored apart."""
     wait_for_previous(PDL)
     if LORA is not None:
         first = LORA.adapters * (LORA.block_r // LORA.ranks)
@@ -77,21 +70,20 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, 
             shrink(tl.program_id(0), 0, tl.arange(0, 1), x, norm, lora, 1, K, K, LORA.adapters, 1, 1, LORA.block_r, LORA.ranks,
                    1, 1)
             let_next_start(PDL)
-            count_first_products(lora)
         else:
-            _vector(tl.program_id(0) - first, first, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, BLOCK_N,
-                    BLOCK_K, SWIGLU, EVEN_N, EVEN_K, PDL, LORA)
-            zero_counters(lora, tl.num_programs(0) - first)
+            _vector(tl.program_id(0) - first, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora.rms, BLOCK_N,
+                    BLOCK_K, SWIGLU, EVEN_N, EVEN_K, PDL, SWIGLU)
     else:
-        _vector(tl.program_id(0), 0, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, None, BLOCK_N, BLOCK_K, SWIGLU,
-                EVEN_N, EVEN_K, PDL, None)
+        _vector(tl.program_id(0), x, w, scale, bias, norm, res, out, N, K, stride_w, eps, None, BLOCK_N, BLOCK_K, SWIGLU,
+                EVEN_N, EVEN_K, PDL)
 
 
 @triton.jit
-def _vector(program, first, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, BLOCK_N: tl.constexpr,
+def _vector(program, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, rms_out, BLOCK_N: tl.constexpr,
             BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
-            LORA: tl.constexpr):
-    """A program of ``vector_kernel``, behind the ``first`` ones."""
+            APART: tl.constexpr = False):
+    """A program of ``vector_kernel``; the first stores the norm's factor in ``rms_out`` (if not None). APART: SwiGLU's operands
+    are stored one after the other instead of its result."""
     rows = program * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -116,9 +108,10 @@ def _vector(program, first, x, w, scale, bias, norm, res, out, N, K, stride_w, e
     let_next_start(PDL)
     y = tl.sum(acc, 1)
     up = tl.sum(acc_up, 1)
-    rms = 1.0
     if norm is not None:
         rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        if rms_out is not None:
+            tl.store(rms_out, rms, mask=program == 0)
         y *= rms
         up *= rms
     inside = rows < N
@@ -130,32 +123,13 @@ def _vector(program, first, x, w, scale, bias, norm, res, out, N, K, stride_w, e
         y += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
         if SWIGLU:
             up += tl.load(bias + N + rows, mask=inside, other=0.0).to(tl.float32)
-    if LORA is not None:
-        y, up = _with_adapters(y[None, :], up[None, :], tl.zeros((1,), tl.float32) + rms, program * BLOCK_N, tl.arange(0, 1),
-                               out, 1, N, first, lora, SWIGLU, LORA, 1, BLOCK_N)
-        y, up = tl.sum(y, 0), tl.sum(up, 0)
-    if SWIGLU:
+    if APART:
+        tl.store(out + N + rows, up.to(out.dtype.element_ty), mask=inside)
+    elif SWIGLU:
         y = y * tl.sigmoid(y) * up
     if res is not None:
         y += tl.load(res + rows, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _with_adapters(y, up, factor, start, tokens, out, M, N, first, lora, SWIGLU: tl.constexpr, LORA: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The products (BLOCK_M, BLOCK_N) of the columns from ``start``, and of those N further on, rounded as the layer's own
-    result is, plus the adapters' parts. ``factor``: the norm's, of each token."""
-    held = factors_of(start, N, tokens, M, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, BLOCK_N, LORA.block_q)
-    if SWIGLU:
-        held_up = factors_of(N + start, 2 * N, tokens, M, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, BLOCK_N, LORA.block_q)
-    wait_for_first_products(lora, first)
-    y = y.to(out.dtype.element_ty).to(tl.float32)
-    y = add_adapters(y, factor, held, start, N, tokens, M, lora, LORA, BLOCK_M, BLOCK_N)
-    if SWIGLU:
-        up = up.to(out.dtype.element_ty).to(tl.float32)
-        up = add_adapters(up, factor, held_up, N + start, 2 * N, tokens, M, lora, LORA, BLOCK_M, BLOCK_N)
-    return y, up
 
 
 @triton.jit(do_not_specialize=["M"])  # else 16 and 32 tokens would be separate kernels
@@ -178,22 +152,24 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
         else:
             _tile(program - first, first, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora,
                   BLOCK_M, BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL, LORA)
-            zero_counters(lora, tl.num_programs(0) - first)
     else:
         _tile(tl.program_id(0), 0, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, None, BLOCK_M,
               BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL, None)
 
 
 @triton.jit
-def _tile(program, first_products, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora,
+def _tile(program, first_programs, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora,
           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr,
           EVEN_K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr, LORA: tl.constexpr):
-    """A program of ``tile_kernel``, behind those of ``first_products``."""
+    """A program of ``tile_kernel``, behind the ``first_programs``."""
     rows = program * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
+    held, held_up = None, None
+    if LORA is not None:  # in registers during the loop: at its end all programs would wait for it at once
+        held, held_up = adapter_factors(program * BLOCK_N, N, tokens, M, lora, SWIGLU, LORA, BLOCK_N)
     if SPLITS == 1:
         first, last = 0, K
     else:
@@ -217,7 +193,7 @@ def _tile(program, first_products, x, w, scale, bias, norm, res, out, M, N, K, s
     let_next_start(PDL)
     if SPLITS == 1:
         _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU,
-                program * BLOCK_N, first_products, lora, LORA, BLOCK_M, BLOCK_N)
+                held, held_up, program * BLOCK_N, first_programs, lora, LORA, BLOCK_M, BLOCK_N)
     else:
         tl.store(out + (tl.program_id(2) * M + tokens)[None, :] * N + rows[:, None], acc,
                  mask=(rows < N)[:, None] & (tokens < M)[None, :])
@@ -282,8 +258,8 @@ def _load_slices(w, like, rows, cols, stride, N, K, EVEN_N: tl.constexpr, EVEN_K
 
 @triton.jit
 def _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU: tl.constexpr,
-            start=0, first_products=0, lora=None, LORA: tl.constexpr = None, BLOCK_M: tl.constexpr = 0,
-            BLOCK_N: tl.constexpr = 0):
+            held=None, held_up=None, start=0, first_programs=0, lora=None, LORA: tl.constexpr = None,
+            BLOCK_M: tl.constexpr = 0, BLOCK_N: tl.constexpr = 0):
     """Norm, scales, bias, adapters, SwiGLU and residual for the sums (BLOCK_N, BLOCK_M) of the rows from ``start``; store the
     results."""
     rms = tl.zeros_like(tokens).to(tl.float32) + 1.0
@@ -301,9 +277,11 @@ def _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, 
         if SWIGLU:
             acc_up += tl.load(bias + N + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
     if LORA is not None:
-        acc, acc_up = _with_adapters(tl.trans(acc), tl.trans(acc_up), rms, start, tokens, out, M, N, first_products, lora,
-                                     SWIGLU, LORA, BLOCK_M, BLOCK_N)
-        acc, acc_up = tl.trans(acc), tl.trans(acc_up)
+        y = tl.trans(acc.to(out.dtype.element_ty).to(tl.float32))  # rounded as the layer's own result is
+        up = tl.trans(acc_up.to(out.dtype.element_ty).to(tl.float32))
+        wait_for_first_products(lora, first_programs)
+        y, up = add_adapters(y, up, rms, held, held_up, start, N, tokens, M, lora, SWIGLU, LORA, BLOCK_M, BLOCK_N)
+        acc, acc_up = tl.trans(y), tl.trans(up)
     if SWIGLU:
         acc = acc * tl.sigmoid(acc) * acc_up
     if res is not None:

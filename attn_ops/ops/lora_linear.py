@@ -1,11 +1,12 @@
-"""A linear layer with LoRA's adapters in one launch, for small batches: ``torch.ops.quire.lora_linear``.
+"""A linear layer with LoRA's adapters in one launch, for small batches, or in two, for one token:
+``torch.ops.quire.lora_linear``.
 
 Legend: T tokens, K and N the inputs and outputs of the layer, r the rank of an adapter.
 
 LoRA (Hu et al., 2021) adds ``B A x * scaling`` to ``W x``. The first products, ``A x``, are computed by programs of the
 kernel that computes ``W x`` (``small_linear``, which folds in the norm before the layer, SwiGLU and the residual); its others
-wait for them and add ``B A x``: see NOTE [First products in the same launch] in attn_ops/kernels/lora.py. The adapters' own
-parameters are read, so changes in place are seen.
+wait for them and add ``B A x``: see NOTE [First products in the same launch] in attn_ops/kernels/lora.py. For one token a
+second, small kernel does. The adapters' own parameters are read, so changes in place are seen.
 
 In half precision on CUDA, for up to small_linear's MAX_TOKENS tokens; elsewhere the op runs its eager definition.
 """
@@ -19,9 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.attn_ops.kernels import host
+from quire.attn_ops.kernels.launch import is_recording, launch
 from quire.attn_ops.library import define_op
 from quire.attn_ops.ops.lora_rows import adapters_fit, adapters_for, lora_rows_eager
-from quire.attn_ops.ops.small_linear import MAX_TOKENS, norm_apart, small_linear_cuda
+from quire.attn_ops.ops.small_linear import MAX_TOKENS, adapter_tiles, memory_of, norm_apart, small_linear_cuda
+from quire.attn_ops.tuning.launch_config import Config, by_rule, config_for
 
 
 def lora_linear_eager(
@@ -35,7 +38,7 @@ def lora_linear_eager(
         weight, bias, norm_weight, eps, residual, swiglu: as of ``small_linear_eager``, without a scale.
         a, b, scaling, bits: of each adapter, as of ``lora_rows_eager``.
         starts: the first row of ``weight`` that the adapter's b (N_i, r_i) adds to.
-        counters: (2,) int32, zeros before and after, for kernels that follow each other: ``lora_counters``. None: others.
+        counters: what ``lora_counters`` made for this forward. None: a counter is zeroed in a launch of its own.
 
     Raises:
         RuntimeError: the step does not say which adapters its tokens have, and an adapter is not that of every token.
@@ -67,19 +70,60 @@ def lora_linear_cuda(
     if not adapters_fit(x, a, b) or not 0 < x.shape[1] <= MAX_TOKENS or x.dtype not in (torch.bfloat16, torch.float16) \
             or weight.stride(1) != 1 or not alike:
         return lora_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, a, b, starts, scaling, bits)
-    t = x.shape[1]
+    t, k, rows = x.shape[1], x.shape[2], weight.shape[0]
+    n = rows // (2 if swiglu else 1)
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
     x2, norm_weight = norm_apart(host.rows_contiguous(x[0]), norm_weight, eps, host.use_pdl(x.device, t))
-    x, counters = x2[None], lora_counters_eager(x) if counters is None else counters
-    # For one token a program has whole sums of few ranks; else many ranks and a part of the columns, as long as it takes less
-    # time than a program of the weight.
-    lora, _ = adapters_for(x, a, b, starts, scaling, bits, 1 if t == 1 else max(1, min(x.shape[2] // 1024, 4)), counters)
-    return small_linear_cuda(x, weight, bias, norm_weight, eps, residual, swiglu, pdl=pdl, lora=lora)
+    x, config = x2[None], config_for(t, rows, k, swiglu, x.device) or by_rule(t, rows, k, swiglu)
+    if t > 1:
+        lora, _ = adapters_for(x, a, b, starts, scaling, bits, _parts(a, t, n, k, swiglu, config, x.device),
+                               _counter(x, counters))
+        return small_linear_cuda(x, weight, bias, norm_weight, eps, residual, swiglu, config=config, pdl=pdl, lora=lora)
+    pdl = host.use_pdl(x.device, 1) if pdl is None else pdl
+    lora, _ = adapters_for(x, a, b, starts, scaling, bits, 1)
+    base = small_linear_cuda(x, weight, bias, norm_weight, eps, None, swiglu, config=config, pdl=pdl, lora=lora)
+    tiles = adapter_tiles(lora, n, Config(64, 1, 4, 1), swiglu)
+    out = x.new_empty(1, 1, n)
+    launch(host.kernel_module("kernels.lora").finish_kernel, (-(-n // 64),), base, lora,
+           None if residual is None else residual.contiguous(), out, n, LORA=tiles, BLOCK_N=64, SWIGLU=swiglu,
+           NORM=norm_weight is not None, pdl=pdl, num_warps=4)
+    return out
+
+
+def _parts(a: Sequence[Tensor], t: int, n: int, k: int, swiglu: bool, config: Config, device: torch.device) -> int:
+    """Parts of the first products' sums: several, as long as each takes less time than a program of the weight, and all run at
+    once with those, if those alone do."""
+    block_r = host.next_power_of_2(max(len(down) for down in a), 16)
+    programs = len(a) * (block_r // min(block_r, 32))
+    at_once = host.num_sms(device) * max(1, host.shared_memory(device) // memory_of(config, t, swiglu))
+    free = at_once - -(-n // config.block_n)
+    return max(1, min(k // 1024, 4, free // programs if free > 0 else 4))
+
+
+#: Launches per forward that ``lora_counters`` has room for; and, by the address of its result, those that took a counter. Each
+#: launch of a forward has one of its own, in a line of 16 bytes: kernels are compiled for pointers to such.
+COUNTERS, LINE = 1024, 4
+_taken: dict[int, int] = {}
 
 
 def lora_counters_eager(like: Tensor) -> Tensor:
-    """(2,) int32 zeros on the device of ``like``: the ``counters`` of all the layers of a forward, made once."""
-    return torch.zeros(2, dtype=torch.int32, device=like.device)
+    """Int32 zeros on the device of ``like``: the ``counters`` of all the layers of a forward, made once."""
+    made = torch.zeros(COUNTERS * LINE, dtype=torch.int32, device=like.device)
+    _taken[made.data_ptr()] = 0
+    return made
+
+
+def _counter(x: Tensor, counters: Tensor | None) -> Tensor:
+    """The next counter of a forward; a new one where it has none left."""
+    if counters is None:
+        return torch.zeros(1, dtype=torch.int32, device=x.device)
+    if is_recording():
+        return counters
+    number = _taken[counters.data_ptr()]
+    if number == COUNTERS:
+        return torch.zeros(1, dtype=torch.int32, device=x.device)
+    _taken[counters.data_ptr()] = number + 1
+    return counters[LINE * number :]
 
 
 def _fake(
@@ -94,7 +138,8 @@ lora_linear = define_op(
     "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu, "
     "Tensor[] a, Tensor[] b, int[] starts, float[] scaling, int[] bits, Tensor? counters=None) -> Tensor",
     cpu=lora_linear_eager, cuda=lora_linear_cuda, fake=_fake, launches=True)
-lora_counters = define_op("lora_counters(Tensor like) -> Tensor", cpu=lora_counters_eager, cuda=lora_counters_eager,
-                          fake=lora_counters_eager)
+lora_counters = define_op(
+    "lora_counters(Tensor like) -> Tensor", cpu=lora_counters_eager, cuda=lora_counters_eager,
+    fake=lambda like: like.new_empty(COUNTERS * LINE, dtype=torch.int32))
 
 __all__ = ["lora_counters", "lora_counters_eager", "lora_linear", "lora_linear_cuda", "lora_linear_eager"]

@@ -149,9 +149,9 @@ def adapters_per_layer(lora: host.Adapters) -> int:
 
 
 def adapters_for(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],
-                 bits: Sequence[int], parts: int, counters: Tensor | None = None) -> tuple[host.Adapters, dict[str, Any]]:
+                 bits: Sequence[int], parts: int, counter: Tensor | None = None) -> tuple[host.Adapters, dict[str, Any]]:
     """The kernels' argument, with memory for first products in ``parts`` parts; and their constants that follow from it.
-    Arguments as of ``lora_linear_eager``; ``counters``: None where no kernel counts."""
+    Arguments as of ``lora_linear_eager``; ``counter``: None where no kernel counts."""
     rows, t = adapters_of(x, bits), x.shape[1]
     order = sorted(range(len(a)), key=starts.__getitem__)
     a, b, ranks = [a[i] for i in order], [b[i] for i in order], tuple(a[i].shape[0] for i in order)
@@ -160,9 +160,9 @@ def adapters_for(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], starts: Se
     if rows is None:
         rows = shrunk.view(torch.int64)  # no bit is looked at
     lora = host.Adapters(
-        rows, tuple(a), tuple(b), shrunk, shrunk if counters is None else counters, tuple(starts[i] for i in order),
-        tuple(len(up) for up in b), ranks, tuple(bits[i].bit_length() - 1 if bits[i] else EVERY for i in order),
-        tuple(float(scaling[i]) for i in order))
+        rows, tuple(a), tuple(b), shrunk, torch.empty(t, dtype=torch.float32, device=x.device),
+        shrunk if counter is None else counter, tuple(starts[i] for i in order), tuple(len(up) for up in b), ranks, 
+        tuple(bits[i].bit_length() - 1 if bits[i] else EVERY for i in order), tuple(float(scaling[i]) for i in order))
     return lora, {"ADAPTERS": len(a), "PARTS": parts, "BLOCK_R": block_r, "BLOCK_T": 1 if t == 1 else 16 if t <= 16 else 32}
 
 

@@ -107,7 +107,8 @@ def small_linear_cuda(
     Args:
         config: launch parameters; None: the measured ones (``attn_ops/tuning/launch_config.py``). pdl: see
             attn_ops/kernels/pdl.py; None: ``host.use_pdl``. lora: adapters of the layer, of up to MAX_TOKENS tokens in half
-            precision and without a scale: see attn_ops/ops/lora_linear.py.
+            precision and without a scale: see attn_ops/ops/lora_linear.py. Of one token only their first products are computed
+            here, and the result is (..., N) with ``swiglu`` too, before SwiGLU.
     """
     k = x.shape[-1]
     m = x.numel() // max(1, k)
@@ -125,7 +126,8 @@ def small_linear_cuda(
     x2 = rows_contiguous(x.reshape(m, k))
     res = rows_contiguous(residual.reshape(m, n)) if residual is not None else None
     bias, norm_weight, scale = (t if t is None else t.contiguous() for t in (bias, norm_weight, scale))
-    out = x.new_empty(m, n)
+    width = n if lora is None or m > 1 else weight.shape[0]
+    out = x.new_empty(m, width)
     if config is None:
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
     if config is None and lora is None:
@@ -162,7 +164,7 @@ def small_linear_cuda(
                    SPLITS=config.splits, **options)
             launch(kernels.add_up_kernel, (-(-n // 256), -(-m // 4)), sums, scale, bias, res, out, m, n, sizes[-2], BLOCK_M=4,
                    BLOCK_N=256, SPLITS=config.splits, pdl=pdl)
-    return out.view(*x.shape[:-1], n)
+    return out.view(*x.shape[:-1], width)
 
 
 def adapter_tiles(lora: host.Adapters, n: int, config: Config, swiglu: bool) -> host.AdapterTiles:
@@ -174,10 +176,15 @@ def adapter_tiles(lora: host.Adapters, n: int, config: Config, swiglu: bool) -> 
     per = adapters_per_layer(lora) if not any(edge % block_n for edge in edges) else adapters
     block_q = min(block_r, 32 if per <= 2 else 16)
     first = {"RANKS": 2, "SLICES": 1, "STAGES": 1} if t == 1 else host.first_products(
-        t, block_r, num_warps, 2, 2 * config.block_k * (block_n * operands + padded(t)) * config.num_stages)
+        t, block_r, num_warps, 2, memory_of(config, t, swiglu))
     held = 1024 * num_warps // (block_q * block_n * operands)  # 32 numbers per thread
     return host.AdapterTiles(adapters, per, parts, block_r, block_q, max(1, min(per, held)), first["RANKS"], first["SLICES"],
                              first["STAGES"])
+
+
+def memory_of(config: Config, tokens: int, swiglu: bool) -> int:
+    """Bytes of shared memory of a program of ``tile_kernel``, without what an epilogue needs."""
+    return 2 * config.block_k * (config.block_n * (2 if swiglu else 1) + padded(tokens)) * config.num_stages
 
 
 def norm_apart(x: torch.Tensor, weight: torch.Tensor | None, eps: float, pdl: bool, codes: bool = False
