@@ -97,7 +97,8 @@ class AdapterTiles(NamedTuple):
 
     Args:
         adapters: how many.  per: at most so many add to the columns of a program.  parts: of the first products' sums.
-        block_r, block_q: ranks, padded, and those of a second product at a time.  held: adapters whose B is loaded ahead.
+        block_r, block_q: ranks, padded, and those of a second product at a time.  held: adapters whose B is loaded at once;
+            early: before the loop over the columns of x.
         ranks, slices, stages: of a program of first products (``shrink``).
     """
 
@@ -107,6 +108,7 @@ class AdapterTiles(NamedTuple):
     block_r: int
     block_q: int
     held: int
+    early: bool
     ranks: int
     slices: int
     stages: int

@@ -168,7 +168,7 @@ def _tile(program, first_programs, x, w, scale, bias, norm, res, out, M, N, K, s
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     held, held_up = None, None
-    if LORA is not None:  # in registers during the loop: at its end all programs would wait for it at once
+    if LORA is not None and LORA.early:  # at the loop's end all programs would wait for it at once
         held, held_up = adapter_factors(program * BLOCK_N, N, tokens, M, lora, SWIGLU, LORA, BLOCK_N)
     if SPLITS == 1:
         first, last = 0, K
@@ -279,6 +279,8 @@ def _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, 
     if LORA is not None:
         y = tl.trans(acc.to(out.dtype.element_ty).to(tl.float32))  # rounded as the layer's own result is
         up = tl.trans(acc_up.to(out.dtype.element_ty).to(tl.float32))
+        if not LORA.early:
+            held, held_up = adapter_factors(start, N, tokens, M, lora, SWIGLU, LORA, BLOCK_N)
         wait_for_first_products(lora, first_programs)
         y, up = add_adapters(y, up, rms, held, held_up, start, N, tokens, M, lora, SWIGLU, LORA, BLOCK_M, BLOCK_N)
         acc, acc_up = tl.trans(y), tl.trans(up)
