@@ -65,10 +65,11 @@ class State:
         rows = metadata.num_reqs
         if key is not None:
             rows = self.graph_rows.setdefault(key, metadata.num_tokens) if step.capturing else self.graph_rows.get(key, 0)
-            if rows != metadata.num_tokens or not np.array_equal(starts[: metadata.num_reqs + 1],
-                                                                 np.arange(metadata.num_reqs + 1)):
+            # Rows of padding follow, without tokens; at the capture all are such.
+            if rows != metadata.num_tokens or not np.array_equal(starts, np.minimum(np.arange(len(starts)), starts[-1])):
                 raise RuntimeError(f"{NAME} plans CUDA graphs for one token per sequence; graph {key!r} was captured for "
-                                   f"{rows} and has {metadata.num_tokens} tokens of {metadata.num_reqs} sequences")
+                                   f"{rows} and has {metadata.num_tokens} tokens of {metadata.num_reqs} sequences, padding "
+                                   "included")
             starts = np.arange(rows + 1, dtype=np.int32)  # padding rows too: they read one slot of the null page
         lens = np.maximum(np.pad(lens, (0, max(0, rows - len(lens))))[:rows], 1)
         indptr, row, column = page_table(lens, self.page_size)
