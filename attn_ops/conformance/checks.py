@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -307,7 +308,8 @@ class Kit:
                     torch.cuda.set_sync_debug_mode("default")
 
     def graph(self, level: CudagraphSupport, captured: Rows, replayed: Rows, pad: tuple[int, int]) -> None:
-        """Capture a batch; copy a shorter one, padded to its shape, into the same buffers; replay, and compare."""
+        """Capture a batch of padding alone, as engines do; then copy batches into the same buffers, replay, and compare: one of
+        that shape, and a shorter one, padded."""
         if self.caps.cudagraph_support < level:
             raise Skip(f"the backend declares {self.caps.cudagraph_support.name}")
         self.need_cuda()
@@ -319,23 +321,26 @@ class Kit:
         def forward() -> torch.Tensor:
             return self.backend.op(*static.arguments(prepared(self.backend, static)), **static.options)
 
+        kept, meta = [tensor.clone() for tensor in static.buffers()], static.metadata
+        for tensor, value in ((meta.query_start_loc, 0), (meta.seq_lens, 0), (meta.slot_mapping, -1)):
+            tensor.fill_(value)
+        idle = replace(static, metadata=replace(
+            meta, query_start_loc_cpu=torch.zeros_like(meta.query_start_loc_cpu),
+            seq_lens_cpu=torch.zeros_like(meta.seq_lens_cpu), max_query_len=1, max_seq_len=1))
         stream, current = side_stream(self.device), torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with planned(self.backend, static, capturing=True, **options):
+        with planned(self.backend, idle, capturing=True, **options):
             with torch.cuda.stream(stream):
                 for _ in range(2):
                     forward()
             current.wait_stream(stream)
             with torch.cuda.graph(graph, stream=stream):
                 out = forward()
-        graph.replay()
-        compare(out, static)
         table, live = later.metadata.block_table_tensor, len(replayed)
-        table[live:] = static.metadata.block_table_tensor[live:]  # stale: padding rows keep the pages of the captured batch
-        kept = [tensor.clone() for tensor in static.buffers()]
-        # Shorter, then as captured again: neither lengths nor a plan may stay from the step before.
-        for batch, values in ((later, later.buffers()), (static, kept)):
+        table[live:] = meta.block_table_tensor[live:]  # stale: padding rows keep the pages of the batch before
+        # Longer, shorter, then as at first: neither lengths nor a plan may stay from the step before.
+        for batch, values in ((static, kept), (later, later.buffers()), (static, kept)):
             for mine, theirs in zip(static.buffers(), values, strict=True):
                 mine.copy_(theirs)
             batch.cache = static.cache

@@ -177,11 +177,15 @@ def adapter_tiles(lora: host.Adapters, n: int, config: Config, swiglu: bool, nor
     block_q = min(block_r, 32 if per <= 2 else 16)
     first = {"RANKS": 2, "SLICES": 1, "STAGES": 1} if t == 1 else host.first_products(
         t, block_r, num_warps, 2, memory_of(config, t, swiglu))
-    held = 1024 * num_warps // (block_q * block_n * operands)  # 32 numbers per thread
-    # B waits in registers during the loop, unless the loop itself needs many: a norm is applied there.
-    early = not norm or padded(t) * config.block_k // (32 * num_warps) <= 32
-    return host.AdapterTiles(adapters, per, parts, block_r, block_q, max(1, min(per, held)), early, first["RANKS"],
-                             first["SLICES"], first["STAGES"])
+    held = max(1, min(per, 1024 * num_warps // (block_q * block_n * operands)))  # 32 numbers per thread
+    # B waits in registers during the loop, unless the loop itself needs many: a norm is applied there. In half precision it
+    # waits in shared memory, if there is room.
+    room = host.shared_memory(lora.shrunk.device) - memory_of(config, t, swiglu) - 4096
+    halves = any(up.element_size() < 4 for up in lora.b)
+    early = (not norm or padded(t) * config.block_k // (32 * num_warps) <= 32) and (
+        not halves or 2 * held * block_q * block_n * operands <= room)
+    return host.AdapterTiles(adapters, per, parts, block_r, block_q, held, early, first["RANKS"], first["SLICES"],
+                             first["STAGES"])
 
 
 def memory_of(config: Config, tokens: int, swiglu: bool) -> int:
