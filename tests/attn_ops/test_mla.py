@@ -15,9 +15,11 @@ from quire import AttentionBackend, UnsupportedAttention, check_backend
 from quire.attn_ops.attention import AttentionSite, Latent, attention_eager
 from quire.attn_ops.backends import cutlass_mla, flashinfer_mla, flashmla, torch_native, trtllm_mla
 from quire.attn_ops.kv_cache import PagedKVCache, bytes_per_page, token_bytes
+from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.mla import absorb_query, expand_output, mla_attention, split_weight
 from quire.attn_ops.registry import backends, get_backend
 from quire.attn_ops.selection import select_latent_or_dense
+from quire.attn_ops.step import Step, StepLimits
 
 V3 = AttentionSite(layer=0, num_heads=128, num_kv_heads=128, head_dim=192, head_dim_v=128, dtype=torch.bfloat16,
                    scale=192**-0.5, latent=Latent(512, 64))
@@ -254,6 +256,31 @@ def test_vendors(monkeypatch: pytest.MonkeyPatch, module: Any, check: str) -> No
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**functions))
     monkeypatch.setattr(trtllm_mla, "WORKSPACE", 64)
     assert not failed(on_cpu(module.BACKEND, module.mla_paged_attention), dtype=torch.bfloat16, only=check)
+
+
+def test_flashinfer_plans_a_graph_of_padding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines capture such a batch, and replay it with fewer sequences than it has rows. A prompt does not fit into it."""
+    for name, functions in {"flashinfer": {}, flashinfer_mla.LIBRARY: dict(BatchMLAPagedAttentionWrapper=Wrapper)}.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**functions))
+    cache = PagedKVCache.for_sites([V3], num_pages=8, page_size=16, device=CPU)
+    state = flashinfer_mla.State([V3], cache, StepLimits(4, 4, 2))
+
+    def planned(meta: CommonAttentionMetadata, capturing: bool = False) -> tuple[Any, ...]:
+        flashinfer_mla.plan(meta, Step(cache, meta, states={flashinfer_mla.NAME: state}, graph_key=4, capturing=capturing))
+        (wrapper,) = state.wrappers.values()
+        return wrapper.given
+
+    def batch(query_lens: list[int]) -> CommonAttentionMetadata:
+        rows = [[1 + r, 5 + r] for r in range(len(query_lens))]
+        return CommonAttentionMetadata.build(query_lens, [20] * len(rows), rows, page_size=16).padded(4, 4)
+
+    four = batch([1] * 4)
+    idle = replace(four, query_start_loc_cpu=torch.zeros(5, dtype=torch.int32), seq_lens_cpu=torch.zeros(4, dtype=torch.int32))
+    assert planned(idle, capturing=True)[0] == [0, 1, 2, 3, 4]
+    starts, pages, indices, lens, *_ = planned(batch([1, 1]))
+    assert (starts, pages, lens) == ([0, 1, 2, 3, 4], [0, 2, 4, 5, 6], [20, 20, 1, 1]) and indices[:4].tolist() == [1, 5, 2, 6]
+    with pytest.raises(RuntimeError, match="one token per sequence"):
+        planned(batch([2, 1]))
 
 
 def test_blackwell_is_said_to_be_needed() -> None:
