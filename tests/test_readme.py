@@ -37,6 +37,7 @@ def names() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow  # tests/graph_runner and tests/passes have each way of using a model
 def test_results(names: dict[str, Any]) -> None:
     plain, tokenizer, ids = load_model(), names["tokenizer"], names["ids"]
     prompts = [tokenizer(p).input_ids for p in names["prompts"]]
@@ -52,9 +53,15 @@ def test_results(names: dict[str, Any]) -> None:
     assert "forward" not in vars(names["model"]) and "generate" not in vars(names["model"])
 
 
-def test_names_exist(names: dict[str, Any]) -> None:
+def test_names_exist() -> None:
     used = set(re.findall(r"\bquire\.(\w+)[.(]", "\n".join(BLOCKS))) - {"graph_runner"}
     assert used <= set(quire.__all__) and len(used) >= 8
+    for block in BLOCKS:
+        compile(block, "README.md", "exec")
+
+
+@pytest.mark.slow
+def test_log(names: dict[str, Any]) -> None:
     assert 'logging.getLogger("quire").setLevel(logging.INFO)' in README
     assert any(record.name.startswith("quire.graph_runner.") for record in names["records"])
 

@@ -133,8 +133,8 @@ def test_gradients_not_causal_and_in_half_precision() -> None:
 # Registration, tracing.
 
 
-@pytest.mark.parametrize(("features", "grad"), [("plain", False), ("all", False), ("all", True),
-                                                pytest.param("plain", True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("features", "grad"), [
+    ("plain", False), ("all", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("all", "plain"))])
 def test_opcheck(features, grad) -> None:
     q, k, v, sinks = (t.requires_grad_(grad) for t in tensors(5, 7))
     sinks, options = options_of(FEATURES[features], sinks)

@@ -20,8 +20,8 @@ from quire.attn_ops.kernels.launch import recording
 from quire.attn_ops.ops.rope import rotate
 from quire.attn_ops.registry import get_backend, register_backend
 from quire.attn_ops.selection import select_backend
-from tests.attn_ops.cases import OPCHECK, make_backend, pass_kit
 from tests.attn_ops.cases import SITE as SITE_3
+from tests.attn_ops.cases import make_backend, pass_kit
 
 SITE = dataclasses.replace(SITE_3, layer=0)
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def parts(entries) -> None:
     planned.clear()
 
 
-@OPCHECK
+@pytest.mark.parametrize("only", ["feature", *(pytest.param(only, marks=pytest.mark.slow) for only in ("", "opcheck"))])
 @pytest.mark.parametrize("name", ["hybrid:plain_part+fast_part", "full=plain_part,window=fast_part"])
 def test_a_composite_passes_the_kit(name: str, only: str) -> None:
     pass_kit(get_backend(name), only)

@@ -139,6 +139,7 @@ def test_a_backend_asked_for_that_cannot_is_a_row(slow: Any, monkeypatch: pytest
         main(["bench", "attention", "--heads", "1/1x8", *SMALL, "--attention", "slow_for_test", "--save", "--traceback"])
 
 
+@pytest.mark.slow  # test_bench.py compares with earlier results
 def test_against_an_earlier_result(slow: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = tmp_path / "before.json"
     arguments = ["bench", "attention", "--heads", "2/1x8", *SMALL, "--attention", "slow_for_test"]

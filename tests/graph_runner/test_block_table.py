@@ -75,7 +75,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize(("schedule", "breaks"), [
-    pytest.param(name, breaks, marks=[pytest.mark.slow] * (not breaks or name in ("sync", "eager", "mixed_graphs")))
+    pytest.param(name, breaks, marks=[pytest.mark.slow] * (not breaks or name != "async"))
     for name in SCHEDULES for breaks in (0.0, 0.02)])
 def test_the_model_sees_the_pages_of_its_requests(schedule, breaks, model, monkeypatch) -> None:
     rng = random.Random(schedule)

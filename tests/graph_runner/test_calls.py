@@ -105,7 +105,7 @@ def test_default_parameters_of_the_model(engine, monkeypatch, prompts) -> None:
 
 @pytest.mark.parametrize("options", [
     dict(max_new_tokens=6), dict(max_length=20, do_sample=False), dict(max_new_tokens=6, repetition_penalty=1.4),
-    dict(max_new_tokens=9, eos_token_id=[5, 9, 12, 40]), dict()], ids=str)
+    dict(max_new_tokens=9, eos_token_id=[5, 9, 12, 40]), pytest.param({}, marks=pytest.mark.slow)], ids=str)
 def test_a_generation_config_is_read_as_generate_reads_it(model, engine, prompts, options) -> None:
     config = transformers.GenerationConfig(**options)
     found = engine.generate(prompts[:3], config)

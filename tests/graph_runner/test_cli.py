@@ -80,6 +80,10 @@ def test_one_prompt_streams_plainly_into_a_log(small: str, said_by_small: str, c
     summary = said.err.splitlines()[-1]
     assert summary.startswith("1 request, 3 prompt and 8 new tokens; prefill ")
     assert "tokens/s; attention torch_native on cpu, page size 16; CUDA graphs: none on a CPU" in summary
+
+
+@pytest.mark.slow  # the whole model; test_panels_on_a_terminal has several prompts
+def test_the_demo_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--demo", "--max-tokens", "8"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("LlamaForCausalLM: 4 attention sites\n")

@@ -49,7 +49,7 @@ def whole(kind, model, prompts):
 
 
 @pytest.mark.parametrize("schedule", [
-    s if s in ("chunks_of_1_pages_of_4", "preempted_async") else pytest.param(s, marks=pytest.mark.slow)
+    s if s == "preempted_async" else pytest.param(s, marks=pytest.mark.slow)
     for s in SCHEDULES])
 def test_same_tokens(schedule, kind, whole, model, prompts) -> None:
     with Engine(model, kv_cache_dtype=kind, **{**SMALL, **SCHEDULES[schedule]}) as engine:
@@ -120,7 +120,8 @@ def test_logits(kind, text) -> None:
         assert (again - first).abs().max() <= FEW_STEPS
 
 
-@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/passes/test_step.py: test_logits has an int8 cache
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_compiled_steps(compiler, kind, text) -> None:
     """torch.compile(backend="quire") with a cache made by hand is the routed model on it."""
     routed = logits_of(quire.paged(load_model(num_layers=1)), text, 16, NAMES[kind])

@@ -32,7 +32,7 @@ def test_bad_arguments(options, message, one_layer) -> None:
         Engine(one_layer, **(dict(num_pages=8, max_num_seqs=2) | options))
 
 
-@pytest.mark.parametrize("depth", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("depth", [pytest.param(False, marks=pytest.mark.slow), True], ids=["sync", "async"])
 def test_nan_fails_one_request_only(depth, model, prompts) -> None:
     """Also not those that later get the pages in which the NaNs are."""
     poisoned = copy.deepcopy(model)
@@ -194,7 +194,8 @@ def test_autocast(model, prompts, compiler) -> None:
     assert (logits[0][0][0] - wanted).abs().max() <= 1e-5 * wanted.abs().max()  # bfloat16's eps is 8e-3
 
 
-@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), [(torch.float64, "auto"), (torch.bfloat16, "int8")])
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), [
+    (torch.float64, "auto"), pytest.param(torch.bfloat16, "int8", marks=pytest.mark.slow)])
 def test_default_dtype(model, prompts, expected, dtype, kv_cache_dtype) -> None:
     """That of new tensors, which scripts set to have their models made in it."""
     params = [GREEDY, SamplingParams(temperature=1e-6, top_k=5, min_p=0.1, max_tokens=GREEDY.max_tokens)]

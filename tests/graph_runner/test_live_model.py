@@ -20,6 +20,8 @@ from quire import Engine, SamplingParams, UnsupportedAttention, explain
 from quire.passes.capture.paged_model import PagedModel
 from tests.tiny import GREEDY, assert_idle, hf_greedy, own_greedy, tokens
 
+pytestmark = pytest.mark.usefixtures("traces_kept")
+
 IDS = [3, 4, 5]
 SHORT = replace(GREEDY, max_tokens=8, ignore_eos=True)
 OPTIONS: dict[str, Any] = dict(num_pages=40, max_num_seqs=4, cudagraph_capture_sizes=[])
@@ -181,6 +183,7 @@ def test_what_cannot_be_served_at_all(model: Any, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("mode", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_another_thread_changes_the_model_while_it_is_traced(mode: bool, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace is of one state, and what the other thread set stays."""
+    monkeypatch.setenv("QUIRE_TRACE_CACHE", "0")  # Dynamo traces it each time
     model.train(not mode)
     traces = []
 

@@ -116,7 +116,7 @@ def params_of(kind: str, index: int) -> SamplingParams:
 
 
 #: All run together in test_all_at_once; these alone, too, also in the quick tests.
-QUICK = ("repetition", "bad_words", "with_prompt", "all")
+QUICK = ("repetition", "all")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in QUICK)) for kind in KINDS])

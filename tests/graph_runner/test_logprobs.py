@@ -111,7 +111,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("whole", "preempted", "lasting")))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("whole", "preempted")))
                                   for n in SCHEDULES])
 def test_of_the_prompt(name, model, prompts, monkeypatch) -> None:
     monkeypatch.setattr("quire.graph_runner.engine.SCORED_ROWS", 7)  # as of a prompt that is longer than the rows of a step

@@ -15,6 +15,8 @@ from quire.attn_ops.kv_cache import token_bytes
 from tests.tiny import hf_greedy, tokens
 from tests.zoo.configs import SERVED, build
 
+pytestmark = pytest.mark.usefixtures("traces_kept")
+
 LENGTHS = (3, 17, 1, 30)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

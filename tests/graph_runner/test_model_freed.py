@@ -57,8 +57,9 @@ def explained(model: Any) -> None:
 
 @pytest.mark.parametrize(("use", "options"), [
     (closed_engine, {"fusions": "all"}), (dropped_engine, {}), (failing_engine, {}), (compiled, {}),
-    (step_by_hand, {"fusions": "all"}), *(pytest.param(*variant, marks=pytest.mark.slow) for variant in (
-        (paged, {}), (explained, {}), (closed_engine, {}), (closed_engine, {"compiler": "inductor"}), (step_by_hand, {}))),
+    *(pytest.param(*variant, marks=pytest.mark.slow) for variant in (
+        (paged, {}), (explained, {}), (closed_engine, {}), (closed_engine, {"compiler": "inductor"}), (step_by_hand, {}),
+        (step_by_hand, {"fusions": "all"}))),
 ], ids=lambda x: getattr(x, "__name__", None) or ",".join(x.values()) or "-")
 def test_weights_are_freed(use: Callable[..., None], options: dict[str, Any]) -> None:
     """Storages are looked at, since fusing gives parameters other ones and keeps the parameters."""

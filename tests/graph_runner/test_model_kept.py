@@ -16,7 +16,7 @@ import quire
 from quire.graph_runner.paged import PagedGenerate
 from tests.tiny import assert_unchanged, generated, small_llama, snapshot
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 
 IDS = torch.tensor([[5, 6, 7]])
 SMALL = dict(num_pages=40, max_num_seqs=2, cudagraph_capture_sizes=[])
@@ -107,7 +107,8 @@ def test_the_class_is_as_good_as_before(tmp_path) -> None:
         assert type(m) is LlamaForCausalLM
 
 
-def test_a_dropped_trace_is_made_again() -> None:
+def test_a_dropped_trace_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_TRACE_CACHE", "0")  # Dynamo has the trace
     model = quire.paged(small(), **SMALL)
     before, first = generated(model), model.generate.engine
     reset_code(first.runner.paged.traced_code)  # as torch._dynamo.reset() does to all

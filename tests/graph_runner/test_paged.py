@@ -350,7 +350,7 @@ def with_dropout(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("build, message", [
-    (lambda: dropping(small()), "model.layers.0.self_attn.attention_dropout is 0.5"),
+    pytest.param(lambda: dropping(small()), "model.layers.0.self_attn.attention_dropout is 0.5", marks=pytest.mark.slow),
     (lambda: with_dropout(small()), "model.layers.0.mlp.act_fn.1.p is 0.5"),
     (lambda: Noisy(small().config), "Noisy.forward asks whether it is in training mode"),
 ], ids=["attribute", "module", "code"])

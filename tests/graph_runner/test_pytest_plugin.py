@@ -69,6 +69,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("traces_kept")
 def test_check_with_a_model() -> None:
     """Right passes; wrong fails with a diff."""
     model = skeleton(ModelSpec("tiny", torch.float32, torch.device("cpu"), layers=1)).eval()
@@ -89,13 +90,17 @@ def test_without_accept_the_file_stays(folder: Path) -> None:
     said = run(folder)
     assert "1 failed, 1 passed" in said and "a diff" in said
     assert (folder / "test_model.py").read_text() == TESTS
+
+
+@pytest.mark.slow
+def test_without_expecttest_the_file_stays(folder: Path) -> None:
     (folder / "conftest.py").write_text(NO_MODEL + "\nsys.modules['expecttest'] = None\n")
     said = run(folder, "--quire-accept")
     assert "pip install expecttest" in said and "1 failed, 1 passed" in said
     assert (folder / "test_model.py").read_text() == TESTS
 
 
-@pytest.mark.parametrize("how", ["option", "environment"])
+@pytest.mark.parametrize("how", ["option", pytest.param("environment", marks=pytest.mark.slow)])
 def test_accept_rewrites_the_file(folder: Path, how: str) -> None:
     pytest.importorskip("expecttest")
     said = run(folder, "--quire-accept") if how == "option" else run(folder, EXPECTTEST_ACCEPT="1")
@@ -104,7 +109,7 @@ def test_accept_rewrites_the_file(folder: Path, how: str) -> None:
     assert source.count("GQA 4:2x64") == 2 and "4:4x64" not in source
     assert source.startswith(TESTS[: TESTS.index("def test_wrong")])  # what was right is left as it was
     assert source.endswith("assert before\n")
-    if how == "option":
+    if how == "environment":  # a second time nothing changes
         assert "2 passed" in run(folder, "--quire-accept")
         assert (folder / "test_model.py").read_text() == source
 

@@ -21,6 +21,8 @@ from tests.tiny import GREEDY, hf_greedy, small_llama, tokens
 from tests.tiny import load_model as load_shipped
 from tests.zoo.harness import TOLERANCE, error, reference, serve
 
+pytestmark = pytest.mark.usefixtures("traces_kept")
+
 
 def load_model() -> Any:
     return load_shipped(num_layers=1)
@@ -167,7 +169,7 @@ def test_engine_compiled(way: str, prompts: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize(("way", "compiler"), [
-    pytest.param(way, "eager", marks=[pytest.mark.slow] * (way not in ("torchao int8", "torchao dynamic int8")))
+    pytest.param(way, "eager", marks=[pytest.mark.slow] * (way != "torchao int8"))
     for way in WAYS] + [
     pytest.param(way, "inductor", marks=pytest.mark.slow) for way in ("torchao int8", "torchao dynamic int8")])
 def test_logits_are_those_of_forwards_of_each_sequence_alone(way: str, compiler: str) -> None:
@@ -183,6 +185,7 @@ def test_logits_are_those_of_forwards_of_each_sequence_alone(way: str, compiler:
         assert error(got, plain) > 100 * TOLERANCE  # it is the quantized model
 
 
+@pytest.mark.slow  # test_engine_generates_what_the_quantized_model_does has one quantized by torchao
 def test_a_model_quantized_by_transformers(tmp_path: Path, prompts: list[list[int]]) -> None:
     """Through TorchAoConfig when it is loaded; then saved, and loaded from there by the engine."""
     torchao = pytest.importorskip("torchao.quantization")
@@ -205,6 +208,7 @@ def test_a_model_quantized_by_transformers(tmp_path: Path, prompts: list[list[in
         assert tokens(engine.generate(prompts, GREEDY)) == want
 
 
+@pytest.mark.slow  # tests/passes/verify/test_quantized.py has them without an engine
 def test_activations_scaled_all_together_are_refused() -> None:
     """What a sequence gets would depend on its neighbours in the batch."""
     model = load_model()

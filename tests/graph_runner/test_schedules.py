@@ -51,7 +51,7 @@ def check_schedule(model, tokenizer, prompts, expected, sampled, options) -> Eng
 
 #: Variants of schedules that the others have, each with what is rarely wrong alone.
 SLOW = ("defaults", "chunks_of_16_no_graphs", "one_at_a_time", "page_larger_than_all", "pages_of_1", "async",
-        "async_one_page_a_token", "chunks_of_3", "page_of_1", "step_of_5_tokens")
+        "async_one_page_a_token", "chunks_of_3", "page_of_1", "step_of_5_tokens", "pages_of_16", "last_tokens_of_chunks")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in OPTIONS])
@@ -89,6 +89,7 @@ def test_compiled_by_inductor(model, tokenizer, prompts, expected, monkeypatch) 
         assert tokens(engine.generate(prompts, drawn)) == found  # op by op, by the sampler
 
 
+@pytest.mark.slow  # the whole model
 def test_default_arguments_and_a_path() -> None:
     with Engine(str(TINY_MODEL)) as engine:
         assert tokens(engine.generate(list(PROMPTS), GREEDY)) == greedy_continuations(4)

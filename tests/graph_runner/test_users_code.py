@@ -24,6 +24,8 @@ import quire
 from quire import Engine, UnsupportedAttention
 from tests.tiny import GREEDY, assert_idle, hf_greedy, small_llama, snapshot, tokens
 
+pytestmark = pytest.mark.usefixtures("traces_kept")
+
 IDS = [3, 4, 5]
 SHORT = replace(GREEDY, max_tokens=8, ignore_eos=True)
 OPTIONS: dict[str, Any] = dict(num_pages=40, max_num_seqs=4, cudagraph_capture_sizes=[])
@@ -63,6 +65,7 @@ class Activation(nn.Module):
         return F.silu(x) * self.options.slope
 
 
+@pytest.mark.slow  # test_model_guard.py has the settings of hooks and modules, and what hooks read
 def test_settings_inside_objects(model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     factors = [1.0]
     monkeypatch.setitem(globals(), "FACTORS", factors)

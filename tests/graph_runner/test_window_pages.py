@@ -128,7 +128,7 @@ def model() -> MistralForCausalLM:
 
 
 @pytest.mark.parametrize(("asynchronous", "num_pages"), [
-    (True, 28), (True, 14), pytest.param(False, 28, marks=pytest.mark.slow)])
+    (True, 14), *(pytest.param(asynchronous, 28, marks=pytest.mark.slow) for asynchronous in (True, False))])
 def test_long_requests_in_a_small_cache(model, asynchronous, num_pages) -> None:
     """Three requests of up to 150 tokens in 27 pages of 4, two of them with prompts longer than the cache has left: tokens of
     ``generate``, with NaN in every page that was given back, and all pages back at the end. In fewer pages, one is preempted

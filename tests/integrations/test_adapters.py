@@ -52,8 +52,10 @@ OPTIONS: dict[str, Any] = dict(num_pages=60, max_num_seqs=8, max_model_len=100)
 ROWS = [("one", 0), ("two", 0), ("__base__", 0), ("two", 1), ("one", 2), ("__base__", 1)]
 
 
-@pytest.mark.parametrize("schedule", [dict(cudagraph_capture_sizes=[4]), pytest.param(
-    dict(prefill_chunk_size=2, page_size=2, async_stepping=True, enable_prefix_caching=True), marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_an_engine_that_expects_adapters has the same batch
+@pytest.mark.parametrize("schedule", [
+    dict(cudagraph_capture_sizes=[4]),
+    dict(prefill_chunk_size=2, page_size=2, async_stepping=True, enable_prefix_caching=True)])
 def test_a_batch_with_different_adapters(schedule) -> None:
     """Prompts are equal on purpose: pages of another adapter must not be read. PEFT's wrapper, too, is traced again once."""
     model = small_llama(std=0.3)
@@ -117,7 +119,9 @@ def test_a_life_with_adapters() -> None:
         assert tokens(engine.generate(PROMPTS[0], PARAMS, adapter="two")) == [want("two", 0)]
         assert_idle(engine)
 
-@pytest.mark.parametrize("which", ["layers", pytest.param("order", marks=pytest.mark.slow)])
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["layers", "order"])
 def test_active_adapters_that_no_request_can_have(which, caplog) -> None:
     """One layer switched by hand, and DoRA beside another in the order of activation: the model's own forward has a result, and
     requests without ``adapter=`` get it, also after others had adapters of their own; so has ``generate`` in lockstep."""

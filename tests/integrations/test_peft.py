@@ -79,6 +79,7 @@ def test_dora(kind) -> None:
         assert engine.runner is runner and seen[0] != seen[1]
 
 
+@pytest.mark.slow
 def test_dora_of_embeddings_is_refused_until_it_is_merged() -> None:
     """torch.compile cannot trace these layers; the error says so, and the engine goes on when they are gone."""
     model = quire.paged(load_model(num_layers=1), num_pages=40, max_num_seqs=2, max_model_len=128, cudagraph_capture_sizes=[])

@@ -18,6 +18,8 @@ from quire.passes.explain import Explanation, attention_sites
 from tests.passes.models import tiny
 from tests.tiny import snapshot, unchanged
 
+pytestmark = pytest.mark.usefixtures("traces_kept")
+
 SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              intermediate_size=32, max_position_embeddings=64)
 

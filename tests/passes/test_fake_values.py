@@ -66,8 +66,9 @@ def replayed(gm: fx.GraphModule) -> tuple[fx.Graph, int]:
 
 
 @pytest.mark.parametrize("name", [
-    "llama", "gpt2", "deepseek_v3", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-        "gemma2", "mistral", "phi3", "falcon", "olmo2", "gpt_neox", "mixtral", "qwen3_moe", "gemma3", "cohere2", "gpt_oss"))])
+    "llama", "deepseek_v3", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+        "gpt2", "gemma2", "mistral", "phi3", "falcon", "olmo2", "gpt_neox", "mixtral", "qwen3_moe", "gemma3", "cohere2",
+        "gpt_oss"))])
 def test_values_and_memory_are_those_of_the_trace(name: str) -> None:
     model = PagedModel(build(SERVED[name]), QuireOptions(compiler="eager"))
     gm = model.graph.gm

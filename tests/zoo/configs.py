@@ -50,7 +50,8 @@ class Served:
 
 @dataclass(frozen=True)
 class Refused:
-    """An architecture that must be refused, with ``match`` in the message. ``slow``: as that of ``Served``."""
+    """An architecture that must be refused, with ``match`` in the message. ``slow``: left to `make test-slow`, because another
+    entry, or a small model in tests/passes or tests/adversarial, is refused for the same reason."""
 
     config: str
     options: dict[str, Any]
@@ -73,14 +74,16 @@ SERVED: dict[str, Served] = {
     "qwen3": served("Qwen3Config", head_dim=16, slow=True),
     "gemma": served("GemmaConfig", head_dim=16, slow=True),
     "gpt2": served("GPT2Config", GPT2),
-    "gpt2_per_layer_scale": served("GPT2Config", GPT2, scale_attn_by_inverse_layer_idx=True, features={"scale": 0.125}),
+    "gpt2_per_layer_scale": served("GPT2Config", GPT2, scale_attn_by_inverse_layer_idx=True, features={"scale": 0.125},
+                                   slow=True),
     "gpt_bigcode": served("GPTBigCodeConfig", GPT2, slow=True),
     "gpt_neox": served("GPTNeoXConfig", slow=True),
     "olmo": served("OlmoConfig", slow=True),
     "olmo2": served("Olmo2Config", slow=True),
-    "phi": served("PhiConfig"),
+    "phi": served("PhiConfig", slow=True),
     "persimmon": served("PersimmonConfig", MHA, slow=True),
-    "opt": served("OPTConfig", vocab_size=64, ffn_dim=96, word_embed_proj_dim=64, features={"scale": 1.0}),
+    "opt": served("OPTConfig", vocab_size=64, ffn_dim=96, word_embed_proj_dim=64, features={"scale": 1.0},
+                  slow=True),
     "stablelm": served("StableLmConfig", route="raised", slow=True),
     "nemotron": served("NemotronConfig", slow=True),
     "biogpt": served("BioGptConfig", route="raised", slow=True),
@@ -107,7 +110,7 @@ SERVED: dict[str, Served] = {
                      bias=False, route="raised"),
     "falcon_new": served("FalconConfig", num_kv_heads=2, new_decoder_architecture=True, alibi=False, route="raised", slow=True),
     # Sliding windows, alone or beside full attention; softcap; sinks; chunks.
-    "mistral": served("MistralConfig", sliding_window=8, features=WINDOW),
+    "mistral": served("MistralConfig", sliding_window=8, features=WINDOW, slow=True),
     "ministral": served("MinistralConfig", head_dim=16, sliding_window=8, features=WINDOW, slow=True),
     "ministral3": served("Ministral3Config", head_dim=16, sliding_window=8, features=WINDOW, slow=True),
     "phi3": served("Phi3Config", sliding_window=8, features=WINDOW, slow=True),
@@ -118,7 +121,8 @@ SERVED: dict[str, Served] = {
                      features={**WINDOW, "softcap": 5.0}),
     "vaultgemma": served("VaultGemmaConfig", head_dim=16, sliding_window=8, attn_logit_softcapping=5.0,
                          features={**WINDOW, "softcap": 5.0}, slow=True),
-    "gemma3": served("Gemma3TextConfig", head_dim=16, sliding_window=8, layer_types=ALTERNATING[:2], features=WINDOW),
+    "gemma3": served("Gemma3TextConfig", head_dim=16, sliding_window=8, layer_types=ALTERNATING[:2], features=WINDOW,
+                     slow=True),
     "gemma3n": served("Gemma3nTextConfig", num_hidden_layers=4, head_dim=16, sliding_window=8, layer_types=ALTERNATING,
                       num_kv_shared_layers=2, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8,
                       activation_sparsity_pattern=None, laurel_rank=8, altup_num_inputs=2,
@@ -151,7 +155,7 @@ SERVED: dict[str, Served] = {
                                  attn_scale=0.5, features={"chunk": 8}, slow=True),
     # Mixtures of experts.
     "qwen2_moe": served("Qwen2MoeConfig", **MOE, num_experts=4, shared_expert_intermediate_size=32, slow=True),
-    "qwen3_moe": served("Qwen3MoeConfig", **MOE, head_dim=16, num_experts=4),
+    "qwen3_moe": served("Qwen3MoeConfig", **MOE, head_dim=16, num_experts=4, slow=True),
     "mixtral": served("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, slow=True),
     "phimoe": served("PhimoeConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=None, slow=True),
     "granitemoe": served("GraniteMoeConfig", num_local_experts=4, num_experts_per_tok=2, features={"scale": 1.0}, slow=True),
@@ -237,20 +241,21 @@ REFUSED: dict[str, Refused] = {
                     slow=True),
     # Scores with a bias, sparse attention, two calls a layer, no causal mask.
     "falcon_alibi": Refused("FalconConfig", dict(SIZES, alibi=True), "its mask is not proven to be one of positions: .*ALiBi"),
-    "doge": Refused("DogeConfig", SIZES, "was given an attention_mask"),
+    "doge": Refused("DogeConfig", SIZES, "was given an attention_mask", slow=True),
     "deepseek_v32": Refused("DeepseekV32Config", dict(DEEPSEEK, index_n_heads=2, index_head_dim=16, index_topk=8),
                             SPARSE),
-    "diffllama": Refused("DiffLlamaConfig", SIZES, "attend more than once"),
-    "bert": Refused("BertConfig", SIZES, "no non-causal attention"),
+    "diffllama": Refused("DiffLlamaConfig", SIZES, "attend more than once", slow=True),
+    "bert": Refused("BertConfig", SIZES, "no non-causal attention", slow=True),
     "t5": Refused("T5Config", dict(vocab_size=64, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4),
                   "encoder-decoder"),
     # Positions that the model counts itself, from 0.
     "bart_decoder": Refused("BartConfig", dict(
         vocab_size=64, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=64, is_decoder=True,
-        is_encoder_decoder=False, forced_eos_token_id=None), "positions of its own"),
+        is_encoder_decoder=False, forced_eos_token_id=None), "positions of its own", slow=True),
     # Positions that begin at padding_idx + 1 where none are given.
-    "roberta": Refused("RobertaConfig", dict(SIZES, is_decoder=True), "looked up in a table with an entry for padding"),
+    "roberta": Refused("RobertaConfig", dict(SIZES, is_decoder=True), "looked up in a table with an entry for padding",
+                       slow=True),
     "camembert": Refused("CamembertConfig", dict(SIZES, is_decoder=True), "looked up in a table with an entry for padding",
                          slow=True),
     "llama_dynamic_rope": Refused("LlamaConfig", dict(

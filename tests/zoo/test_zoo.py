@@ -42,9 +42,11 @@ LAST_ROWS = {"llama": 5, "gpt2": 4, "gemma2": 5, "phi": 4, "opt": 4, "falcon": 4
 TRITON = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4")
 QUICK_TRITON = ("deepseek_v3",)
 #: Of ``EXPERTS``, those that run in Triton's interpreter too.
-QUICK_EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
+INTERPRETED_EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
+#: Those that are not slow: one of each op.
+QUICK_EXPERTS = ("gpt_oss", "qwen3_moe")
 #: Those whose experts go by transformers' interface, which is switched over on a GPU (``passes/capture/hf_experts.py``).
-EXPERTS = (*QUICK_EXPERTS, "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "mixtral", "phimoe", "granitemoe",
+EXPERTS = (*INTERPRETED_EXPERTS, "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "mixtral", "phimoe", "granitemoe",
            "granitemoeshared", "olmoe", "flex_olmo", "minimax_m2", "glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe",
            "exaone_moe", "cohere2_moe", "afmoe", "mellum", "solar_open", "hy_v3", "laguna", "deepseek_v2", "glm4_moe_lite",
            "kolibri1", "minimax_m3", "aria_text", "axk1", "mistral4")
@@ -195,8 +197,10 @@ def test_packing_check(zoo: Specimen) -> None:
     check_trial(zoo.paged)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.bfloat16), *(pytest.param(*p, marks=pytest.mark.slow) for p in (
-    ("gpt2", torch.float16), *((n, torch.bfloat16) for n in ("gpt_oss", "falcon", "gemma3n", "deepseek_v3", "qwen3_moe"))))])
+@pytest.mark.slow  # tests/graph_runner/test_packing_check.py has small models of bfloat16
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("gpt2", torch.float16),
+    *((n, torch.bfloat16) for n in ("llama", "gpt_oss", "falcon", "gemma3n", "deepseek_v3", "qwen3_moe"))])
 def test_packing_check_of_halves(name: str, dtype: torch.dtype) -> None:
     """Models of half precision are served: their trial in float32 finds nothing wrong either."""
     paged = PagedModel(build(SERVED[name]).to(dtype), QuireOptions(compiler="eager"))
@@ -261,8 +265,8 @@ def test_experts(own_experts: Specimen) -> None:
 
 @pytest.mark.parametrize("most_pairs", [pytest.param(experts.MAX_PAIRS, id="few pairs"),
                                         pytest.param(0, id="many pairs", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("own_experts", [pytest.param(n, marks=[pytest.mark.slow] * (n == "gpt_oss")) for n in QUICK_EXPERTS],
-                         indirect=True)
+@pytest.mark.parametrize("own_experts", [
+    pytest.param(n, marks=[pytest.mark.slow] * (n != "qwen3_moe")) for n in INTERPRETED_EXPERTS], indirect=True)
 def test_experts_interpreted(own_experts: Specimen, most_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its kernels, in the place of the definition."""
     if importlib.util.find_spec("triton") is None or torch.cuda.is_available():

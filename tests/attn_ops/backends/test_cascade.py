@@ -15,7 +15,7 @@ from quire.attn_ops.conformance.batches import Failure, lay_out, prepared, run
 from quire.attn_ops.conformance.checks import Kit
 from quire.attn_ops.kernels.launch import recording
 from quire.attn_ops.registry import get_backend, register_backend
-from tests.attn_ops.cases import OPCHECK, make_backend, pass_kit, run_check
+from tests.attn_ops.cases import FEW, make_backend, pass_kit, run_check
 from tests.attn_ops.cases import SITE as SITE_3
 
 SITE = dataclasses.replace(SITE_3, layer=0)
@@ -38,7 +38,7 @@ def parts(entries) -> None:
     prefixes.clear()
 
 
-@OPCHECK
+@FEW
 def test_it_passes_the_kit(only: str) -> None:
     pass_kit(get_backend("cascade:seen@1"), only)
     assert 8 in prefixes or only

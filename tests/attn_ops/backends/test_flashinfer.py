@@ -137,12 +137,13 @@ BATCHES = {
 }
 
 
-def test_the_kit_passes_on_the_stand_ins(on_cpu) -> None:
+@pytest.mark.parametrize("only", ["batch", pytest.param("", marks=pytest.mark.slow)])
+def test_the_kit_passes_on_the_stand_ins(on_cpu, only) -> None:
     capabilities = dataclasses.replace(
         BACKEND.capabilities, devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32}),
         head_dims=lambda d, dv: d == dv == 16, page_sizes=lambda size: size in (1, 4, 32))
     backend = dataclasses.replace(on_cpu, capabilities=capabilities, available=lambda device: None)
-    pass_kit(backend)  # but opcheck: the op here is a plain function
+    pass_kit(backend, only)  # but opcheck: the op here is a plain function
 
 
 @pytest.mark.parametrize("batch", BATCHES)

@@ -35,9 +35,12 @@ CHECKS += [(name, FP16, None) for name in ("decode batch", "mixed batch", "featu
 CHECKS += [(name, FP32, INT8) for name in ("shared cache (no k, v)", "strided q, k, v", "garbage in unused slots", "padding",
                                            "a batch in parts", "decode steps made ahead")]
 CHECKS += [(f"KV cache {name}", FP16, None) for name in ("int8", "float8_e4m3fn")]
-#: rotary: see test_rope; opcheck: see test_rope_opcheck; shapes: test_split_extend. Of quantized caches each conversion stays.
-SLOW = re.compile(r"head dims|page size (32|64|128|256)|rotary|states|opcheck|shape (.*(large|medium|encoder)|single_prefill)|"
-                  r"KV cache float8\w+ torch.float32|KV cache int8 torch.float16|(strided|padding|a batch|decode).* torch.int8")
+#: What others have: rotary: test_rope; heads and dims: test_heads_and_dims; shapes: test_split_extend; page size 4 and NHD: all
+#: checks; features: "features together", and windows and chunks also "chunks at page boundaries"; a quantized cache: "KV cache
+#: int8", and float8 test_quantized_splits; padding: "features together" and "stale metadata in padding".
+SLOW = re.compile(r"(head dims|query heads|page size (4|32|64|128|256)|layout NHD|rotary|states|padding|opcheck|windows at)\b|"
+                  r"shape (.*(large|medium|encoder)|single_prefill)|feature |.* together torch.float16|"
+                  r"KV cache (float8|int8 torch.float16)|.* torch.int8$")
 
 
 @pytest.mark.parametrize(("name", "dtype", "kv_dtype"), [
@@ -48,7 +51,7 @@ def test_conformance(name, dtype, kv_dtype):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "dim_v", "dtype"), [
     (8, 2, 80, 80, FP32), (6, 2, 96, 96, FP16), (5, 1, 16, 24, FP32), (5, 1, 16, 24, FP16), (16, 1, 64, 64, FP16),
-    (71, 1, 16, 16, FP32),
+    pytest.param(71, 1, 16, 16, FP32, marks=pytest.mark.slow),
 ])
 def test_heads_and_dims(heads, kv_heads, dim, dim_v, dtype):
     shape = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v, page_size=16, dtype=dtype,
@@ -58,7 +61,8 @@ def test_heads_and_dims(heads, kv_heads, dim, dim_v, dtype):
 
 
 @pytest.mark.parametrize("features", [
-    dict(page_size=12), dict(scale=0.7), dict(window=11, softcap=3.0, sinks=True, chunk=32, scale=0.4),
+    dict(page_size=12), dict(window=11, softcap=3.0, sinks=True, chunk=32, scale=0.4),
+    pytest.param(dict(scale=0.7), marks=pytest.mark.slow),
 ], ids=str)
 def test_features(features):
     """Contexts of several windows and chunks; float16; T <= B without being a decode batch; pages of no power of two."""
@@ -131,8 +135,9 @@ def test_how_far_keys_are_split(slots, capacity):
 
 
 @pytest.mark.parametrize(("dot", "features"), [
-    (True, {}), (False, {}), (True, dict(write=False)), (False, dict(sinks=True, softcap=4.0)),
-    (True, dict(window=70, sinks=True))], ids=str)
+    (False, dict(sinks=True, softcap=4.0)), (True, dict(window=70, sinks=True)),
+    *(pytest.param(*variant, marks=pytest.mark.slow) for variant in ((True, {}), (False, {}), (True, dict(write=False))))],
+    ids=str)
 def test_split_decode(dot, features):
     shape = dict(num_heads=6, num_kv_heads=2, head_dim=24, head_dim_v=16, page_size=4, device=DEVICE)
     with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=7, wave=7, dot=dot):
@@ -141,8 +146,9 @@ def test_split_decode(dot, features):
         check_case(BACKEND, make_case([1, 9, 1, 0], [150, 40, 2, 0], **shape, pad_tokens=2, pad_reqs=1))
 
 
-@pytest.mark.parametrize("features", [{}, dict(sinks=True, softcap=4.0), dict(window=40, sinks=True), dict(chunk=32)],
-                         ids=str)
+@pytest.mark.parametrize("features", [
+    dict(window=40, sinks=True), dict(chunk=32),
+    *(pytest.param(features, marks=pytest.mark.slow) for features in ({}, dict(sinks=True, softcap=4.0)))], ids=str)
 def test_split_extend(features):
     with overridden(ExtendConfig, block_m=16, block_n=16, chunk_min=16, max_splits=5):
         check_case(BACKEND, make_case([9], [120], **SMALL, **features))
@@ -205,9 +211,11 @@ ROPE = [
     dict(form=RopeForm(True, True, True), norm=True, chunk=32), dict(form=RopeForm(norm_offset=1.0), norm=True),
 ]
 LENS = [[1], [1, 1, 1], [1] * 6, [3, 0, 0, 0], [5, 1, 0, 30]]
-#: Quick: every option in one launch and in two, the other batches with two of them, keys that are not split.
+#: Quick: every option in one launch, those in two that change the rotation or the cache, the other batches once, keys that are
+#: not split.
+IN_TWO = [ROPE[i] for i in (0, 3, 5, 10, 12)]
 RUNS = [pytest.param(lens, options, splits, id=f"{lens}-{options}-{splits}", marks=[] if splits == 1 and (
-            lens in ([1, 1, 1], [5, 1, 0, 30]) or options in (ROPE[0], ROPE[4])) else [pytest.mark.slow])
+            not options or lens == [1, 1, 1] or lens == [5, 1, 0, 30] and options in IN_TWO) else [pytest.mark.slow])
         for splits in (1, 5) for lens in LENS for options in ROPE]
 
 
@@ -243,6 +251,7 @@ def test_rope(query_lens, options, splits):
             torch.testing.assert_close(mine.float(), theirs.float(), atol=step, rtol=tolerance)
 
 
+@pytest.mark.slow  # as the kit's opcheck
 def test_rope_opcheck():
     case = make_case([1, 1], [5, 9], **SMALL)
     cos, sin = torch.ones(2, 16, device=DEVICE), torch.zeros(2, 16, device=DEVICE)
@@ -265,8 +274,9 @@ INT8_FIRST = kinds((INT8,))  # where the kinds differ in conversions only, which
 
 
 @INT8_FIRST
-@pytest.mark.parametrize("features", [dict(num_heads=6, num_kv_heads=2, head_dim=24, head_dim_v=40, page_size=1),
-                                      dict(num_heads=16, num_kv_heads=1, head_dim=80)], ids=str)
+@pytest.mark.parametrize("features", [
+    dict(num_heads=6, num_kv_heads=2, head_dim=24, head_dim_v=40, page_size=1),
+    pytest.param(dict(num_heads=16, num_kv_heads=1, head_dim=80), marks=pytest.mark.slow)], ids=str)
 def test_quantized_heads_and_dims(features, kv_dtype):
     shape = {**SMALL, **features, "kv_dtype": kv_dtype}
     check_case(BACKEND, make_case([1] * 4, [1, 15, 17, 70], **shape))
@@ -274,7 +284,8 @@ def test_quantized_heads_and_dims(features, kv_dtype):
 
 
 @pytest.mark.parametrize(("dot", "kv_dtype"), [
-    (True, torch.float8_e4m3fn), (False, INT8), pytest.param(True, torch.float8_e5m2, marks=pytest.mark.slow)], ids=str)
+    (True, torch.float8_e4m3fn),
+    *(pytest.param(*variant, marks=pytest.mark.slow) for variant in ((False, INT8), (True, torch.float8_e5m2)))], ids=str)
 def test_quantized_splits(dot, kv_dtype):
     with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=7, wave=7, dot=dot):
         check_case(BACKEND, make_case([1] * 3, [1, 17, 150], **SMALL, kv_dtype=kv_dtype, sinks=True))
@@ -283,7 +294,7 @@ def test_quantized_splits(dot, kv_dtype):
         check_case(BACKEND, make_case([9, 1], [120, 3], **SMALL, kv_dtype=kv_dtype, window=70))
 
 
-@pytest.mark.parametrize("large", [1e-3, 1.0, 2e4])
+@pytest.mark.parametrize("large", [1e-3, pytest.param(1.0, marks=pytest.mark.slow), 2e4])
 @QUANT
 def test_quantized_values_of_any_size_in_float16(kv_dtype, large):
     """Neither do weights times a small scale vanish in float16, nor do large values overflow: the bound is relative."""
@@ -320,8 +331,9 @@ def by_words(monkeypatch) -> list[bool]:
 
 @INT8_FIRST
 @pytest.mark.parametrize("features", [
-    dict(head_dim=57, head_dim_v=64), dict(window=11, softcap=3.0, sinks=True, chunk=32, layout="HND"),
+    dict(window=11, softcap=3.0, sinks=True, chunk=32, layout="HND"),
     *(pytest.param(features, marks=pytest.mark.slow) for features in (
+        dict(head_dim=57, head_dim_v=64),
         dict(head_dim=128, page_size=1, strided=True), dict(poison=float("nan"), sinks=True, write=False),
         dict(head_dim=96, layout="HND"), dict(num_heads=4), dict(head_dim=80), dict(head_dim=16, head_dim_v=36),
         dict(num_heads=17, num_kv_heads=1, head_dim=256), dict(page_size=12), dict(window=1), dict(chunk=8, write=False),

@@ -76,9 +76,10 @@ def used(monkeypatch):
 
 
 @pytest.mark.parametrize("features", [
-    dict(sinks=True, softcap=4.0), dict(dtype=torch.float16, head_dim=64, kv_dtype=torch.int8),
+    dict(sinks=True, softcap=4.0),
     *(pytest.param(features, marks=pytest.mark.slow) for features in (
         {}, dict(num_heads=6, head_dim=24, head_dim_v=40), dict(write=False),
+        dict(dtype=torch.float16, head_dim=64, kv_dtype=torch.int8),
         dict(dtype=torch.float16, num_heads=8, head_dim=128),
         *(dict(kv_dtype=kind) for kind in sorted(QUANTIZED_KV_DTYPES, key=str))))], ids=str)
 def test_decodes(features, used):
@@ -115,7 +116,7 @@ def test_with_and_without_what_was_prepared(used):
             BACKEND.op(*case.arguments(BACKEND.prepare(*few)), **case.options)
 
 
-@pytest.mark.parametrize("heads", [16, 3, 40])
+@pytest.mark.parametrize("heads", [16, 3, pytest.param(40, marks=pytest.mark.slow)])
 def test_mla(heads, used):
     """On the latent cache, as the definition on all keys."""
     latent, nope, dim_v = Latent(32, 16), 8, 8

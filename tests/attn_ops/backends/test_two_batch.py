@@ -12,7 +12,7 @@ from quire import CudagraphSupport, current_step, define_paged_op
 from quire.attn_ops.backends import torch_native, two_batch
 from quire.attn_ops.conformance.batches import compare, lay_out, run
 from quire.attn_ops.registry import get_backend, register_backend
-from tests.attn_ops.cases import OPCHECK, pass_kit
+from tests.attn_ops.cases import FEW, pass_kit
 from tests.attn_ops.cases import SITE as SITE_3
 
 SITE = dataclasses.replace(SITE_3, layer=0)
@@ -45,7 +45,7 @@ def parts(entries) -> None:
     calls.clear()
 
 
-@OPCHECK
+@FEW
 def test_it_passes_the_kit(only: str) -> None:
     pass_kit(get_backend("two_batch:seen"), only)
 

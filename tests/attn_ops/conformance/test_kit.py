@@ -98,8 +98,8 @@ def test_the_reference_is_the_oracle(features, sinks) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "quick"), [
-    (torch.float32, True), (torch.bfloat16, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
-        (torch.float32, False), (torch.float16, True)))])
+    (torch.float32, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        (torch.float32, False), (torch.bfloat16, True), (torch.float16, True)))])
 def test_torch_native_passes(dtype, quick) -> None:
     only = "" if dtype == torch.float32 else "ch"  # those with batch, chunk, ...
     results = check_backend(NATIVE, "cpu", dtype, only=only, quick=quick)
@@ -252,10 +252,20 @@ def test_a_backend_that_quantizes_in_its_own_way_fails(change) -> None:
     assert failures(broken(change), "KV cache") == names
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.slow)])
+QUANTIZED = pytest.mark.parametrize("kv_dtype", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.slow)])
+
+
+@pytest.mark.slow
+@QUANTIZED
 def test_all_checks_on_a_quantized_cache(kv_dtype) -> None:
     results = check_backend(NATIVE, "cpu", kv_dtype=kv_dtype, quick=True)
     assert {r.status for r in results} == {"ok", "skip"} and len(results) > 30
+
+
+@QUANTIZED
+def test_a_spoilt_backend_fails_on_a_quantized_cache(kv_dtype) -> None:
+    (result,) = check_backend(NATIVE, "cpu", only="feature window", kv_dtype=kv_dtype)
+    assert result.status == "ok"
     only = check_backend(broken(spoil(window=lambda g: None)), "cpu", only="feature window", kv_dtype=kv_dtype)
     assert [r.status for r in only] == ["FAIL"]
     (result,) = check_backend(broken(lambda given: None, kv_dtypes=frozenset()), "cpu", kv_dtype=kv_dtype)

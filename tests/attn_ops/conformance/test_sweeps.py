@@ -124,6 +124,7 @@ def test_buffers_used_again() -> None:
 # Ops without a cache.
 
 
+@pytest.mark.slow  # tests/attn_ops/ops has each
 def test_the_ops_pass() -> None:
     checks = [c for c in ops.op_checks(torch.device("cpu")) if c[0] != "varlen medium_encoder_prefill"]
     found = {r.check: r.status for r in run_checks(checks)}

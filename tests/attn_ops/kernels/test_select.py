@@ -53,7 +53,7 @@ def made(kind: str, size: tuple[int, ...], generator: torch.Generator) -> torch.
 KINDS = ["normal", "ties", "equal", "rising", "wild"]
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 12))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 12))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_chooses_what_a_stable_sort_puts_first(monkeypatch, kind: str, seed: int) -> None:
     """Rows of several steps, widths that are no multiple of one, lengths at the limit and beside it."""
@@ -75,7 +75,7 @@ def test_a_sample_that_misleads_costs_no_key(monkeypatch) -> None:
     scores = torch.randn(1, 2, 1000, generator=torch.Generator().manual_seed(0))
     scores[0, 0, seen[seen < 1000]] += 1000
     scores[0, 1, seen[seen < 1000]] -= 1000
-    for picked in (10, 50, 500, 990):
+    for picked in (10, 500):
         check(as_keys(scores), [1000], picked, picked)
 
 

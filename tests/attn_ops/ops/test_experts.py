@@ -222,9 +222,10 @@ def test_swiglu_is_gate_and_up() -> None:
 
 @pytest.mark.parametrize("path", ["pairs", "sorted"])
 @pytest.mark.parametrize("options", [
-    dict(tokens=1, k=1), dict(tokens=5), dict(tokens=5, transposed=True), dict(tokens=3, inner=40, width=72),
-    dict(tokens=3, inner=40, width=72, transposed=True), dict(tokens=40, k=2, ids=[2] * 80),
-    dict(tokens=4, ids=[0, 4, -1, 3, 1 << 40, 2, 4, 4]), dict(tokens=10, count=20),
+    dict(tokens=1, k=1), dict(tokens=5), dict(tokens=3, inner=40, width=72, transposed=True),
+    dict(tokens=40, k=2, ids=[2] * 80), dict(tokens=4, ids=[0, 4, -1, 3, 1 << 40, 2, 4, 4]),
+    *(pytest.param(variant, marks=pytest.mark.slow) for variant in (
+        dict(tokens=5, transposed=True), dict(tokens=3, inner=40, width=72), dict(tokens=10, count=20))),
 ], ids=lambda o: "-".join(f"{k}{v if isinstance(v, int) else ''}" for k, v in o.items()))
 def test_swiglu(options: dict[str, Any], path: str) -> None:
     """Against the definition in fp32 with rounded parts; fp16 rounds gate, up and their product: three times 5e-4 of values

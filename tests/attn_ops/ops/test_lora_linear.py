@@ -71,7 +71,9 @@ def test_the_formula() -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(("tokens", "swiglu", "fold", "every", "width", "own"), [
-    (1, False, True, False, K, None), (1, True, True, False, K, torch.float32), (1, False, False, True, 1100, None),
+    (1, True, True, False, K, torch.float32),
+    *(pytest.param(*variant, marks=pytest.mark.slow) for variant in (
+        (1, False, True, False, K, None), (1, False, False, True, 1100, None))),
     (3, True, True, False, K, None), (17, False, True, False, 1100, torch.float32), (MAX_TOKENS, True, False, True, K, None),
     (MAX_TOKENS, True, False, True, K, torch.float32), (MAX_TOKENS + 1, False, True, False, K, None)], ids=str)
 def test_kernels(tokens, swiglu, fold, every, width, dtype, own) -> None:
@@ -131,7 +133,7 @@ def test_an_adapter_that_overflows_stays_in_its_layer(sizes, tokens) -> None:
         assert out[..., : sizes[0]].eq(0).all() and out[..., sizes[0] :].isinf().all()
 
 
-@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.slow), 6])
 def test_large_activations_in_float16(tokens) -> None:
     """``x * norm`` is above float16's largest number before the norm's factor, 69.5 after it."""
     pytest.importorskip("triton")
@@ -160,7 +162,7 @@ def test_the_step_says_it_token_by_token() -> None:
             case.run(lora_linear_cuda)
 
 
-@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.slow), 6])
 def test_a_scaling_that_first_products_in_float16_could_not_take(tokens) -> None:
     """``(A x) * scaling`` is above float16's largest number, ``B (A x) * scaling`` is not."""
     pytest.importorskip("triton")

@@ -56,7 +56,7 @@ def test_many_states(states: int) -> None:
         torch.testing.assert_close(total, wanted[1], atol=1e-5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
 def test_a_state_with_a_broken_key_is_not_lost_when_merged(bad: float) -> None:
     """It has keys: the queries that see it have no result, whatever their other states are."""
     cu = torch.tensor([0, 20, 30], dtype=torch.int32)

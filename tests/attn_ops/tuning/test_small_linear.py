@@ -51,7 +51,7 @@ class Timer:
         return self.times[(self.calls - 1) % len(self.times)]
 
 
-def test_measured_once_and_kept() -> None:
+def test_measured_once_and_kept(instant) -> None:
     timer = Timer(9.0, 5.0, 3.0, 4.0)  # the second candidate wins, for each of the three sizes
     assert [m for _, m in missing([SHAPE], CPU)] == [1, 8, 32]
     seen = []
@@ -64,7 +64,8 @@ def test_measured_once_and_kept() -> None:
     assert config_for(1, 32, 64, False, CPU) == CANDIDATES[True][1] and not missing([SHAPE], CPU)
 
 
-@pytest.mark.parametrize("codes", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn])
 def test_codes_are_measured_apart(codes: torch.dtype) -> None:
     """For more tokens too: those run without what is folded in for few (passes/fusions/small_linear.py)."""
     shape = SHAPE._replace(n=64, residual=True, swiglu=True, norm=False, codes=codes)

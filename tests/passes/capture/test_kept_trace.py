@@ -31,6 +31,7 @@ from quire.passes.capture.paged_model import PagedModel
 from quire.passes.fx import fake_mode, text_of
 from quire.passes.options import QuireOptions
 from tests.passes.models import Tiny, tiny
+from tests.tiny import small_llama
 from tests.zoo.configs import SERVED, build
 from tests.zoo.harness import TOLERANCE, error, reference, serve
 
@@ -57,16 +58,17 @@ def was_traced(make: Callable[[], nn.Module]) -> bool:
     return found
 
 
-llama = functools.partial(build, SERVED["llama"])
+llama = functools.partial(build, SERVED["llama"])  # of two layers
+one_layer = functools.partial(small_llama, 0.3)
 
 
 # -- taken ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [
-    "llama", "gpt2",
+    "llama",
     *(pytest.param(name, marks=pytest.mark.slow) for name in (
-        "gemma2", "mistral", "phi3", "falcon", "olmo2", "gpt_neox", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3",
+        "gpt2", "gemma2", "mistral", "phi3", "falcon", "olmo2", "gpt_neox", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3",
         "cohere2"))])
 def test_an_equal_model_with_other_weights_takes_it(name: str) -> None:
     assert was_traced(functools.partial(build, SERVED[name]))
@@ -99,9 +101,9 @@ def test_an_engine_on_it_samples_the_same_tokens_and_sees_changes(compiler: str)
         return [out.token_ids for out in engine.generate([[5, 6, 7], [9, 4]], params)]
 
     options: Any = dict(num_pages=32, max_num_seqs=4, max_model_len=64, compiler=compiler)
-    with Engine(llama(), **options) as engine:
+    with Engine(one_layer(), **options) as engine:
         expected = outputs(engine)
-    model = llama()
+    model = one_layer()
     before = counters["stats"]["unique_graphs"]
     with Engine(model, **options) as engine:
         assert counters["stats"]["unique_graphs"] == before
@@ -114,7 +116,7 @@ def test_an_engine_on_it_samples_the_same_tokens_and_sees_changes(compiler: str)
         model.model.norm.variance_epsilon = 10.0  # read by the trace: it is made again
         assert outputs(engine) != changed
         assert counters["stats"]["unique_graphs"] > before
-    with Engine(llama(), **options) as engine:  # and what is kept now is not of that model
+    with Engine(one_layer(), **options) as engine:  # and what is kept now is not of that model
         assert outputs(engine) == expected
 
 
@@ -176,8 +178,8 @@ def _forward(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [
-    _setting, _hook, *(pytest.param(change, marks=pytest.mark.slow) for change in (
-        _layer_setting, _activation, _module, _tied, _swapped, _forward))])
+    _setting, *(pytest.param(change, marks=pytest.mark.slow) for change in (
+        _hook, _layer_setting, _activation, _module, _tied, _swapped, _forward))])
 def test_a_model_that_differs_is_traced(change: Callable[[Any], None]) -> None:
     def changed() -> nn.Module:
         model = llama()
@@ -193,32 +195,32 @@ def test_a_model_that_differs_is_traced(change: Callable[[Any], None]) -> None:
 
 
 def test_replaced_code_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert was_traced(llama) and not was_traced(llama)
+    assert was_traced(one_layer) and not was_traced(one_layer)
     half = modeling_llama.rotate_half
     with monkeypatch.context() as patch:
         patch.setattr(modeling_llama, "rotate_half", lambda x: half(x) * 0.5)
-        assert was_traced(llama)
+        assert was_traced(one_layer)
     with monkeypatch.context() as patch:
         forward = modeling_llama.LlamaMLP.forward
         patch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x) * 0.5)
-        assert was_traced(llama)
-    assert was_traced(llama) and not was_traced(llama)
+        assert was_traced(one_layer)
+    assert was_traced(one_layer) and not was_traced(one_layer)
     linear = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: linear(self, x) * 0.5)
-    assert was_traced(llama)
+    assert was_traced(one_layer)
 
 
 def test_another_state_of_pytorch_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert was_traced(llama) and not was_traced(llama)
+    assert was_traced(one_layer) and not was_traced(one_layer)
     torch.set_float32_matmul_precision("high")
     try:
         torch.use_deterministic_algorithms(True)
-        assert was_traced(llama)
+        assert was_traced(one_layer)
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_float32_matmul_precision("highest")
     with torch.compiler.set_stance("force_eager"), pytest.raises(UnsupportedAttention, match="switched off"):
-        PagedModel(llama(), EAGER)
+        PagedModel(one_layer(), EAGER)
 
 
 SOURCE = """
@@ -257,8 +259,9 @@ def module(folder: Path, factor: str = "1.0", entry: str = "1.0", more: str = ""
     return found.Model().eval()
 
 
-@pytest.mark.parametrize("change", [dict(factor="2.0"), dict(factor="1"), dict(entry="2.0"), dict(more="+ 1"),
-                                    dict(more="* float(os.environ.get('QUIRE_TEST_FACTOR', '1'))")])
+@pytest.mark.parametrize("change", [
+    dict(factor="2.0"), dict(entry="2.0"), dict(more="+ 1"), dict(more="* float(os.environ.get('QUIRE_TEST_FACTOR', '1'))"),
+    pytest.param(dict(factor="1"), marks=pytest.mark.slow)])
 def test_edited_source_is_traced(tmp_path: Path, change: dict[str, str]) -> None:
     assert was_traced(lambda: module(tmp_path)) and not was_traced(lambda: module(tmp_path))
     assert was_traced(lambda: module(tmp_path, **change))
@@ -306,14 +309,16 @@ class Holding(Tiny):
         return out * 2 if hasattr(self.held, "double") else out
 
 
-@pytest.mark.parametrize("other", [lambda: Holding(1.0), lambda: Holding(factor=2.0), lambda: Holding(double=1.0)],
-                         ids=["a list that is not empty", "a closure over another number", "an attribute"])
+@pytest.mark.parametrize("other", [
+    lambda: Holding(1.0), lambda: Holding(factor=2.0), pytest.param(lambda: Holding(double=1.0), marks=pytest.mark.slow)],
+    ids=["a list that is not empty", "a closure over another number", "an attribute"])
 def test_what_a_model_holds_otherwise_is_traced(other: Callable[[], nn.Module]) -> None:
     makes = [lambda: Holding().eval(), lambda: other().eval()]
     assert [was_traced(makes[i]) for i in (0, 0, 1, 1, 0)] == [True, False, True, False, True]  # the last one is kept
 
 
-@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
+@pytest.mark.parametrize("register", [
+    register_module_forward_hook, pytest.param(register_module_forward_pre_hook, marks=pytest.mark.slow)])
 def test_hooks_of_all_modules_are_traced(register: Callable[..., Any]) -> None:
     """Dynamo reads whether there are any, and guards nothing."""
     assert was_traced(tiny) and not was_traced(tiny)
@@ -386,7 +391,8 @@ def test_what_no_fact_can_be_made_of_does_not_stop_the_trace(folder: Path, monke
     assert not list(folder.glob("traces/*.pickle"))
 
 
-@pytest.mark.parametrize("content", [b"", b"not a pickle", b"\x80\x04N."])
+@pytest.mark.parametrize("content", [
+    b"not a pickle", *(pytest.param(content, marks=pytest.mark.slow) for content in (b"", b"\x80\x04N."))])
 def test_a_broken_file_is_replaced(folder: Path, content: bytes) -> None:
     assert was_traced(tiny)
     (file,) = (folder / "traces").glob("*.pickle")
@@ -399,7 +405,7 @@ def test_a_folder_that_cannot_be_written(folder: Path) -> None:
     assert was_traced(tiny) and was_traced(tiny)
 
 
-@pytest.mark.parametrize("chosen", ["0", ""])
+@pytest.mark.parametrize("chosen", [pytest.param("0", marks=pytest.mark.slow), ""])
 def test_off(folder: Path, monkeypatch: pytest.MonkeyPatch, chosen: str) -> None:
     """On a CPU traces are kept on request only."""
     monkeypatch.setenv("QUIRE_TRACE_CACHE", chosen)

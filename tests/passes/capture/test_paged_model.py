@@ -153,9 +153,9 @@ def on_config(hook):
     (lambda model, seen: model.layers[0].register_forward_pre_hook(lambda module, args: setattr(module, "seen", args[0])),
      "model.layers.0[.] It runs"),
     # Where transformers changes things itself.
-    (on_rotary(lambda seen, module, out: seen.append(out)), ""),
+    pytest.param(on_rotary(lambda seen, module, out: seen.append(out)), "", marks=pytest.mark.slow),
     (on_rotary(lambda seen, module, out: setattr(module, "seen", out)), ""),
-    (on_config(lambda config: setattr(config, "seen", 1)), ""),
+    pytest.param(on_config(lambda config: setattr(config, "seen", 1)), "", marks=pytest.mark.slow),
     (on_config(lambda config: config.rope_parameters.update(seen=1)), ""),
 ], ids=["closure", "global", "module", "rotary_closure", "rotary", "config", "rope_parameters"])
 def test_hooks_that_record_are_refused(record, what) -> None:
@@ -254,7 +254,8 @@ def test_configs_refused_before_tracing(name, changes, message) -> None:
 
 @pytest.mark.parametrize("name, changes, message", [
     ("llama", dict(num_hidden_layers=3), "llama has 3 layers but 2 attention sites were found"),
-    ("llama", dict(attn_logit_softcapping=30.0), "configured with attn_logit_softcapping=30.0, but this version"),
+    pytest.param("llama", dict(attn_logit_softcapping=30.0), "configured with attn_logit_softcapping=30.0, but this version",
+                 marks=pytest.mark.slow),
     ("llama", dict(sliding_window=8), "configured with sliding_window=8, but attends without it at layer 0"),
     ("gemma2", dict(layer_types=["sliding_attention"] * 2), r"layer 1 \(model.layers.1.self_attn\) is a sliding_attention"),
 ])

@@ -97,7 +97,7 @@ def written_within(x: torch.Tensor, y: torch.Tensor, number: float) -> torch.Ten
     return y.mul_(0.25)
 
 
-@pytest.mark.parametrize("layers, attention", [(6, "torch_native"), (3, "triton")])
+@pytest.mark.parametrize("layers, attention", [(6, "torch_native"), pytest.param(3, "triton", marks=pytest.mark.slow)])
 def test_equal_layers_are_compiled_once(layers: int, attention: str, compiled: list[fx.GraphModule]) -> None:
     """Before the first attention, between two, behind the last: three, however many layers; each with its own weights."""
     net = model(layers)
@@ -140,10 +140,11 @@ def test_sizes_are_computed_by_each_piece(compiled: list[fx.GraphModule]) -> Non
 
 
 @pytest.mark.parametrize("net, compiler, pieces, why", [
-    (around(scaled, 2, 2, 2, 4, 2), "inductor", 4, ""),  # constants between sites are compared
+    # Constants between sites are compared.
+    pytest.param(around(scaled, 2, 2, 2, 4, 2), "inductor", 4, "", marks=pytest.mark.slow),
     (around(scaled, 0.5, 0.25, 0.75, 0.125, 0.5), "inductor", 3, ""),  # Dynamo makes floats inputs (dynamic=True)
     (around(written_across, 1, 1, 1, 1), "inductor", 1, "changes in place what it did not make"),
-    (around(written_within, 1, 1, 1, 1), "inductor", 3, ""),
+    pytest.param(around(written_within, 1, 1, 1, 1), "inductor", 3, "", marks=pytest.mark.slow),
     (model(2), "inductor", 1, "all differ"),  # three pieces: nothing is to be had by cutting
     (model(4), "inductor-whole", 1, ""),
 ], ids=["constants", "floats", "written across pieces", "written within pieces", "few layers", "by choice"])

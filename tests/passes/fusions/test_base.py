@@ -95,7 +95,9 @@ def sliced(model: Any) -> tuple[Any, torch.Tensor]:
 WAYS = (in_flat_buffer, in_shared_memory, tied_by_data, tied_within, in_a_state_dict, sliced)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("way", [
+    pytest.param(way, marks=[pytest.mark.slow] * (way in (in_flat_buffer, in_a_state_dict))) for way in WAYS],
+    ids=lambda f: f.__name__)
 def test_parameters_that_share_memory_stay_where_they_are(way: Callable[[Any], Any], caplog: pytest.LogCaptureFixture) -> None:
     """They are not fused, and updates through whatever else has the memory reach the open model."""
     model = model_of()

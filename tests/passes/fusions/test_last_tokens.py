@@ -309,13 +309,15 @@ def behind(function: Callable[..., torch.Tensor]) -> Callable[[], Decoder]:
 
 
 @pytest.mark.parametrize("make, matches, products", [
-    (behind(reads_by_view), 1, "TBBB"), (behind(halves), 1, "TBBBB"), (behind(in_parallel), 1, "TBBB"),
+    (behind(reads_by_view), 1, "TBBB"), pytest.param(behind(halves), 1, "TBBBB", marks=pytest.mark.slow),
+    pytest.param(behind(in_parallel), 1, "TBBB", marks=pytest.mark.slow),
     (behind(with_softmax), 1, "TBBBBB"),
     (lambda: Decoder(keeps=False), 1, "TBBBBB"),  # all logits, indexed afterwards: the head goes along
     (lambda: Decoder(head=two_gathers, second=nn.Linear(HIDDEN, VOCAB)), 2, "TBBBBBB"),
     # Rows are taken behind what must stay.
     (behind(changed_in_place), 1, "TTBBBB"), (behind(changed_through_a_view), 1, "TTTTTB"),
-    (behind(changed_by_relu), 1, "TTTTTB"), (behind(experts), 1, "TTTTB"), (behind(unknown), 1, "TTTTTB"),
+    pytest.param(behind(changed_by_relu), 1, "TTTTTB", marks=pytest.mark.slow),
+    (behind(experts), 1, "TTTTB"), (behind(unknown), 1, "TTTTTB"),
     (quantized, 1, "TTTTTB"), (lambda: Decoder(head=one_copy_changed), 0, "TTTTTBB"),
 ], ids=["views", "halves", "in parallel", "softmax", "all logits", "two gathers", "changed in place", "changed through a view",
         "changed by relu", "experts", "unknown", "quantized", "one copy changed"])

@@ -225,7 +225,9 @@ class Two(torch.nn.Module):
         return x
 
 
-@pytest.mark.parametrize("name, makes", [("cohere", "to"), ("nanochat", "neg"), ("glm", "narrow"), ("complex", "contiguous")])
+@pytest.mark.parametrize("name, makes", [
+    ("cohere", "to"), ("complex", "contiguous"),
+    *(pytest.param(*variant, marks=pytest.mark.slow) for variant in (("nanochat", "neg"), ("glm", "narrow")))])
 def test_tables_are_made_once(name: str, makes: str) -> None:
     """What is made of a table (a cast, the other sign, one part of complex numbers) is made once for all layers."""
     model = Two(SPELLINGS[name][1]).bfloat16()
@@ -254,7 +256,8 @@ def test_a_backend_that_rotates_one_form(name: str, form: RopeForm) -> None:
         assert {k: v for k, v in node.kwargs.items() if k in RopeForm._fields} == form.options()
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "glm", "norms without weights after", "norms as gemma3"])
+@pytest.mark.parametrize("name", [
+    "gpt-oss", "norms without weights after", *(pytest.param(n, marks=pytest.mark.slow) for n in ("glm", "norms as gemma3"))])
 def test_a_backend_that_rotates_all(name: str) -> None:
     model = SPELLINGS[name][1]
     ((_, wanted, keys),), ((_, got, new_keys),) = runs(model, "none"), runs(model, "rope", attention="triton")
