@@ -54,57 +54,73 @@ def expand_kernel(base, shrunk, b, residual, out, m, n, base_stride, shrunk_stri
 
 
 @triton.jit
-def rows_shrink_kernel(x, lora, t, k, x_stride, ADAPTERS: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
-                       BLOCK_R: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
-                       PDL: tl.constexpr):
+def rows_shrink_kernel(x, lora, t, k, x_stride, ADAPTERS: tl.constexpr, ALIKE: tl.constexpr, PARTS: tl.constexpr,
+                       BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr,
+                       STAGES: tl.constexpr, PDL: tl.constexpr):
     """Program (adapter and ranks, part of k, tile of tokens): ``shrink``. ``lora``: host.Adapters."""
     wait_for_previous(PDL)
     let_next_start(PDL)
     tokens = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
-    shrink(tl.program_id(0), tl.program_id(1), tokens, x, None, lora, t, k, x_stride, ADAPTERS, PARTS, BLOCK_T, BLOCK_R, RANKS,
-           SLICES, STAGES)
+    shrink(tl.program_id(0), tl.program_id(1), tokens, x, None, lora, t, k, x_stride, ADAPTERS, ALIKE, PARTS, BLOCK_T, BLOCK_R,
+           RANKS, SLICES, STAGES)
 
 
 @triton.jit
-def shrink(program, part, tokens, x, norm, lora, t, k, x_stride, ADAPTERS: tl.constexpr, PARTS: tl.constexpr,
-           BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr):
+def shrink(program, part, tokens, x, norm, lora, t, k, x_stride, ADAPTERS: tl.constexpr, ALIKE: tl.constexpr,
+           PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr,
+           STAGES: tl.constexpr):
     """``A (x * norm)`` of RANKS ranks of one adapter, over one part of k, to ``lora.shrunk`` (ADAPTERS, PARTS, t, BLOCK_R).
     ``program``: the adapter's number times BLOCK_R / RANKS, plus that of the ranks. Nothing where no token has the adapter.
-    ``norm``: factors of the columns of x, or None. BLOCK_T is 1 for one token, which needs no tensor cores. For several each of
-    SLICES warps has 32 columns per iteration; STAGES iterations are loaded ahead, since memory is busy with the weight."""
+    ``norm``: factors of the columns of x, or None. ALIKE: A has one dtype, so one loop serves all adapters: the code of several
+    must be fetched first, which takes longer than short programs run."""
     mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
     r = program % (BLOCK_R // RANKS) * RANKS + tl.arange(0, RANKS)
-    for i in tl.static_range(ADAPTERS):
-        if program // (BLOCK_R // RANKS) == i:
-            on = tl.where(lora.places[i] == 63, 1, (mine >> lora.places[i]) & 1)
-            if tl.max(on.to(tl.int32), axis=0) > 0:
-                if BLOCK_T == 1:
-                    WIDE: tl.constexpr = 1024 if RANKS <= 8 else 8192 // RANKS
-                    products = tl.zeros((RANKS, WIDE), tl.float32)
-                    for start in range(part * WIDE, k, PARTS * WIDE):
-                        at = start + tl.arange(0, WIDE)
-                        factors = tl.load(lora.a[i] + r.to(tl.int64)[:, None] * k + at[None, :],
-                                          mask=(r < lora.ranks[i])[:, None] & (at < k)[None, :], other=0.0)
-                        row = tl.load(x + at, mask=at < k, other=0.0).to(tl.float32)
-                        if norm is not None:
-                            row *= tl.load(norm + at, mask=at < k, other=0.0).to(tl.float32)
-                        products += factors.to(tl.float32) * row[None, :]
-                    tl.store(lora.shrunk + (i * PARTS + part) * BLOCK_R + r, tl.sum(products, 1))
-                else:
-                    total = tl.zeros((SLICES, BLOCK_T, RANKS), tl.float32)
-                    live = (tokens < t)[None, :, None]
-                    for start in tl.range(part * SLICES * 32, k, PARTS * SLICES * 32, num_stages=STAGES):
-                        at = start + tl.arange(0, SLICES)[:, None] * 32 + tl.arange(0, 32)[None, :]
-                        tile = tl.load(x + tokens.to(tl.int64)[None, :, None] * x_stride + at[:, None, :],
-                                       mask=live & (at < k)[:, None, :], other=0.0)
-                        if norm is not None:
-                            scale = tl.load(norm + at, mask=at < k, other=0.0).to(tl.float32)
-                            tile = (tile.to(tl.float32) * scale[:, None, :]).to(tile.dtype)
-                        factors = tl.load(lora.a[i] + r.to(tl.int64)[None, None, :] * k + at[:, :, None],
-                                          mask=(r < lora.ranks[i])[None, None, :] & (at < k)[:, :, None], other=0.0)
-                        total = dot_float32(tile, factors, total)
-                    place = ((i * PARTS + part) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
-                    tl.store(lora.shrunk + place, tl.sum(total, 0), mask=(tokens < t)[:, None])
+    i = program // (BLOCK_R // RANKS)
+    if ALIKE:
+        _shrink(i, _pick(lora.a, i, ADAPTERS), _pick(lora.ranks, i, ADAPTERS), _pick(lora.places, i, ADAPTERS), mine, r, part,
+                tokens, x, norm, lora, t, k, x_stride, PARTS, BLOCK_T, BLOCK_R, RANKS, SLICES, STAGES)
+    else:
+        for n in tl.static_range(ADAPTERS):
+            if i == n:
+                _shrink(n, lora.a[n], lora.ranks[n], lora.places[n], mine, r, part, tokens, x, norm, lora, t, k, x_stride,
+                        PARTS, BLOCK_T, BLOCK_R, RANKS, SLICES, STAGES)
+
+
+@triton.jit
+def _shrink(i, a, rank, place, mine, r, part, tokens, x, norm, lora, t, k, x_stride, PARTS: tl.constexpr,
+            BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr):
+    """``shrink`` for adapter ``i`` and the ranks ``r``. BLOCK_T is 1 for one token, which needs no tensor cores. For several,
+    each of SLICES warps has 32 columns per iteration; STAGES iterations are loaded ahead, since memory is busy with the
+    weight."""
+    on = (place == 63) | (((mine >> place) & 1) == 1)
+    if tl.max(on.to(tl.int32), axis=0) > 0:
+        if BLOCK_T == 1:
+            WIDE: tl.constexpr = 1024 if RANKS <= 8 else 8192 // RANKS
+            products = tl.zeros((RANKS, WIDE), tl.float32)
+            for start in range(part * WIDE, k, PARTS * WIDE):
+                at = start + tl.arange(0, WIDE)
+                factors = tl.load(a + r.to(tl.int64)[:, None] * k + at[None, :], mask=(r < rank)[:, None] & (at < k)[None, :],
+                                  other=0.0)
+                row = tl.load(x + at, mask=at < k, other=0.0).to(tl.float32)
+                if norm is not None:
+                    row *= tl.load(norm + at, mask=at < k, other=0.0).to(tl.float32)
+                products += factors.to(tl.float32) * row[None, :]
+            tl.store(lora.shrunk + (i * PARTS + part) * BLOCK_R + r, tl.sum(products, 1))
+        else:
+            total = tl.zeros((SLICES, BLOCK_T, RANKS), tl.float32)
+            live = (tokens < t)[None, :, None]
+            for start in tl.range(part * SLICES * 32, k, PARTS * SLICES * 32, num_stages=STAGES):
+                at = start + tl.arange(0, SLICES)[:, None] * 32 + tl.arange(0, 32)[None, :]
+                tile = tl.load(x + tokens.to(tl.int64)[None, :, None] * x_stride + at[:, None, :],
+                               mask=live & (at < k)[:, None, :], other=0.0)
+                if norm is not None:
+                    scale = tl.load(norm + at, mask=at < k, other=0.0).to(tl.float32)
+                    tile = (tile.to(tl.float32) * scale[:, None, :]).to(tile.dtype)
+                factors = tl.load(a + r.to(tl.int64)[None, None, :] * k + at[:, :, None],
+                                  mask=(r < rank)[None, None, :] & (at < k)[:, :, None], other=0.0)
+                total = dot_float32(tile, factors, total)
+            at_token = ((i * PARTS + part) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
+            tl.store(lora.shrunk + at_token, tl.sum(total, 0), mask=(tokens < t)[:, None])
 
 
 @triton.jit

@@ -32,7 +32,7 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import rows_contiguous
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
-from quire.attn_ops.ops.lora_rows import adapters_per_layer
+from quire.attn_ops.ops.lora_rows import adapters_per_layer, alike
 from quire.attn_ops.ops.small_linear_wide import (
     INT4_COLUMNS,
     fits_wide,
@@ -184,7 +184,7 @@ def adapter_tiles(lora: host.Adapters, n: int, config: Config, swiglu: bool, nor
     halves = any(up.element_size() < 4 for up in lora.b)
     early = (not norm or padded(t) * config.block_k // (32 * num_warps) <= 32) and (
         not halves or 2 * held * block_q * block_n * operands <= room)
-    return host.AdapterTiles(adapters, per, parts, block_r, block_q, held, early, first["RANKS"], first["SLICES"],
+    return host.AdapterTiles(adapters, alike(lora), per, parts, block_r, block_q, held, early, first["RANKS"], first["SLICES"],
                              first["STAGES"])
 
 
