@@ -32,7 +32,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from quire.attn_ops.ops.lora_linear import lora_counters
 from quire.passes.compile.size_guards import SYMBOL
 from quire.passes.fake_values import any_sizes, computed, fake_input
 from quire.passes.fx import ancestors, evaluate, placeholders, storage_of, value, written_by
@@ -99,7 +98,7 @@ def _places(lowered: Lowered) -> dict[fx.Node, int]:
     """The number of each node's piece. A part of a tuple goes where the tuple is made, so that only tensors cross."""
     place: dict[fx.Node, int] = {}
     prepare, at = lowered.target.backend.prepare, 0
-    before = {n for p in lowered.gm.graph.nodes if p.target in (prepare, lora_counters) for n in ancestors(p)}
+    before = {n for p in lowered.gm.graph.nodes if prepare is not None and p.target is prepare for n in ancestors(p)}
     for node in lowered.gm.graph.nodes:
         if node.op in ("get_attr", "call_module"):
             raise _Whole(f"it holds a constant or a nested graph ({node.op} {node.target})")

@@ -158,6 +158,21 @@ def test_an_adapter_in_the_fused_graph(dtype, chosen, line, tmp_path, caplog) ->
         assert torch.equal(p, peft.get_parameter(name)), name
 
 
+def test_adapted_layers_are_compiled_once(monkeypatch, caplog) -> None:
+    """Layers share what is made once for all adapters of a forward, and are alike all the same."""
+    monkeypatch.setattr("quire.passes.compile.inductor.inductor", lambda gm, inputs: gm.forward)
+    peft = get_peft_model(load_model(num_layers=3, dtype=torch.bfloat16), copy.deepcopy(ADAPTERS["lora"]))
+    fill(peft, "default", 3)
+    caplog.set_level("INFO", logger="quire")
+    with quire.Engine(peft.base_model.model, fusions="all", compiler="inductor", num_pages=40, max_num_seqs=2, max_model_len=128,
+                      cudagraph_capture_sizes=[]) as engine:
+        (out,) = engine.generate([IDS[0].tolist()], quire.SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    assert len(out.token_ids) == 3
+    assert "lora_linear: 12 matches" in caplog.text  # q k v, o, gate up, down
+    found = [r.message for r in caplog.records if "regions: " in r.message]
+    assert found and all("4 pieces, 3 different" in message for message in found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_a_life_with_adapters(kind) -> None:
