@@ -164,8 +164,8 @@ def test_adapted_layers_are_compiled_once(monkeypatch, caplog) -> None:
     peft = get_peft_model(load_model(num_layers=3, dtype=torch.bfloat16), copy.deepcopy(ADAPTERS["lora"]))
     fill(peft, "default", 3)
     caplog.set_level("INFO", logger="quire")
-    with quire.Engine(peft.base_model.model, fusions="all", compiler="inductor", num_pages=40, max_num_seqs=2, max_model_len=128,
-                      cudagraph_capture_sizes=[]) as engine:
+    with quire.Engine(peft.base_model.model, fusions="all", compiler="inductor", num_pages=40, max_num_seqs=2,
+                      max_model_len=128, cudagraph_capture_sizes=[]) as engine:
         (out,) = engine.generate([IDS[0].tolist()], quire.SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     assert len(out.token_ids) == 3
     assert "lora_linear: 12 matches" in caplog.text  # q k v, o, gate up, down
