@@ -151,7 +151,7 @@ for part in "$@"; do
                        --gpus "${GPUS:-1}" --systems "${SYSTEMS:-triton}" --deadline "$(allowed)" ${GRID:-} > "$OUT/kernels.log" 2>&1
                    tail -"${LINES_SHOWN:-60}" "$OUT/kernels.log" | cut -c1-200 ;;
         tests)
-            read -ra tests <<< "${TESTS:-tests/gpu tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py \
+            read -rd "" -a tests <<< "${TESTS:-tests/gpu tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py \
                 tests/attn_ops/ops/test_lora_linear.py tests/test_install.py}"
             # Many processes share the CPU, so each compiles in one thread. -vv: a line per test, in case time runs out.
             digest=$(find quire attn_ops passes graph_runner integrations tests -name '*.py' | sort | xargs cat | sha1sum | cut -c1-12)
