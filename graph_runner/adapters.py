@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from quire.graph_runner.block_table import to_device
 from quire.graph_runner.request import Request, ScheduledBatch
 from quire.passes.capture.lora import active_adapters, adapter_names, check_adapters
 
@@ -53,27 +52,22 @@ def _assign(requests: Iterable[Request], names: tuple[str, ...] | None) -> None:
 
 
 class TokenAdapters:
-    """The adapters of each token of a step, of at most ``max_tokens`` tokens, as bits on the device at a fixed address; bit i
-    is names[i] of the model's adapters."""
+    """The adapters of each token as bits: bit i is names[i] of the model's adapters."""
 
-    def __init__(self, model: torch.nn.Module, names: Sequence[str], max_tokens: int, device: torch.device) -> None:
-        self.names = list(names)
-        self._model, self._device = model, device
-        self.tokens = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+        self.names, self._model = list(names), model
 
     def _bits(self, names: Sequence[str] | None) -> int:
         return sum(1 << self.names.index(name) for name in names or ())
 
-    def active(self) -> torch.Tensor:
-        """(max_tokens,) int64: the model's active adapters for each token."""
-        return self.tokens.fill_(self._bits(active_adapters(self._model)))
+    def active(self, num_tokens: int, device: torch.device) -> torch.Tensor:
+        """(num_tokens,) int64: the model's active adapters for each token."""
+        return torch.full((num_tokens,), self._bits(active_adapters(self._model)), dtype=torch.int64, device=device)
 
-    def stage(self, batch: ScheduledBatch) -> None:
-        """Write the batch's adapters to ``tokens``, which a step reads; those of padding are of an earlier one."""
+    def of(self, batch: ScheduledBatch) -> np.ndarray:
+        """(T,) int64: those of each token of the batch."""
         own = [active_adapters(self._model) if r.request.adapters is None else r.request.adapters for r in batch.rows]
-        of_row = np.array(list(map(self._bits, own)), np.int64)
-        of_token = np.repeat(of_row, [row.num_new for row in batch.rows])
-        self.tokens[: len(of_token)].copy_(to_device(of_token, self._device), non_blocking=True)
+        return np.repeat(np.array(list(map(self._bits, own)), np.int64), [row.num_new for row in batch.rows])
 
 
 def after_trace(requests: Iterable[Request], model: torch.nn.Module, traced: TokenAdapters | None

@@ -105,8 +105,7 @@ class ModelRunner:
     @isolated
     def __init__(self, model: torch.nn.Module, config: EngineConfig, adapters: bool = False) -> None:
         names = adapter_names(model) if adapters else None
-        self.adapters = None if names is None else TokenAdapters(model, names, max(
-            config.max_num_batched_tokens, config.max_num_seqs, TRIAL.num_tokens), next(model.parameters()).device)
+        self.adapters = None if names is None else TokenAdapters(model, names)
         self.config, self.device, self.vocab_size = config, next(model.parameters()).device, vocab_size(model)
         if current_step() is not None:
             raise RuntimeError("an engine cannot be made inside quire.step; make it before")
@@ -159,7 +158,7 @@ class ModelRunner:
         self.buffers = StepBuffers(largest, max_pages_per_seq=width, max_num_seqs=config.max_num_seqs,
                                    page_size=config.page_size, device=self.device, graph_draws=self.paged.draws,
                                    total_lens=bool(self.length_limits), windows=self.window_reach is not None,
-                                   fast_prefill=config.kv_sharing_fast_prefill)
+                                   fast_prefill=config.kv_sharing_fast_prefill, adapters=self.adapters)
         self._host_tokens = [torch.zeros(config.max_num_seqs, dtype=torch.int64, pin_memory=cuda) for _ in range(4)]
         self._next_host_tokens = 0
         self._states: dict[str, Any] = {}
@@ -176,7 +175,8 @@ class ModelRunner:
         # Before the KV cache takes the memory.
         check_packing(self.paged, self.sites, self.backend, page_size=config.page_size, kv_dtype=self._kv_dtype,
                       layout=config.kv_layout, device=self.device, vocab_size=self.vocab_size,
-                      max_model_len=self.max_model_len, adapters=None if self.adapters is None else self.adapters.active())
+                      max_model_len=self.max_model_len,
+                      adapters=None if self.adapters is None else self.adapters.active(TRIAL.num_tokens, self.device))
         self.step_bytes = 0  # not measured
         self.cache = self._new_cache(self._pages_that_fit() if config.num_pages is None else config.num_pages)
         self._new_states(self.cache)
@@ -276,7 +276,7 @@ class ModelRunner:
     def _step(self, batch: ForwardBatch, **options: Any) -> Step:
         """The batch as attention sees it."""
         return Step(self.cache, batch.metadata, self.backend, self._states, window_metadata=batch.window_metadata,
-                    adapters=None if self.adapters is None else self.adapters.tokens, **options)
+                    adapters=batch.inputs.get("adapters"), **options)
 
     def _compute(self, step: Step, batch: ForwardBatch, scored: ScoredRows | None = None) -> StepResults:
         """Results of the staged batch; stores the tokens too."""
@@ -348,8 +348,6 @@ class ModelRunner:
             self.buffers.update_table(made)
         # Attention of a step in pieces is that of any step.
         step = self._step(made, graph_key=None if cut else bucket)
-        if self.adapters is not None:
-            self.adapters.stage(batch)
         if bucket is not None:  # else the ops plan
             ensure_planned(step, self.backend, self.sites)
         return StagedStep(batch, made, shape, bucket, host, step, ScoredRows.of(batch, self.device))

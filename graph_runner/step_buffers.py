@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from quire.attn_ops.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from quire.graph_runner.adapters import TokenAdapters
 from quire.graph_runner.block_table import BlockTable, change_capacity, to_device
 from quire.graph_runner.forward_batch import ForwardBatch
 from quire.graph_runner.forward_mode import ForwardMode
@@ -38,8 +39,9 @@ class BatchShape(NamedTuple):
     num_reqs: int
 
 
-def _fields(shape: BatchShape, page_size: int, windows: bool, total_lens: bool) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(name, type, shape) of each field. ``windows``, ``total_lens``: see StepBuffers."""
+def _fields(shape: BatchShape, page_size: int, windows: bool, total_lens: bool, adapters: bool
+            ) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name, type, shape) of each field. ``windows``, ``total_lens``, ``adapters``: see StepBuffers."""
     t, b = shape
     changes = change_capacity(t, b, page_size)
     of_windows = [("window_slot_mapping", "i8", (t,)), ("window_change_at", "i8", (changes,)),
@@ -51,6 +53,7 @@ def _fields(shape: BatchShape, page_size: int, windows: bool, total_lens: bool) 
         ("query_start_loc", "i4", (b + 1,)), ("seq_lens", "i4", (b,)), ("top_k", "i4", (b,)), ("temperature", "f4", (b,)),
         ("top_p", "f4", (b,)), ("min_p", "f4", (b,)), ("resample", "i4", (b,)), ("logprob_temperature", "f4", (b,)),
         *(of_windows if windows else ()), *([("total_lens", "i4", (b,))] if total_lens else ()),
+        *([("adapters", "i8", (t,))] if adapters else ()),
     ]
 
 
@@ -63,10 +66,11 @@ class StepLayout:
     num_bytes: int
 
     @classmethod
-    def of(cls, shape: BatchShape, page_size: int, windows: bool = False, total_lens: bool = False) -> StepLayout:
+    def of(cls, shape: BatchShape, page_size: int, windows: bool = False, total_lens: bool = False, adapters: bool = False
+           ) -> StepLayout:
         """``page_size`` bounds the number of new pages in a step."""
         fields, at = {}, 0
-        for name, kind, size in _fields(shape, page_size, windows, total_lens):
+        for name, kind, size in _fields(shape, page_size, windows, total_lens, adapters):
             fields[name] = (at, kind, size)
             at += -(-int(np.prod(size)) * int(kind[1]) // ALIGNMENT) * ALIGNMENT
         return cls(shape, fields, at)
@@ -100,16 +104,17 @@ class StepBuffers:
         windows: whether layers with a window have pages of their own (``Request.window_pages``).
         fast_prefill: whether metadata say which logits are wanted, in steps with more tokens than rows that score no prompt
             token (``passes/rewrite/last_rows.py``).
+        adapters: of each token, where requests have adapters of their own.
     """
 
     def __init__(self, max_shape: BatchShape, *, max_pages_per_seq: int, max_num_seqs: int, page_size: int,
                  device: torch.device, graph_draws: bool = False, total_lens: bool = False, windows: bool = False,
-                 fast_prefill: bool = False) -> None:
-        self.fast_prefill = fast_prefill
+                 fast_prefill: bool = False, adapters: TokenAdapters | None = None) -> None:
+        self.fast_prefill, self.adapters = fast_prefill, adapters
         self.width, self.page_size, self.device, self.graph_draws = max_pages_per_seq, page_size, device, graph_draws
         self.dummy_slot, self.total_lens = max_num_seqs, total_lens
         # The largest mixed shape has both the most tokens and the most rows, so it bounds every layout.
-        num_bytes = StepLayout.of(max_shape, page_size, windows, total_lens).num_bytes
+        num_bytes = StepLayout.of(max_shape, page_size, windows, total_lens, adapters is not None).num_bytes
         pin = device.type == "cuda"
         self.host = [HostArrays(num_bytes, pin) for _ in range(2)]
         self.device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -133,7 +138,8 @@ class StepBuffers:
                 self._views.clear()
                 for host in self.host:
                     host._views.clear()
-            self._layouts[shape] = StepLayout.of(shape, self.page_size, self.window_table is not None, self.total_lens)
+            self._layouts[shape] = StepLayout.of(shape, self.page_size, self.window_table is not None, self.total_lens,
+                                                 self.adapters is not None)
         return self._layouts[shape]
 
     def views(self, shape: BatchShape) -> dict[str, torch.Tensor]:
@@ -182,6 +188,8 @@ class StepBuffers:
         if self.total_lens:  # without the token that the row samples
             a["total_lens"][:n] = np.fromiter((r.request.num_tokens - r.samples for r in rows), np.int64, n)
             a["total_lens"][n:] = 0
+        if self.adapters is not None:
+            a["adapters"][:t], a["adapters"][t:] = self.adapters.of(batch), 0
         a["logits_indices"][:n], a["logits_indices"][n:] = ends - 1, 0
         a["row_slot"][:n], a["row_slot"][n:] = slots, self.dummy_slot
         a["sample_slot"][:n], a["sample_slot"][n:] = sample_slot, self.dummy_slot
@@ -297,6 +305,8 @@ class StepBuffers:
         for name, value in (("seed", 12345), ("sample_position", 7), ("temperature", 1), ("top_p", 0.5), ("min_p", 0.5)):
             v[name][rows:] = value
         v["logits_indices"][rows:] = max(0, tokens - 1)
+        if self.adapters is not None:
+            v["adapters"][tokens:] = (1 << len(self.adapters.names)) - 1
 
     def sampling(self, shape: BatchShape, host: dict[str, np.ndarray], batch: ScheduledBatch) -> SamplingTensors | None:
         """Sampling parameters over the device fields, or None if no row needs the sampler."""

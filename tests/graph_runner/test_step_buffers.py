@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quire.attn_ops.kv_cache import pages_for
+from quire.graph_runner.adapters import TokenAdapters
 from quire.graph_runner.forward_mode import ForwardMode
 from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch, ScheduledRow
 from quire.graph_runner.sampling_params import SamplingParams
@@ -24,9 +25,10 @@ PARAMS = (
 )
 
 
-def buffers(num_tokens: int = 64, num_reqs: int = 12, graph_draws: bool = False, total_lens: bool = False) -> StepBuffers:
+def buffers(num_tokens: int = 64, num_reqs: int = 12, graph_draws: bool = False, total_lens: bool = False,
+            adapters: TokenAdapters | None = None) -> StepBuffers:
     return StepBuffers(BatchShape(num_tokens, num_reqs), max_pages_per_seq=WIDTH, max_num_seqs=SLOTS, page_size=PAGE,
-                       device=torch.device("cpu"), graph_draws=graph_draws, total_lens=total_lens)
+                       device=torch.device("cpu"), graph_draws=graph_draws, total_lens=total_lens, adapters=adapters)
 
 
 def row(slot: int, start: int, count: int, pages: list[int], *, known: int | None = None, last: bool = True,
@@ -97,6 +99,10 @@ def check(buffer: StepBuffers, batch: ScheduledBatch, shape: BatchShape) -> None
     if buffer.total_lens:  # all tokens of the request but the one that this step samples
         want["total_lens"] = [r.request.num_tokens - r.samples for r in batch.rows]
         want["total_lens"] += [0] * (shape.num_reqs - len(batch.rows))
+    if buffer.adapters is not None:
+        want["adapters"] = [sum({"one": 1, "two": 2}[name] for name in r.request.adapters or ())
+                            for r in batch.rows for _ in range(r.num_new)]
+        want["adapters"] += [0] * (shape.num_tokens - batch.num_tokens)
     assert host.keys() == device.keys() == want.keys() | {"change_at", "change_page"}
     np.testing.assert_array_equal(device["change_at"].numpy(), host["change_at"])
     np.testing.assert_array_equal(device["change_page"].numpy(), host["change_page"])
@@ -153,9 +159,12 @@ def random_batch(rng: random.Random) -> ScheduledBatch:
 def test_fill_random_batches_one_after_another(total_lens: bool) -> None:
     """On one buffer, whose bytes, slots and both host sides hold what larger batches left."""
     rng = random.Random(0)
-    buffer = buffers(100, 14, total_lens=total_lens)
+    adapters = TokenAdapters(torch.nn.Module(), ["one", "two"]) if total_lens else None
+    buffer = buffers(100, 14, total_lens=total_lens, adapters=adapters)
     for _ in range(300):
         batch = random_batch(rng)
+        for each in batch.rows:
+            each.request.adapters = rng.choice([(), ("one",), ("two",), ("one", "two")])
         check(buffer, batch, BatchShape(batch.num_tokens + rng.randint(0, 20), len(batch.rows) + rng.randint(0, 6)))
 
 
