@@ -66,7 +66,8 @@ class State:
         if key is not None:
             rows = self.graph_rows.setdefault(key, metadata.num_tokens) if step.capturing else self.graph_rows.get(key, 0)
             # Rows of padding follow, without tokens; at the capture all are such.
-            if rows != metadata.num_tokens or not np.array_equal(starts, np.minimum(np.arange(len(starts)), starts[-1])):
+            if rows != metadata.num_tokens or rows >= len(starts) or not np.array_equal(
+                    starts, np.minimum(np.arange(len(starts)), starts[-1])):
                 raise RuntimeError(f"{NAME} plans CUDA graphs for one token per sequence; graph {key!r} was captured for "
                                    f"{rows} and has {metadata.num_tokens} tokens of {metadata.num_reqs} sequences, padding "
                                    "included")

@@ -322,7 +322,9 @@ class Kit:
             return self.backend.op(*static.arguments(prepared(self.backend, static)), **static.options)
 
         kept, meta = [tensor.clone() for tensor in static.buffers()], static.metadata
-        for tensor, value in ((meta.query_start_loc, 0), (meta.seq_lens, 0), (meta.slot_mapping, -1)):
+        pages = meta.block_table_tensor.clone()
+        for tensor, value in ((meta.query_start_loc, 0), (meta.seq_lens, 0), (meta.slot_mapping, -1),
+                              (meta.block_table_tensor, 0)):
             tensor.fill_(value)
         idle = replace(static, metadata=replace(
             meta, query_start_loc_cpu=torch.zeros_like(meta.query_start_loc_cpu),
@@ -338,7 +340,7 @@ class Kit:
             with torch.cuda.graph(graph, stream=stream):
                 out = forward()
         table, live = later.metadata.block_table_tensor, len(replayed)
-        table[live:] = meta.block_table_tensor[live:]  # stale: padding rows keep the pages of the batch before
+        table[live:] = pages[live:]  # stale: padding rows keep the pages of the batch before
         # Longer, shorter, then as at first: neither lengths nor a plan may stay from the step before.
         for batch, values in ((static, kept), (later, later.buffers()), (static, kept)):
             for mine, theirs in zip(static.buffers(), values, strict=True):

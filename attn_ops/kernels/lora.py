@@ -1,9 +1,10 @@
 """Kernels of ``attn_ops/ops/lora.py``, ``lora_rows.py`` and ``lora_linear.py``.
 
 NOTE [First products in the same launch]: in a layer of one launch (``small_linear``'s ``tile_kernel``) the first programs
-compute ``A x``, and count when it is stored; the others compute ``W x``, wait for the count, and add ``B (A x)``. A GPU starts
-the programs of a launch in the order of their numbers, so those that are waited for run or have ended. They take a fraction of
-the others' time, so that hardly anyone waits. Each launch has a counter of its own, which its forward has zeroed
+compute ``A x``, and count when it is stored; the others compute ``W x``, wait for the count, and add ``B (A x)``. That ends
+because GPUs start the programs of a launch in the order of their numbers: those that are waited for run or have ended, and wait
+for nobody. CUDA does not promise that order; stream-K products and scans by look-back rely on it, too. First products take a
+fraction of the others' time, so that hardly anyone waits. Each launch has a counter of its own, which its forward has zeroed
 (``lora_counters``). One token has too short programs for that: a second launch adds its ``B (A x)``.
 """
 

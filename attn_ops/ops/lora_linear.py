@@ -13,6 +13,7 @@ In half precision on CUDA, for up to small_linear's MAX_TOKENS tokens; elsewhere
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -38,7 +39,9 @@ def lora_linear_eager(
         weight, bias, norm_weight, eps, residual, swiglu: as of ``small_linear_eager``, without a scale.
         a, b, scaling, bits: of each adapter, as of ``lora_rows_eager``.
         starts: the first row of ``weight`` that the adapter's b (N_i, r_i) adds to.
-        counters: what ``lora_counters`` made for this forward. None: a counter is zeroed in a launch of its own.
+        counters: what ``lora_counters`` made for this forward; each launch takes one number of it. None, or any other tensor:
+            a counter is zeroed in a launch of its own. The schema does not say that they are written: nothing else reads
+            them, and a declared write would be copied around each layer.
 
     Raises:
         RuntimeError: the step does not say which adapters its tokens have, and an adapter is not that of every token.
@@ -100,8 +103,8 @@ def _parts(a: Sequence[Tensor], t: int, n: int, k: int, swiglu: bool, config: Co
     return max(1, min(k // 1024, 4, free // programs if free > 0 else 4))
 
 
-#: Launches per forward that ``lora_counters`` has room for; and, by the address of its result, those that took a counter. Each
-#: launch of a forward has one of its own, in a line of 16 bytes: kernels are compiled for pointers to such.
+#: Launches per forward that ``lora_counters`` has room for; and, by the address of a result of it that is alive, those that
+#: took a counter. Each launch has one of its own, in a line of 16 bytes: kernels are compiled for pointers to such.
 COUNTERS, LINE = 1024, 4
 _taken: dict[int, int] = {}
 
@@ -109,20 +112,21 @@ _taken: dict[int, int] = {}
 def lora_counters_eager(like: Tensor) -> Tensor:
     """Int32 zeros on the device of ``like``: the ``counters`` of all the layers of a forward, made once."""
     made = torch.zeros(COUNTERS * LINE, dtype=torch.int32, device=like.device)
-    _taken[made.data_ptr()] = 0
+    address = made.data_ptr()
+    _taken[address] = 0
+    weakref.finalize(made, _taken.pop, address, None)
     return made
 
 
 def _counter(x: Tensor, counters: Tensor | None) -> Tensor:
     """The next counter of a forward; a new one where it has none left."""
-    if counters is None:
-        return torch.zeros(1, dtype=torch.int32, device=x.device)
-    if is_recording():
+    if counters is not None and is_recording():
         return counters
-    number = _taken[counters.data_ptr()]
-    if number == COUNTERS:
+    address = 0 if counters is None else counters.data_ptr()
+    number = _taken.get(address, COUNTERS)
+    if counters is None or number == COUNTERS:
         return torch.zeros(1, dtype=torch.int32, device=x.device)
-    _taken[counters.data_ptr()] = number + 1
+    _taken[address] = number + 1
     return counters[LINE * number :]
 
 

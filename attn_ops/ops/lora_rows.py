@@ -165,7 +165,7 @@ def adapters_for(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], starts: Se
         rows = shrunk.view(torch.int64)  # no bit is looked at
     lora = host.Adapters(
         rows, tuple(a), tuple(b), shrunk, torch.empty(t, dtype=torch.float32, device=x.device),
-        shrunk if counter is None else counter, tuple(starts[i] for i in order), tuple(len(up) for up in b), ranks, 
+        shrunk if counter is None else counter, tuple(starts[i] for i in order), tuple(len(up) for up in b), ranks,
         tuple(bits[i].bit_length() - 1 if bits[i] else EVERY for i in order), tuple(float(scaling[i]) for i in order))
     return lora, {"ADAPTERS": len(a), "PARTS": parts, "BLOCK_R": block_r, "BLOCK_T": 1 if t == 1 else 16 if t <= 16 else 32}
 

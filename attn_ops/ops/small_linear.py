@@ -168,8 +168,8 @@ def small_linear_cuda(
 
 
 def adapter_tiles(lora: host.Adapters, n: int, config: Config, swiglu: bool, norm: bool) -> host.AdapterTiles:
-    """How the programs of a layer of n columns, launched with ``config``, compute ``lora``. Those of first products take no
-    more shared memory than the others do, so that as many run at once as without adapters."""
+    """How the programs of a layer of n columns, launched with ``config``, compute ``lora``. Those of first products take as
+    much shared memory as the others do, unless two iterations need more, so that as many run at once as without adapters."""
     adapters, parts, t, block_r = lora.shrunk.shape
     block_n, num_warps, operands = config.block_n, config.num_warps, 2 if swiglu else 1
     edges = {n, *lora.starts, *(start + size for start, size in zip(lora.starts, lora.sizes, strict=True))}

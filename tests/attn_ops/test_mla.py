@@ -279,8 +279,11 @@ def test_flashinfer_plans_a_graph_of_padding_alone(monkeypatch: pytest.MonkeyPat
     assert planned(idle, capturing=True)[0] == [0, 1, 2, 3, 4]
     starts, pages, indices, lens, *_ = planned(batch([1, 1]))
     assert (starts, pages, lens) == ([0, 1, 2, 3, 4], [0, 2, 4, 5, 6], [20, 20, 1, 1]) and indices[:4].tolist() == [1, 5, 2, 6]
-    with pytest.raises(RuntimeError, match="one token per sequence"):
-        planned(batch([2, 1]))
+    for mixed in (batch([2, 1]), batch([1, 1]).padded(8, 4)):
+        with pytest.raises(RuntimeError, match="one token per sequence"):
+            planned(mixed)
+    with pytest.raises(RuntimeError, match="one token per sequence"):  # more tokens than rows: no graph of decodes
+        planned(replace(idle.padded(8, 4), query_start_loc_cpu=idle.query_start_loc_cpu), capturing=True)
 
 
 def test_blackwell_is_said_to_be_needed() -> None:

@@ -7,10 +7,13 @@ import contextlib
 import pytest
 import torch
 
+from quire.attn_ops.kernels.host import AdapterTiles
+from quire.attn_ops.ops import small_linear
 from quire.attn_ops.ops.lora_linear import lora_counters, lora_linear, lora_linear_cuda, lora_linear_eager
 from quire.attn_ops.ops.lora_rows import MAX_KERNEL_ADAPTERS, lora_group_cuda
 from quire.attn_ops.ops.small_linear import MAX_TOKENS
 from quire.attn_ops.step import running
+from quire.attn_ops.tuning.launch_config import Config
 from tests.attn_ops.ops.test_lora_rows import step
 
 K, SIZES, SETS = 80, (48, 16, 32), (0, 1, 5, 2**62)
@@ -23,19 +26,19 @@ class Case:
     is of nobody."""
 
     def __init__(self, tokens: int, own: torch.dtype, dtype: torch.dtype = torch.float16, every: bool = False,
-                 width: int = K, ranks: tuple[int, ...] = (4, 16, 1, 40)) -> None:
+                 width: int = K, ranks: tuple[int, ...] = (4, 16, 1, 40), sizes: tuple[int, ...] = SIZES) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int, of: torch.dtype = dtype, fan: int = 1) -> torch.Tensor:
             return (torch.randn(*shape, generator=generator) / fan**0.5).to(DEVICE, of)
 
         places = (0, 2, 0, 2)
-        n = sum(SIZES)
+        n = sum(sizes)
         self.x, self.weight, self.bias = normal(1, tokens, width), normal(n, width, fan=width), normal(n)
         self.norm, self.residual = 1 + normal(width) / 4, normal(1, tokens, n)
         self.a = [normal(r, width, of=own, fan=width) for r in ranks]
-        self.b = [normal(SIZES[i], r, of=own, fan=r) for i, r in zip(places, ranks, strict=True)]
-        self.starts = [sum(SIZES[:i]) for i in places]
+        self.b = [normal(sizes[i], r, of=own, fan=r) for i, r in zip(places, ranks, strict=True)]
+        self.starts = [sum(sizes[:i]) for i in places]
         self.scaling, self.bits = [0.5, 2.0, -1.0, 1.0], [0] * 4 if every else [1, 0, 4, 2**62]
         if not every:  # one that nobody has must not be read into a result
             self.a.append(torch.full_like(self.a[0], float("nan")))
@@ -90,19 +93,54 @@ def test_kernels(tokens, swiglu, fold, every, width, dtype, own) -> None:
     assert got.dtype == dtype and not got.isnan().any()
 
 
-@pytest.mark.parametrize("tokens", [1, 6])
-def test_layers_of_a_forward_have_a_counter_each(tokens, monkeypatch) -> None:
-    """Each launch has one of its own, so that no program reads first products that are not there yet: many launches in a row,
-    more than there are counters, of layers with other numbers of programs, give what each gives alone."""
+def test_each_launch_has_a_counter(monkeypatch) -> None:
+    """Else programs would read first products that are not there yet. What is no launch's stays zero; after as many launches as
+    there are counters, and for a tensor that ``lora_counters`` did not make, others are made."""
     pytest.importorskip("triton")
     monkeypatch.setattr("quire.attn_ops.ops.lora_linear.COUNTERS", 4)
-    counters = lora_counters(torch.empty(1, device=DEVICE))
-    cases = [Case(tokens, torch.float32, every=True, width=width, ranks=ranks) for width, ranks in (
-        (K, (4, 16, 1, 40)), (1100, (16, 4, 4, 4)), (2048, (1, 1, 1, 33)))]
-    alone = [case.run(lora_linear_cuda) for case in cases]
-    for _ in range(50 if DEVICE == "cuda" else 2):
+    cases = [Case(6, torch.float32, every=True, width=width, ranks=ranks) for width, ranks in (
+        (K, (4, 16, 1, 33)), (2048, (16, 4, 4, 4)))]
+    alone, programs = [], []
+    for case in cases:
+        counters = lora_counters(case.x)
+        alone.append(case.run(lora_linear_cuda, counters=counters))
+        programs.append(int(counters[0]))
+        assert programs[-1] > 0 and not counters[1:].any()
+    counters, copy = lora_counters(cases[0].x), torch.zeros(16, dtype=torch.int32, device=DEVICE)
+    for _ in range(50 if DEVICE == "cuda" else 3):
         for case, want in zip(cases, alone, strict=True):
             assert torch.equal(case.run(lora_linear_cuda, counters=counters), want)
+    assert torch.equal(case.run(lora_linear_cuda, counters=copy), want)
+    assert counters.view(4, -1)[:, 0].tolist() == programs * 2 and not counters.view(4, -1)[:, 1:].any()
+    assert not copy.any()
+
+
+def test_adapters_of_several_dtypes() -> None:
+    """The kernel's loop for all adapters reads one dtype."""
+    pytest.importorskip("triton")
+    case = Case(6, torch.float32)
+    case.a, case.b = ([t.half() if i % 2 else t for i, t in enumerate(of)] for of in (case.a, case.b))
+    with case.step:
+        got, want = case.run(lora_linear_cuda), case.run(lora_linear_eager, dtype=torch.float64)
+    torch.testing.assert_close(got.double(), want, atol=3 * 8 * 2**-11, rtol=2**-9)
+
+
+@pytest.mark.parametrize(("tokens", "swiglu", "own", "config", "one_layer", "early"), [
+    (6, False, torch.float32, Config(32, 64, 4, 2), True, True), (6, True, torch.float32, Config(16, 64, 2, 3), True, True),
+    (17, True, torch.float16, Config(128, 128, 8, 3), False, False)], ids=str)
+def test_tiles_as_on_a_gpu(tokens, swiglu, own, config, one_layer, early, monkeypatch) -> None:
+    """Tiles with the columns of one layer look at its adapters alone; B in half precision is loaded after the loop, not before
+    it, where a tile needs nearly all shared memory."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("quire.attn_ops.ops.lora_linear.config_for", lambda *_: config)
+    seen = list[AdapterTiles]()
+    made = small_linear.adapter_tiles
+    monkeypatch.setattr(small_linear, "adapter_tiles", lambda *args: seen.append(made(*args)) or seen[-1])
+    case = Case(tokens, own, sizes=(64, 32, 32))
+    with case.step:
+        got, want = case.run(lora_linear_cuda, swiglu), case.run(lora_linear_eager, swiglu, torch.float64)
+    assert (seen[0].per < seen[0].adapters, seen[0].early) == (one_layer, early)
+    torch.testing.assert_close(got.double(), want, atol=4 * 8 * 2**-11, rtol=2**-9)
 
 
 @pytest.mark.parametrize("tokens", [1, 6])
