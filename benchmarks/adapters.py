@@ -5,12 +5,13 @@
     python benchmarks/adapters.py --model tiny --batch 2 --context 16 --rank 4            # a dry run on a CPU
 
 ``one`` is an adapter of all linear layers, ``each`` two adapters and the model without any, in turn, in one batch
-(``adapter=``), in each ``--lora-dtype`` (float32 is PEFT's default). ``cost`` is the time beside that without adapters, at the
-same batch. ``sites`` restricts the adapters' layers (PEFT's ``target_modules``). Each has its share of the time left.
+(``adapter=``), and ``nobody`` the same engine when no request has an adapter, in each ``--lora-dtype`` (float32 is PEFT's
+default). ``cost`` is the time beside that without adapters, at the same batch. ``sites`` restricts the adapters' layers (PEFT's ``target_modules``). Each has its share of the time left.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import quire
+from quire.graph_runner.adapters import BASE
 from quire.graph_runner.bench.models import free_memory
 from quire.graph_runner.bench.record import dtype_of, model_of, script, started
 from quire.graph_runner.bench.steps import end, milliseconds, random_tokens, until_decoding
@@ -51,23 +53,24 @@ def main() -> None:
     model = model_of(args, positions=length)
     todo = [("none", "model"), *((way, kind) for kind in kinds for way in ("one", "each"))]
 
-    def measure(way: str, names: list[str | None], of: Any) -> None:
+    def measure(way: str, of: Any, *requests: tuple[str, list[str | None]]) -> None:
+        """Steps of an engine on ``of``; ``requests``: what they are called, and the adapters of requests in turn."""
         share = SHARES[way] / sum(SHARES[each] for each, _ in todo)
         _, lora_dtype = todo.pop(0)
 
         def run() -> None:
             with quire.Engine(of, attention=args.attention, max_num_seqs=max(args.batch), max_model_len=length,
                               enable_lora=way == "each") as engine:
-                for batch in args.batch:
+                for batch, (what, names) in itertools.product(args.batch, requests):
                     ms = step_ms(engine, batch, names, args.context)
                     without = [row["ms"] for row in record.rows if row.get("way") == "none" and row["batch"] == batch]
-                    record.keep({"way": way, "lora_dtype": None if way == "none" else lora_dtype, "batch": batch, "ms": ms,
+                    record.keep({"way": what, "lora_dtype": None if way == "none" else lora_dtype, "batch": batch, "ms": ms,
                                  "cost": ms / without[0] - 1 if without else None})
 
         record.measure(f"{way}, {lora_dtype}", run, most=record.left * share)
         free_memory()
 
-    measure("none", [None], model)
+    measure("none", model, ("none", [None]))
     sites = args.sites if args.sites == "all-linear" else args.sites.split(",")
     config = LoraConfig(r=args.rank, target_modules=sites, init_lora_weights=False)
     adapted: Any = get_peft_model(model, config, adapter_name="first", autocast_adapter_dtype=False)
@@ -78,8 +81,8 @@ def main() -> None:
         for name, p in adapted.named_parameters():
             if "lora_" in name:
                 p.data = p.data.to(torch.float32 if kind == "float32" else dtype_of(args))
-        measure("one", [None], adapted)
-        measure("each", ["first", "second", "__base__"], adapted)
+        measure("one", adapted, ("one", [None]))
+        measure("each", adapted, ("each", ["first", "second", BASE]), ("nobody", [BASE]))
 
 
 if __name__ == "__main__":
