@@ -6,7 +6,8 @@
 
 ``one`` is an adapter of all linear layers, ``each`` two adapters and the model without any, in turn, in one batch
 (``adapter=``), and ``nobody`` the same engine when no request has an adapter, in each ``--lora-dtype`` (float32 is PEFT's
-default). ``cost`` is the time beside that without adapters, at the same batch. ``sites`` restricts the adapters' layers (PEFT's ``target_modules``). Each has its share of the time left.
+default). ``cost`` is the time beside that without adapters, at the same batch. ``sites`` restricts the adapters' layers
+(PEFT's ``target_modules``). Each has its share of the time left.
 """
 
 from __future__ import annotations
