@@ -72,8 +72,8 @@ def shrink(program, part, tokens, x, norm, lora, t, k, x_stride, ADAPTERS: tl.co
            STAGES: tl.constexpr):
     """``A (x * norm)`` of RANKS ranks of one adapter, over one part of k, to ``lora.shrunk`` (ADAPTERS, PARTS, t, BLOCK_R).
     ``program``: the adapter's number times BLOCK_R / RANKS, plus that of the ranks. Nothing where no token has the adapter.
-    ``norm``: factors of the columns of x, or None. ALIKE: A has one dtype, so one loop serves all adapters: the code of several
-    must be fetched first, which takes longer than short programs run."""
+    ``norm``: factors of the columns of x, or None. ALIKE: A has one dtype, so one loop serves all adapters, and the code stays
+    short however many there are."""
     mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
     r = program % (BLOCK_R // RANKS) * RANKS + tl.arange(0, RANKS)
     i = program // (BLOCK_R // RANKS)
