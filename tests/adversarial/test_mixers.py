@@ -220,7 +220,7 @@ def check_random(steps: Any, route: str) -> str:
 
 
 @given(modules(), st.sampled_from(ROUTES))
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_random_modules(steps: Any, route: str) -> None:
     """Exact or refused, never wrong; and what mixes by construction is refused."""
     check_random(steps, route)

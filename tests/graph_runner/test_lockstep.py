@@ -217,7 +217,7 @@ def check(rows: Rows, engine: quire.Engine) -> None:
         assert scheduler.windows.num_used == len(held)
 
 
-@settings(max_examples=6)
+@settings(max_examples=12)
 @given(st.data())
 def test_forks(served, data) -> None:
     """Whatever rows go on from whichever, each has the logits of its own tokens, and only partial pages are copied."""
