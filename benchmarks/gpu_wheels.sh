@@ -18,7 +18,8 @@
 #   export PYTHONPATH=SITE:SITE/nvidia_cutlass_dsl/dsl_packages
 #   KITS_BACKENDS=flash_attention,flashmla benchmarks/measure.sh kits
 #
-# The backend cudnn needs FlashInfer's calls of 0.7.2, a wheel of 65 MB; KITS_BACKENDS=cudnn checks it:
+# The backend cudnn needs FlashInfer's calls of 0.7.2, a wheel of 65 MB, of which it does not need flashinfer/data;
+# KITS_BACKENDS=cudnn checks it:
 #
 #   benchmarks/gpu_wheels.sh OUT_FOLDER flashinfer-python==0.7.2.post1 apache-tvm-ffi nvidia-cudnn-frontend
 set -eu

@@ -1,6 +1,5 @@
-"""Backend ``cudnn``: cuDNN's paged attention for decoding, through FlashInfer's calls of 0.7.2. A prompt is so many sequences
-of one token, which takes it 13 to 18 times as long as Triton's kernel (docs/performance.md): as the decoding part of
-``hybrid:triton+cudnn``.
+"""Backend ``cudnn``: cuDNN's paged attention for decoding, through FlashInfer's calls of 0.7.2. Prompts run token by token, 13
+to 18 times as long as with Triton's kernel (docs/performance.md): use ``hybrid:triton+cudnn`` for them.
 
 FlashInfer builds a cuDNN graph for each shape of a batch at its first call, on the host, and needs cuDNN's frontend for it.
 A decoder (``paged_by_token``): every batch can be captured after it has run once. cuDNN's packed prefill, for head dim 128

@@ -154,8 +154,8 @@ def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.conste
             total = tl.load(bases[i] + tokens.to(tl.int64)[:, None] * strides[i] + columns[None, :], mask=live,
                             other=0.0).to(tl.float32)
     ones = tl.full((BLOCK_T,), 1.0, tl.float32)
-    lows = first_products(ones, column + start, tokens, t, lora, 0, 0, PER, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R,
-                          BLOCK_Q)
+    lows = lows_of(ones, column + start, tokens, t, lora, 0, 0, PER, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R,
+                   BLOCK_Q)
     total = expand(total, ones, held, lows, column + start, column + size, tokens, t, lora, ADAPTERS, PER, PARTS, BLOCK_T,
                    BLOCK_N, BLOCK_R, BLOCK_Q, PER)
     let_next_start(PDL)
@@ -178,11 +178,11 @@ def add_adapters(y, up, factor, held, held_up, start, n, tokens, t, lora, SWIGLU
                  BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
     """``y`` (BLOCK_T, BLOCK_N) float32 of the columns from ``start``, and with SWIGLU ``up`` of those n further on, plus the
     adapters' parts. ``factor``: of each token, which ``lora.shrunk`` lacks. ``held``, ``held_up``: ``adapter_factors``."""
-    lows = first_products(factor, start, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, LORA.parts, BLOCK_T,
-                          BLOCK_N, LORA.block_r, LORA.block_q)
+    lows = lows_of(factor, start, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, LORA.parts, BLOCK_T,
+                   BLOCK_N, LORA.block_r, LORA.block_q)
     if SWIGLU:
-        lows_up = first_products(factor, n + start, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, LORA.parts,
-                                 BLOCK_T, BLOCK_N, LORA.block_r, LORA.block_q)
+        lows_up = lows_of(factor, n + start, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, LORA.parts,
+                          BLOCK_T, BLOCK_N, LORA.block_r, LORA.block_q)
     y = expand(y, factor, held, lows, start, n, tokens, t, lora, LORA.adapters, LORA.per, LORA.parts, BLOCK_T, BLOCK_N,
                LORA.block_r, LORA.block_q, LORA.held)
     if SWIGLU:
@@ -278,9 +278,9 @@ def factors_of(start, end, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: 
 
 
 @triton.jit
-def first_products(factor, start, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: tl.constexpr, ADAPTERS: tl.constexpr,
-                   PER: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-                   BLOCK_Q: tl.constexpr):
+def lows_of(factor, start, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: tl.constexpr, ADAPTERS: tl.constexpr,
+            PER: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+            BLOCK_Q: tl.constexpr):
     """``A x * scaling * factor`` of the adapters FROM to TO (of PER: ``_adapter``) for the columns from ``start``, as far as
     they are needed there: of the ranks ranks_from .. ranks_from + BLOCK_Q, (BLOCK_T, BLOCK_Q) float32 of each. Without the
     scaling for adapters in float16, which might not hold it. ``factor``: of each token."""
@@ -304,7 +304,7 @@ def expand(total, factor, held, lows, start, end, tokens, t, lora, ADAPTERS: tl.
            PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr,
            HELD: tl.constexpr):
     """``total`` (BLOCK_T, BLOCK_N) float32 plus ``B (A x) * scaling * factor`` of each token's adapters, for the columns from
-    ``start`` to ``end``. ``held``, ``lows``: ``factors_of`` and ``first_products`` of the first BLOCK_Q ranks of the first HELD
+    ``start`` to ``end``. ``held``, ``lows``: ``factors_of`` and ``lows_of`` of the first BLOCK_Q ranks of the first HELD
     adapters: all loads come before the products, which would make later ones wait. BLOCK_T is 1 for one token, which needs no
     tensor cores."""
     mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
@@ -312,14 +312,14 @@ def expand(total, factor, held, lows, start, end, tokens, t, lora, ADAPTERS: tl.
     # The others one after the other: all at once do not fit the registers.
     for j in tl.static_range(HELD, PER):
         more = factors_of(start, end, tokens, t, lora, 0, j, j + 1, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
-        low = first_products(factor, start, tokens, t, lora, 0, j, j + 1, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R,
-                             BLOCK_Q)
+        low = lows_of(factor, start, tokens, t, lora, 0, j, j + 1, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R,
+                      BLOCK_Q)
         total = _add_products(total, more, low, start, mine, lora, j, j + 1, ADAPTERS, PER, BLOCK_T, BLOCK_N)
     for ranks_from in range(BLOCK_Q, BLOCK_R, BLOCK_Q):
         for j in tl.static_range(PER):
             more = factors_of(start, end, tokens, t, lora, ranks_from, j, j + 1, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
-            low = first_products(factor, start, tokens, t, lora, ranks_from, j, j + 1, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N,
-                                 BLOCK_R, BLOCK_Q)
+            low = lows_of(factor, start, tokens, t, lora, ranks_from, j, j + 1, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N,
+                          BLOCK_R, BLOCK_Q)
             total = _add_products(total, more, low, start, mine, lora, j, j + 1, ADAPTERS, PER, BLOCK_T, BLOCK_N)
     return total
 

@@ -75,7 +75,7 @@ def test_a_sample_that_misleads_costs_no_key(monkeypatch) -> None:
     scores = torch.randn(1, 2, 1000, generator=torch.Generator().manual_seed(0))
     scores[0, 0, seen[seen < 1000]] += 1000
     scores[0, 1, seen[seen < 1000]] -= 1000
-    for picked in (10, 500):
+    for picked in (10, 50, 500, 990):
         check(as_keys(scores), [1000], picked, picked)
 
 
