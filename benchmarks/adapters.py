@@ -1,4 +1,5 @@
 """What LoRA costs in a decode step: ms per step without adapters, with one for all requests, and with one for each request.
+Steps follow one another as in ``generate``: the host prepares one while the GPU runs the one before.
 
     pip install peft
     python benchmarks/adapters.py --model llama-8b --batch 1,8,32 --deadline 150 --json adapters.json
@@ -23,23 +24,25 @@ import quire
 from quire.graph_runner.adapters import BASE
 from quire.graph_runner.bench.models import free_memory
 from quire.graph_runner.bench.record import dtype_of, model_of, script, started
-from quire.graph_runner.bench.steps import end, milliseconds, random_tokens, until_decoding
+from quire.graph_runner.bench.steps import end, random_tokens, seconds, until_decoding
 
-STEPS = 64
+STEPS, ROUNDS = 32, 3
 SHARES = {"none": 3, "one": 3, "each": 3}  # of the time
 
 
 def step_ms(engine: quire.Engine, batch: int, names: list[str | None], context: int) -> float:
-    """The median time of a decode step of ``batch`` requests."""
+    """The time of a decode step of ``batch`` requests: the median of ROUNDS times STEPS steps."""
     prompt = random_tokens(engine.runner.vocab_size)
-    params = quire.SamplingParams(temperature=0, max_tokens=2 * STEPS, ignore_eos=True)
+    params = quire.SamplingParams(temperature=0, max_tokens=(ROUNDS + 1) * STEPS, ignore_eos=True)
     ids: list[int] = []
     for i in range(batch):
         ids += engine.add_request(prompt(context), params, adapter=names[i % len(names)])
     until_decoding(engine)
-    times = milliseconds(engine.step, STEPS)
+    for _ in range(8):
+        engine.step()
+    times = [seconds(lambda: [engine.step() for _ in range(STEPS)]) for _ in range(ROUNDS)]
     end(engine, ids)
-    return statistics.median(times)
+    return statistics.median(times) / STEPS * 1e3
 
 
 def main() -> None:
@@ -50,7 +53,7 @@ def main() -> None:
     kinds = args.lora_dtype.split(",")
     if unknown := sorted(set(kinds) - {"model", "float32"}):
         parser.error(f"unknown --lora-dtype {', '.join(unknown)}; there are: model, float32")
-    record, length = started(args), args.context + 2 * STEPS
+    record, length = started(args), args.context + (ROUNDS + 1) * STEPS
     model = model_of(args, positions=length)
     todo = [("none", "model"), *((way, kind) for kind in kinds for way in ("one", "each"))]
 

@@ -96,21 +96,18 @@ class AdapterTiles(NamedTuple):
     """How programs compute the adapters of a layer in one launch: one constant argument of a kernel.
 
     Args:
-        adapters: how many.  alike: they have one dtype.  per: at most so many add to the columns of a program.
+        adapters: how many.  per: at most so many add to the columns of a program.
         parts: of the first products' sums.
-        block_r, block_q: ranks, padded, and those of a second product at a time.  held: adapters whose B is loaded at once;
-            early: before the loop over the columns of x.
+        block_r, block_q: ranks, padded, and those of a second product at a time.  held: adapters whose B is loaded at once.
         ranks, slices, stages: of a program of first products (``shrink``).
     """
 
     adapters: int
-    alike: bool
     per: int
     parts: int
     block_r: int
     block_q: int
     held: int
-    early: bool
     ranks: int
     slices: int
     stages: int

@@ -55,36 +55,31 @@ def expand_kernel(base, shrunk, b, residual, out, m, n, base_stride, shrunk_stri
 
 
 @triton.jit
-def rows_shrink_kernel(x, lora, t, k, x_stride, ADAPTERS: tl.constexpr, ALIKE: tl.constexpr, PARTS: tl.constexpr,
-                       BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr,
-                       STAGES: tl.constexpr, PDL: tl.constexpr):
+def rows_shrink_kernel(x, lora, t, k, x_stride, ADAPTERS: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
+                       BLOCK_R: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
+                       PDL: tl.constexpr):
     """Program (adapter and ranks, part of k, tile of tokens): ``shrink``. ``lora``: host.Adapters."""
     wait_for_previous(PDL)
     let_next_start(PDL)
     tokens = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
-    shrink(tl.program_id(0), tl.program_id(1), tokens, x, None, lora, t, k, x_stride, ADAPTERS, ALIKE, PARTS, BLOCK_T, BLOCK_R,
-           RANKS, SLICES, STAGES)
+    shrink(tl.program_id(0), tl.program_id(1), tokens, x, None, lora, t, k, x_stride, ADAPTERS, PARTS, BLOCK_T, BLOCK_R, RANKS,
+           SLICES, STAGES)
 
 
 @triton.jit
-def shrink(program, part, tokens, x, norm, lora, t, k, x_stride, ADAPTERS: tl.constexpr, ALIKE: tl.constexpr,
-           PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr,
-           STAGES: tl.constexpr):
+def shrink(program, part, tokens, x, norm, lora, t, k, x_stride, ADAPTERS: tl.constexpr, PARTS: tl.constexpr,
+           BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr):
     """``A (x * norm)`` of RANKS ranks of one adapter, over one part of k, to ``lora.shrunk`` (ADAPTERS, PARTS, t, BLOCK_R).
     ``program``: the adapter's number times BLOCK_R / RANKS, plus that of the ranks. Nothing where no token has the adapter.
-    ``norm``: factors of the columns of x, or None. ALIKE: A has one dtype, so one loop serves all adapters, and the code stays
-    short however many there are."""
+    ``norm``: factors of the columns of x, or None. Each adapter has a loop: one whose adapter is chosen as it runs took 2 us
+    more in a layer of one token (``h200_lora_linear.json``)."""
     mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
     r = program % (BLOCK_R // RANKS) * RANKS + tl.arange(0, RANKS)
     i = program // (BLOCK_R // RANKS)
-    if ALIKE:
-        _shrink(i, _pick(lora.a, i, ADAPTERS), _pick(lora.ranks, i, ADAPTERS), _pick(lora.places, i, ADAPTERS), mine, r, part,
-                tokens, x, norm, lora, t, k, x_stride, PARTS, BLOCK_T, BLOCK_R, RANKS, SLICES, STAGES)
-    else:
-        for n in tl.static_range(ADAPTERS):
-            if i == n:
-                _shrink(n, lora.a[n], lora.ranks[n], lora.places[n], mine, r, part, tokens, x, norm, lora, t, k, x_stride,
-                        PARTS, BLOCK_T, BLOCK_R, RANKS, SLICES, STAGES)
+    for n in tl.static_range(ADAPTERS):
+        if i == n:
+            _shrink(n, lora.a[n], lora.ranks[n], lora.places[n], mine, r, part, tokens, x, norm, lora, t, k, x_stride, PARTS,
+                    BLOCK_T, BLOCK_R, RANKS, SLICES, STAGES)
 
 
 @triton.jit
@@ -145,13 +140,13 @@ def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.conste
         size = tl.where(later, sizes[i], size)
     start, tokens = (tile - first) * BLOCK_N, tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = start + tl.arange(0, BLOCK_N)
-    live = (tokens < t)[:, None] & (columns < size)[None, :]
+    live = (columns < size)[:, None] & (tokens < t)[None, :]
     held = factors_of(column + start, column + size, tokens, t, lora, 0, 0, PER, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
     wait_for_previous(PDL)
-    total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for i in tl.static_range(LAYERS):
         if layer == i:
-            total = tl.load(bases[i] + tokens.to(tl.int64)[:, None] * strides[i] + columns[None, :], mask=live,
+            total = tl.load(bases[i] + tokens.to(tl.int64)[None, :] * strides[i] + columns[:, None], mask=live,
                             other=0.0).to(tl.float32)
     ones = tl.full((BLOCK_T,), 1.0, tl.float32)
     lows = lows_of(ones, column + start, tokens, t, lora, 0, 0, PER, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R,
@@ -159,7 +154,7 @@ def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.conste
     total = expand(total, ones, held, lows, column + start, column + size, tokens, t, lora, ADAPTERS, PER, PARTS, BLOCK_T,
                    BLOCK_N, BLOCK_R, BLOCK_Q, PER)
     let_next_start(PDL)
-    tl.store(out + tokens.to(tl.int64)[:, None] * n + (column + columns)[None, :], total.to(out.dtype.element_ty), mask=live)
+    tl.store(out + tokens.to(tl.int64)[None, :] * n + (column + columns)[:, None], total.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -176,7 +171,7 @@ def adapter_factors(start, n, tokens, t, lora, SWIGLU: tl.constexpr, LORA: tl.co
 @triton.jit
 def add_adapters(y, up, factor, held, held_up, start, n, tokens, t, lora, SWIGLU: tl.constexpr, LORA: tl.constexpr,
                  BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
-    """``y`` (BLOCK_T, BLOCK_N) float32 of the columns from ``start``, and with SWIGLU ``up`` of those n further on, plus the
+    """``y`` (BLOCK_N, BLOCK_T) float32 of the columns from ``start``, and with SWIGLU ``up`` of those n further on, plus the
     adapters' parts. ``factor``: of each token, which ``lora.shrunk`` lacks. ``held``, ``held_up``: ``adapter_factors``."""
     lows = lows_of(factor, start, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, LORA.parts, BLOCK_T,
                    BLOCK_N, LORA.block_r, LORA.block_q)
@@ -213,21 +208,21 @@ def finish_kernel(base, lora, res, out, n, LORA: tl.constexpr, BLOCK_N: tl.const
     residual. ``base`` (n,), or (2 n,) with SWIGLU. NORM: ``A x`` lacks the norm's factor, ``lora.rms``."""
     start, token = tl.program_id(0) * BLOCK_N, tl.arange(0, 1)
     columns = start + tl.arange(0, BLOCK_N)
-    live = (columns < n)[None, :]
+    live = (columns < n)[:, None]
     held, held_up = adapter_factors(start, n, token, 1, lora, SWIGLU, LORA, BLOCK_N)
     wait_for_previous(PDL)
-    y = tl.load(base + columns[None, :], mask=live, other=0.0).to(tl.float32)
+    y = tl.load(base + columns[:, None], mask=live, other=0.0).to(tl.float32)
     up = y
     if SWIGLU:
-        up = tl.load(base + n + columns[None, :], mask=live, other=0.0).to(tl.float32)
+        up = tl.load(base + n + columns[:, None], mask=live, other=0.0).to(tl.float32)
     factor = tl.load(lora.rms + token) if NORM else tl.full((1,), 1.0, tl.float32)
     y, up = add_adapters(y, up, factor, held, held_up, start, n, token, 1, lora, SWIGLU, LORA, 1, BLOCK_N)
     if SWIGLU:
         y = y * tl.sigmoid(y) * up
     let_next_start(PDL)
     if res is not None:
-        y += tl.load(res + columns[None, :], mask=live, other=0.0).to(tl.float32)
-    tl.store(out + columns[None, :], y.to(out.dtype.element_ty), mask=live)
+        y += tl.load(res + columns[:, None], mask=live, other=0.0).to(tl.float32)
+    tl.store(out + columns[:, None], y.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -263,7 +258,7 @@ def _adapter(j: tl.constexpr, start, mine, lora, ADAPTERS: tl.constexpr, PER: tl
 def factors_of(start, end, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: tl.constexpr, ADAPTERS: tl.constexpr,
                PER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr):
     """Of the adapters FROM to TO (of PER: ``_adapter``) the ranks ranks_from .. ranks_from + BLOCK_Q of B for the columns from
-    ``start`` to ``end``, (BLOCK_Q, BLOCK_N); zeros where no token needs them. May be called before ``wait_for_previous``:
+    ``start`` to ``end``, (BLOCK_N, BLOCK_Q); zeros where no token needs them. May be called before ``wait_for_previous``:
     see NOTE [Reads before the wait] in attn_ops/kernels/pdl.py."""
     mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
     columns, r = start + tl.arange(0, BLOCK_N), ranks_from + tl.arange(0, BLOCK_Q)
@@ -272,7 +267,7 @@ def factors_of(start, end, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: 
         _, b, first, size, rank, _, _, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
         at = columns - first
         inside = (at >= 0) & (at < size) & (columns < end) & needed
-        tile = tl.load(b + at.to(tl.int64)[None, :] * rank + r[:, None], mask=inside[None, :] & (r < rank)[:, None], other=0.0)
+        tile = tl.load(b + at.to(tl.int64)[:, None] * rank + r[None, :], mask=inside[:, None] & (r < rank)[None, :], other=0.0)
         held = held + (tile,)  # type: ignore[assignment]  # Triton's tuples grow
     return held
 
@@ -282,20 +277,20 @@ def lows_of(factor, start, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: 
             PER: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
             BLOCK_Q: tl.constexpr):
     """``A x * scaling * factor`` of the adapters FROM to TO (of PER: ``_adapter``) for the columns from ``start``, as far as
-    they are needed there: of the ranks ranks_from .. ranks_from + BLOCK_Q, (BLOCK_T, BLOCK_Q) float32 of each. Without the
+    they are needed there: of the ranks ranks_from .. ranks_from + BLOCK_Q, (BLOCK_Q, BLOCK_T) float32 of each. Without the
     scaling for adapters in float16, which might not hold it. ``factor``: of each token."""
     mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
     lows = ()
     for j in tl.static_range(FROM, TO):
         i, b, _, _, _, scaling, has, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
-        low = tl.zeros((BLOCK_T, BLOCK_Q), tl.float32)
+        low = tl.zeros((BLOCK_Q, BLOCK_T), tl.float32)
         for part in tl.static_range(PARTS):
-            place = ((i * PARTS + part) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + ranks_from
-            low += tl.load(lora.shrunk + place + tl.arange(0, BLOCK_Q)[None, :], mask=((tokens < t) & has & needed)[:, None],
+            place = ((i * PARTS + part) * t + tokens).to(tl.int64)[None, :] * BLOCK_R + ranks_from
+            low += tl.load(lora.shrunk + place + tl.arange(0, BLOCK_Q)[:, None], mask=((tokens < t) & has & needed)[None, :],
                            other=0.0, cache_modifier=".cg")
         if b.dtype.element_ty != tl.float16:
             low *= scaling
-        lows = lows + (low * factor[:, None],)  # type: ignore[assignment]
+        lows = lows + (low * factor[None, :],)  # type: ignore[assignment]
     return lows
 
 
@@ -303,7 +298,7 @@ def lows_of(factor, start, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: 
 def expand(total, factor, held, lows, start, end, tokens, t, lora, ADAPTERS: tl.constexpr, PER: tl.constexpr,
            PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr,
            HELD: tl.constexpr):
-    """``total`` (BLOCK_T, BLOCK_N) float32 plus ``B (A x) * scaling * factor`` of each token's adapters, for the columns from
+    """``total`` (BLOCK_N, BLOCK_T) float32 plus ``B (A x) * scaling * factor`` of each token's adapters, for the columns from
     ``start`` to ``end``. ``held``, ``lows``: ``factors_of`` and ``lows_of`` of the first BLOCK_Q ranks of the first HELD
     adapters: all loads come before the products, which would make later ones wait. BLOCK_T is 1 for one token, which needs no
     tensor cores."""
@@ -331,13 +326,13 @@ def _add_products(total, held, lows, start, mine, lora, FROM: tl.constexpr, TO: 
     for j in tl.static_range(FROM, TO):
         _, _, column, size, _, scaling, has, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
         at, factors = start + tl.arange(0, BLOCK_N) - column, held[j - FROM]
-        mixed = has[:, None] & ((at >= 0) & (at < size))[None, :]  # elsewhere it is 0, which times inf is not 0
+        mixed = ((at >= 0) & (at < size))[:, None] & has[None, :]  # elsewhere it is 0, which times inf is not 0
         if BLOCK_T == 1:
-            more = tl.sum(factors.to(tl.float32) * tl.sum(lows[j - FROM], 0)[:, None], 0)[None, :]
+            more = tl.sum(factors.to(tl.float32) * tl.sum(lows[j - FROM], 1)[None, :], 1)[:, None]
             more = more * scaling if factors.dtype == tl.float16 else more
             total = tl.where(mixed, total + more, total)
         elif needed:
-            more = tl.dot(lows[j - FROM].to(factors.dtype), factors, tl.zeros_like(total), input_precision="tf32x3")
+            more = tl.dot(factors, lows[j - FROM].to(factors.dtype), tl.zeros_like(total), input_precision="tf32x3")
             more = more * scaling if factors.dtype == tl.float16 else more
             total = tl.where(mixed, total + more, total)
     return total

@@ -67,8 +67,8 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, 
     if LORA is not None:
         first = LORA.adapters * (LORA.block_r // LORA.ranks)
         if tl.program_id(0) < first:
-            shrink(tl.program_id(0), 0, tl.arange(0, 1), x, norm, lora, 1, K, K, LORA.adapters, LORA.alike, 1, 1, LORA.block_r,
-                   LORA.ranks, 1, 1)
+            shrink(tl.program_id(0), 0, tl.arange(0, 1), x, norm, lora, 1, K, K, LORA.adapters, 1, 1, LORA.block_r, LORA.ranks,
+                   1, 1)
             let_next_start(PDL)
         else:
             _vector(tl.program_id(0) - first, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora.rms, BLOCK_N,
@@ -146,7 +146,7 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
         program, first = tl.program_id(0), LORA.adapters * (LORA.block_r // LORA.ranks) * LORA.parts
         if program < first:
             shrink(program // LORA.parts, program % LORA.parts, tl.arange(0, BLOCK_M), x, norm, lora, M, K, stride_x,
-                   LORA.adapters, LORA.alike, LORA.parts, BLOCK_M, LORA.block_r, LORA.ranks, LORA.slices, LORA.stages)
+                   LORA.adapters, LORA.parts, BLOCK_M, LORA.block_r, LORA.ranks, LORA.slices, LORA.stages)
             let_next_start(PDL)
             count_first_products(lora)
         else:
@@ -167,9 +167,6 @@ def _tile(program, first_programs, x, w, scale, bias, norm, res, out, M, N, K, s
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
-    held, held_up = None, None
-    if LORA is not None and LORA.early:  # at the loop's end all programs would wait for it at once
-        held, held_up = adapter_factors(program * BLOCK_N, N, tokens, M, lora, SWIGLU, LORA, BLOCK_N)
     if SPLITS == 1:
         first, last = 0, K
     else:
@@ -193,7 +190,7 @@ def _tile(program, first_programs, x, w, scale, bias, norm, res, out, M, N, K, s
     let_next_start(PDL)
     if SPLITS == 1:
         _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU,
-                held, held_up, program * BLOCK_N, first_programs, lora, LORA, BLOCK_M, BLOCK_N)
+                program * BLOCK_N, first_programs, lora, LORA, BLOCK_M, BLOCK_N)
     else:
         tl.store(out + (tl.program_id(2) * M + tokens)[None, :] * N + rows[:, None], acc,
                  mask=(rows < N)[:, None] & (tokens < M)[None, :])
@@ -258,8 +255,8 @@ def _load_slices(w, like, rows, cols, stride, N, K, EVEN_N: tl.constexpr, EVEN_K
 
 @triton.jit
 def _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU: tl.constexpr,
-            held=None, held_up=None, start=0, first_programs=0, lora=None, LORA: tl.constexpr = None,
-            BLOCK_M: tl.constexpr = 0, BLOCK_N: tl.constexpr = 0):
+            start=0, first_programs=0, lora=None, LORA: tl.constexpr = None, BLOCK_M: tl.constexpr = 0,
+            BLOCK_N: tl.constexpr = 0):
     """Norm, scales, bias, adapters, SwiGLU and residual for the sums (BLOCK_N, BLOCK_M) of the rows from ``start``; store the
     results."""
     rms = tl.zeros_like(tokens).to(tl.float32) + 1.0
@@ -277,13 +274,11 @@ def _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, 
         if SWIGLU:
             acc_up += tl.load(bias + N + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
     if LORA is not None:
-        y = tl.trans(acc.to(out.dtype.element_ty).to(tl.float32))  # rounded as the layer's own result is
-        up = tl.trans(acc_up.to(out.dtype.element_ty).to(tl.float32))
-        if not LORA.early:
-            held, held_up = adapter_factors(start, N, tokens, M, lora, SWIGLU, LORA, BLOCK_N)
+        y = acc.to(out.dtype.element_ty).to(tl.float32)  # rounded as the layer's own result is
+        up = acc_up.to(out.dtype.element_ty).to(tl.float32)
+        held, held_up = adapter_factors(start, N, tokens, M, lora, SWIGLU, LORA, BLOCK_N)
         wait_for_first_products(lora, first_programs)
-        y, up = add_adapters(y, up, rms, held, held_up, start, N, tokens, M, lora, SWIGLU, LORA, BLOCK_M, BLOCK_N)
-        acc, acc_up = tl.trans(y), tl.trans(up)
+        acc, acc_up = add_adapters(y, up, rms, held, held_up, start, N, tokens, M, lora, SWIGLU, LORA, BLOCK_M, BLOCK_N)
     if SWIGLU:
         acc = acc * tl.sigmoid(acc) * acc_up
     if res is not None:

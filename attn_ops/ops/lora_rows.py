@@ -130,7 +130,7 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     if t > 1:
         first = host.first_products(t, block_r, 4, x2.element_size())
     launch(kernels.rows_shrink_kernel, (len(a) * (block_r // first["RANKS"]), parts, tiles), x2, lora, t, k, x2.stride(0),
-           ALIKE=alike(lora), **first, **options)
+           **first, **options)
     out = bases[0].new_empty(1, t, sum(sizes))
     per = adapters_per_layer(lora)  # a tile ends where its layer does
     ranks = min(block_r, 32 if per <= 2 else 16)  # and columns: what is held in registers
@@ -144,12 +144,8 @@ def adapters_per_layer(lora: host.Adapters) -> int:
     """At most so many adapters add to the same columns; all of them where layers overlap or B has several dtypes."""
     ranges = sorted(set(zip(lora.starts, lora.sizes, strict=True)))
     apart = all(start + size <= after for (start, size), (after, _) in itertools.pairwise(ranges))
-    return max(map(lora.starts.count, lora.starts)) if apart and alike(lora) else len(lora.b)
-
-
-def alike(lora: host.Adapters) -> bool:
-    """Whether all adapters have one dtype: each one's A has that of its B."""
-    return len({up.dtype for up in lora.b}) == 1
+    one_dtype = len({up.dtype for up in lora.b}) == 1
+    return max(map(lora.starts.count, lora.starts)) if apart and one_dtype else len(lora.b)
 
 
 def adapters_for(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],
