@@ -73,7 +73,7 @@ def shrink(program, part, tokens, x, norm, lora, t, k, x_stride, ADAPTERS: tl.co
     ``program``: the adapter's number times BLOCK_R / RANKS, plus that of the ranks. Nothing where no token has the adapter.
     ``norm``: factors of the columns of x, or None. Each adapter has a loop: one whose adapter is chosen as it runs took 2 us
     more in a layer of one token (``h200_lora_linear.json``)."""
-    mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
+    mine = bits_of(tokens, t, lora)
     r = program % (BLOCK_R // RANKS) * RANKS + tl.arange(0, RANKS)
     i = program // (BLOCK_R // RANKS)
     for n in tl.static_range(ADAPTERS):
@@ -141,7 +141,8 @@ def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.conste
     start, tokens = (tile - first) * BLOCK_N, tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = start + tl.arange(0, BLOCK_N)
     live = (columns < size)[:, None] & (tokens < t)[None, :]
-    held = factors_of(column + start, column + size, tokens, t, lora, 0, 0, PER, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
+    mine = bits_of(tokens, t, lora)
+    held = factors_of(mine, column + start, column + size, lora, 0, 0, PER, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
     wait_for_previous(PDL)
     total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for i in tl.static_range(LAYERS):
@@ -149,39 +150,45 @@ def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.conste
             total = tl.load(bases[i] + tokens.to(tl.int64)[None, :] * strides[i] + columns[:, None], mask=live,
                             other=0.0).to(tl.float32)
     ones = tl.full((BLOCK_T,), 1.0, tl.float32)
-    lows = lows_of(ones, column + start, tokens, t, lora, 0, 0, PER, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R,
+    lows = lows_of(mine, ones, column + start, tokens, t, lora, 0, 0, PER, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R,
                    BLOCK_Q)
-    total = expand(total, ones, held, lows, column + start, column + size, tokens, t, lora, ADAPTERS, PER, PARTS, BLOCK_T,
+    total = expand(total, mine, ones, held, lows, column + start, column + size, tokens, t, lora, ADAPTERS, PER, PARTS, BLOCK_T,
                    BLOCK_N, BLOCK_R, BLOCK_Q, PER)
     let_next_start(PDL)
     tl.store(out + tokens.to(tl.int64)[None, :] * n + (column + columns)[:, None], total.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
-def adapter_factors(start, n, tokens, t, lora, SWIGLU: tl.constexpr, LORA: tl.constexpr, BLOCK_N: tl.constexpr):
+def bits_of(tokens, t, lora):
+    """The adapters of each of the tokens, as bits. Loaded once, well before they are needed: masks of other loads wait for
+    them."""
+    return tl.load(lora.rows + tokens, mask=tokens < t, other=0)
+
+
+@triton.jit
+def adapter_factors(mine, start, n, lora, SWIGLU: tl.constexpr, LORA: tl.constexpr, BLOCK_N: tl.constexpr):
     """``factors_of`` the first adapters, for the columns of a layer from ``start``, and with SWIGLU for those n further on."""
-    held = factors_of(start, n, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, BLOCK_N, LORA.block_q)
+    held = factors_of(mine, start, n, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, BLOCK_N, LORA.block_q)
     held_up = held
     if SWIGLU:
-        held_up = factors_of(n + start, 2 * n, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, BLOCK_N,
-                             LORA.block_q)
+        held_up = factors_of(mine, n + start, 2 * n, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, BLOCK_N, LORA.block_q)
     return held, held_up
 
 
 @triton.jit
-def add_adapters(y, up, factor, held, held_up, start, n, tokens, t, lora, SWIGLU: tl.constexpr, LORA: tl.constexpr,
+def add_adapters(y, up, mine, factor, held, held_up, start, n, tokens, t, lora, SWIGLU: tl.constexpr, LORA: tl.constexpr,
                  BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
     """``y`` (BLOCK_N, BLOCK_T) float32 of the columns from ``start``, and with SWIGLU ``up`` of those n further on, plus the
     adapters' parts. ``factor``: of each token, which ``lora.shrunk`` lacks. ``held``, ``held_up``: ``adapter_factors``."""
-    lows = lows_of(factor, start, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, LORA.parts, BLOCK_T,
+    lows = lows_of(mine, factor, start, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, LORA.parts, BLOCK_T,
                    BLOCK_N, LORA.block_r, LORA.block_q)
     if SWIGLU:
-        lows_up = lows_of(factor, n + start, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, LORA.parts,
+        lows_up = lows_of(mine, factor, n + start, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, LORA.parts,
                           BLOCK_T, BLOCK_N, LORA.block_r, LORA.block_q)
-    y = expand(y, factor, held, lows, start, n, tokens, t, lora, LORA.adapters, LORA.per, LORA.parts, BLOCK_T, BLOCK_N,
+    y = expand(y, mine, factor, held, lows, start, n, tokens, t, lora, LORA.adapters, LORA.per, LORA.parts, BLOCK_T, BLOCK_N,
                LORA.block_r, LORA.block_q, LORA.held)
     if SWIGLU:
-        up = expand(up, factor, held_up, lows_up, n + start, 2 * n, tokens, t, lora, LORA.adapters, LORA.per, LORA.parts,
+        up = expand(up, mine, factor, held_up, lows_up, n + start, 2 * n, tokens, t, lora, LORA.adapters, LORA.per, LORA.parts,
                     BLOCK_T, BLOCK_N, LORA.block_r, LORA.block_q, LORA.held)
     return y, up
 
@@ -209,14 +216,15 @@ def finish_kernel(base, lora, res, out, n, LORA: tl.constexpr, BLOCK_N: tl.const
     start, token = tl.program_id(0) * BLOCK_N, tl.arange(0, 1)
     columns = start + tl.arange(0, BLOCK_N)
     live = (columns < n)[:, None]
-    held, held_up = adapter_factors(start, n, token, 1, lora, SWIGLU, LORA, BLOCK_N)
+    mine = bits_of(token, 1, lora)
+    held, held_up = adapter_factors(mine, start, n, lora, SWIGLU, LORA, BLOCK_N)
     wait_for_previous(PDL)
     y = tl.load(base + columns[:, None], mask=live, other=0.0).to(tl.float32)
     up = y
     if SWIGLU:
         up = tl.load(base + n + columns[:, None], mask=live, other=0.0).to(tl.float32)
     factor = tl.load(lora.rms + token) if NORM else tl.full((1,), 1.0, tl.float32)
-    y, up = add_adapters(y, up, factor, held, held_up, start, n, token, 1, lora, SWIGLU, LORA, 1, BLOCK_N)
+    y, up = add_adapters(y, up, mine, factor, held, held_up, start, n, token, 1, lora, SWIGLU, LORA, 1, BLOCK_N)
     if SWIGLU:
         y = y * tl.sigmoid(y) * up
     let_next_start(PDL)
@@ -255,12 +263,11 @@ def _adapter(j: tl.constexpr, start, mine, lora, ADAPTERS: tl.constexpr, PER: tl
 
 
 @triton.jit
-def factors_of(start, end, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: tl.constexpr, ADAPTERS: tl.constexpr,
+def factors_of(mine, start, end, lora, ranks_from, FROM: tl.constexpr, TO: tl.constexpr, ADAPTERS: tl.constexpr,
                PER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr):
     """Of the adapters FROM to TO (of PER: ``_adapter``) the ranks ranks_from .. ranks_from + BLOCK_Q of B for the columns from
     ``start`` to ``end``, (BLOCK_N, BLOCK_Q); zeros where no token needs them. May be called before ``wait_for_previous``:
     see NOTE [Reads before the wait] in attn_ops/kernels/pdl.py."""
-    mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
     columns, r = start + tl.arange(0, BLOCK_N), ranks_from + tl.arange(0, BLOCK_Q)
     held = ()
     for j in tl.static_range(FROM, TO):
@@ -273,13 +280,12 @@ def factors_of(start, end, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: 
 
 
 @triton.jit
-def lows_of(factor, start, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: tl.constexpr, ADAPTERS: tl.constexpr,
+def lows_of(mine, factor, start, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: tl.constexpr, ADAPTERS: tl.constexpr,
             PER: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
             BLOCK_Q: tl.constexpr):
     """``A x * scaling * factor`` of the adapters FROM to TO (of PER: ``_adapter``) for the columns from ``start``, as far as
     they are needed there: of the ranks ranks_from .. ranks_from + BLOCK_Q, (BLOCK_Q, BLOCK_T) float32 of each. Without the
     scaling for adapters in float16, which might not hold it. ``factor``: of each token."""
-    mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
     lows = ()
     for j in tl.static_range(FROM, TO):
         i, b, _, _, _, scaling, has, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
@@ -295,25 +301,24 @@ def lows_of(factor, start, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: 
 
 
 @triton.jit
-def expand(total, factor, held, lows, start, end, tokens, t, lora, ADAPTERS: tl.constexpr, PER: tl.constexpr,
+def expand(total, mine, factor, held, lows, start, end, tokens, t, lora, ADAPTERS: tl.constexpr, PER: tl.constexpr,
            PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr,
            HELD: tl.constexpr):
     """``total`` (BLOCK_N, BLOCK_T) float32 plus ``B (A x) * scaling * factor`` of each token's adapters, for the columns from
     ``start`` to ``end``. ``held``, ``lows``: ``factors_of`` and ``lows_of`` of the first BLOCK_Q ranks of the first HELD
     adapters: all loads come before the products, which would make later ones wait. BLOCK_T is 1 for one token, which needs no
     tensor cores."""
-    mine = tl.load(lora.rows + tokens, mask=tokens < t, other=0)
     total = _add_products(total, held, lows, start, mine, lora, 0, HELD, ADAPTERS, PER, BLOCK_T, BLOCK_N)
     # The others one after the other: all at once do not fit the registers.
     for j in tl.static_range(HELD, PER):
-        more = factors_of(start, end, tokens, t, lora, 0, j, j + 1, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
-        low = lows_of(factor, start, tokens, t, lora, 0, j, j + 1, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R,
+        more = factors_of(mine, start, end, lora, 0, j, j + 1, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
+        low = lows_of(mine, factor, start, tokens, t, lora, 0, j, j + 1, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R,
                       BLOCK_Q)
         total = _add_products(total, more, low, start, mine, lora, j, j + 1, ADAPTERS, PER, BLOCK_T, BLOCK_N)
     for ranks_from in range(BLOCK_Q, BLOCK_R, BLOCK_Q):
         for j in tl.static_range(PER):
-            more = factors_of(start, end, tokens, t, lora, ranks_from, j, j + 1, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
-            low = lows_of(factor, start, tokens, t, lora, ranks_from, j, j + 1, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N,
+            more = factors_of(mine, start, end, lora, ranks_from, j, j + 1, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
+            low = lows_of(mine, factor, start, tokens, t, lora, ranks_from, j, j + 1, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N,
                           BLOCK_R, BLOCK_Q)
             total = _add_products(total, more, low, start, mine, lora, j, j + 1, ADAPTERS, PER, BLOCK_T, BLOCK_N)
     return total

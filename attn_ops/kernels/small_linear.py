@@ -15,7 +15,14 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.kernels.kv_quant import widen
-from quire.attn_ops.kernels.lora import adapter_factors, add_adapters, count_first_products, shrink, wait_for_first_products
+from quire.attn_ops.kernels.lora import (
+    adapter_factors,
+    add_adapters,
+    bits_of,
+    count_first_products,
+    shrink,
+    wait_for_first_products,
+)
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
 from quire.attn_ops.kernels.wgmma import wait_for_products
 
@@ -167,6 +174,7 @@ def _tile(program, first_programs, x, w, scale, bias, norm, res, out, M, N, K, s
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
+    mine = bits_of(tokens, M, lora) if LORA is not None else None
     if SPLITS == 1:
         first, last = 0, K
     else:
@@ -190,7 +198,7 @@ def _tile(program, first_programs, x, w, scale, bias, norm, res, out, M, N, K, s
     let_next_start(PDL)
     if SPLITS == 1:
         _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU,
-                program * BLOCK_N, first_programs, lora, LORA, BLOCK_M, BLOCK_N)
+                mine, program * BLOCK_N, first_programs, lora, LORA, BLOCK_M, BLOCK_N)
     else:
         tl.store(out + (tl.program_id(2) * M + tokens)[None, :] * N + rows[:, None], acc,
                  mask=(rows < N)[:, None] & (tokens < M)[None, :])
@@ -255,7 +263,7 @@ def _load_slices(w, like, rows, cols, stride, N, K, EVEN_N: tl.constexpr, EVEN_K
 
 @triton.jit
 def _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU: tl.constexpr,
-            start=0, first_programs=0, lora=None, LORA: tl.constexpr = None, BLOCK_M: tl.constexpr = 0,
+            mine=None, start=0, first_programs=0, lora=None, LORA: tl.constexpr = None, BLOCK_M: tl.constexpr = 0,
             BLOCK_N: tl.constexpr = 0):
     """Norm, scales, bias, adapters, SwiGLU and residual for the sums (BLOCK_N, BLOCK_M) of the rows from ``start``; store the
     results."""
@@ -276,9 +284,10 @@ def _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, 
     if LORA is not None:
         y = acc.to(out.dtype.element_ty).to(tl.float32)  # rounded as the layer's own result is
         up = acc_up.to(out.dtype.element_ty).to(tl.float32)
-        held, held_up = adapter_factors(start, N, tokens, M, lora, SWIGLU, LORA, BLOCK_N)
+        held, held_up = adapter_factors(mine, start, N, lora, SWIGLU, LORA, BLOCK_N)
         wait_for_first_products(lora, first_programs)
-        acc, acc_up = add_adapters(y, up, rms, held, held_up, start, N, tokens, M, lora, SWIGLU, LORA, BLOCK_M, BLOCK_N)
+        acc, acc_up = add_adapters(y, up, mine, rms, held, held_up, start, N, tokens, M, lora, SWIGLU, LORA, BLOCK_M,
+                               BLOCK_N)
     if SWIGLU:
         acc = acc * tl.sigmoid(acc) * acc_up
     if res is not None:
