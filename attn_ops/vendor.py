@@ -7,12 +7,12 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
-import re
 import shutil
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from quire.attn_ops.backend import AttentionCapabilities, UnsupportedAttention, define_prepare
@@ -39,17 +39,14 @@ def missing(module: str, install: str) -> str | None:
 def too_old(distribution: str, oldest: str, install: str | None = None) -> str | None:
     """None if the installed version of ``distribution`` is ``oldest`` or newer, or unknown; else how to get a newer one.
     ``install``: how to install it, where other distributions have a module of the same name: then one must be of this."""
-
-    def numbers(version: str) -> tuple[int, ...]:
-        return tuple(int(n) for n in re.match(r"[\d.]*", version)[0].split(".") if n)  # type: ignore[index]
-
     try:
         have = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None if install is None else f"the module that is installed is not that of {distribution}: {install}"
-    if numbers(have) >= numbers(oldest):
+    if Version(have) >= Version(oldest):
         return None
-    return f"{distribution} {have} is installed, its calls are those of {oldest} or newer: pip install -U {distribution}"
+    pre = "--pre " if Version(oldest).is_prerelease else ""
+    return f"{distribution} {have} is installed, its calls are those of {oldest} or newer: pip install -U {pre}{distribution}"
 
 
 def wrong_gpu(device: torch.device, *majors: int) -> str | None:

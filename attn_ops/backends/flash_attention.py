@@ -23,12 +23,14 @@ from torch import Tensor
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_prepare
 from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.step import current_step
-from quire.attn_ops.vendor import missing, padding_tokens, refuse, wrong_gpu
+from quire.attn_ops.vendor import missing, padding_tokens, refuse, too_old, wrong_gpu
 
 NAME = "flash_attention"
 #: (variant, module, majors of the compute capability, tokens that a page is a multiple of).
 VARIANTS = (("FA3", "flash_attn_interface", (8, 9), 1), ("FA4", "flash_attn.cute", (9,), 1),
             ("FA4", "flash_attn.cute", (10, 11, 12), 128), ("FA2", "flash_attn", (8, 9, 10, 11, 12), 256))
+#: The distribution of a module, and the oldest version with the arguments that are passed here. FA3's is not published.
+OLDEST = {"flash_attn.cute": ("flash-attn-4", "4.0.0b36"), "flash_attn": ("flash-attn", "2.6.0")}
 INSTALL = ("pip install flash-attn (FA2), pip install --pre flash-attn-4 (FA4), or build hopper/ of FlashAttention's source "
            "tree (FA3)")
 
@@ -37,7 +39,12 @@ INSTALL = ("pip install flash-attn (FA2), pip install --pre flash-attn-4 (FA4), 
 def variant(major: int) -> tuple[str, str, int] | None:
     """(variant, module, page multiple) for a GPU of compute capability ``major``.x; None if none is installed."""
     return next(((name, module, page) for name, module, majors, page in VARIANTS
-                 if major in majors and missing(module, "") is None), None)
+                 if major in majors and missing(module, "") is None and _old(module) is None), None)
+
+
+def _old(module: str) -> str | None:
+    """Why the version of ``module`` that is installed cannot be used."""
+    return too_old(*OLDEST[module]) if module in OLDEST else None
 
 
 def _installed() -> tuple[str, str, int] | None:
@@ -146,7 +153,11 @@ def _head_dims(dim: int, dim_v: int, paged: bool = True) -> bool:
 def available(device: torch.device) -> str | None:
     if why := wrong_gpu(device, 8, 9, 10, 11, 12):
         return why
-    return None if variant(torch.cuda.get_device_capability(device)[0]) else f"no FlashAttention is installed: {INSTALL}"
+    major = torch.cuda.get_device_capability(device)[0]
+    if variant(major) is not None:
+        return None
+    old = (_old(module) for _, module, majors, _ in VARIANTS if major in majors and missing(module, "") is None)
+    return next(filter(None, old), f"no FlashAttention is installed: {INSTALL}")
 
 
 BACKEND = AttentionBackend(

@@ -382,10 +382,29 @@ def test_missing_and_wrong_packages_are_named_with_their_install_line(monkeypatc
         "flashinfer-python 0.6.18.post1+cu130 is installed, its calls are those of "
         "0.7.2 or newer: pip install -U flashinfer-python")
     assert too_old("flashinfer-python", "0.6.18") is too_old("flashinfer-python", "0.6.9") is None
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.0.0b9")
+    assert too_old("flash-attn-4", "4.0.0b36").endswith("b36 or newer: pip install -U --pre flash-attn-4")
+    assert too_old("flash-attn-4", "4.0.0b9") is None
     monkeypatch.undo()
     assert too_old("no-such-distribution", "1.0") is None
     assert too_old("no-such-distribution", "1.0", "pip install it") == (
         "the module that is installed is not that of no-such-distribution: pip install it")
+
+
+@pytest.mark.parametrize(("module", "version"), [("flash_attn", "1.0.9"), ("flash_attn.cute", "4.0.0b9")])
+def test_an_old_flash_attention_is_named_and_not_called(module, version, monkeypatch) -> None:
+    monkeypatch.setattr(flash_attention, "missing", lambda name, install: None if name == module else "not installed")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    flash_attention.variant.cache_clear()
+    try:
+        assert f"{version} is installed, its calls are those of " in flash_attention.available(torch.device("cuda"))
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.0")
+        flash_attention.variant.cache_clear()
+        assert flash_attention.available(torch.device("cuda")) is None
+    finally:
+        flash_attention.variant.cache_clear()
 
 
 def test_other_builds_and_projects_of_the_same_name_are_not_taken(monkeypatch, tmp_path) -> None:
