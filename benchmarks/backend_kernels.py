@@ -197,6 +197,12 @@ def _overlap(backend: AttentionBackend, batch: OpBatch) -> float | None:
     return 1 - union / total if total else None
 
 
+def absorbed_flops(shape: Shape) -> int:
+    """Of a decode on the latent cache: scores and sums by latent vectors, and each query's and result's product with kv_b."""
+    keys, tokens = sum(shape.seq_lens), sum(shape.query_lens)
+    return 2 * shape.heads * (keys * (2 * LATENT.rank + LATENT.rope) + tokens * LATENT.rank * (NOPE + DIM_V))
+
+
 def latent(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, Any]:
     """Time and floor of the MLA op: decodes by the latent vectors, kv_b, queries and outputs."""
     backend, device, heads, dim = get_backend(system), args.device, shape.heads, NOPE + LATENT.rope
@@ -207,7 +213,7 @@ def latent(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, Any
     timing = measure_latent(backend, site, replace(shape, graph=decodes), page_size=args.page_size, device=device,
                             max_len=args.room)
     size, flops = work(site, shape)
-    return {"us": timing.us, "how": timing.how, "bytes": size, "flops": 0 if decodes else flops}
+    return {"us": timing.us, "how": timing.how, "bytes": size, "flops": absorbed_flops(shape) if decodes else flops}
 
 
 @dataclass(frozen=True)
