@@ -16,7 +16,8 @@ import quire
 from quire.graph_runner.cli import main
 from tests.tiny import hf_greedy, load_model
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -74,10 +75,24 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_versions_are_those_of_the_package() -> None:
-    project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (line,) = re.findall(r"^pip install .*$", README, re.MULTILINE)
     for requirement in ("torch>=", "transformers>="):
         (declared,) = [d for d in project["dependencies"] if d.startswith(requirement)]
         assert f'"{declared}"' in line
         assert declared.replace(">=", " ") + " or newer" in README
     assert project["version"] == quire.__version__
+
+
+def test_times_are_those_of_the_matrix() -> None:
+    """The table of times is part of the one that ``matrix_report`` writes; a reader would not know which of two to believe."""
+    matrix = (ROOT / "docs" / "performance.md").read_text()
+    rows: dict[str, list[str]] = {}
+    for line in re.findall(r"^\| ([\w.-]+ \|.*/.*) \|$", matrix, re.MULTILINE):
+        name, *cells = (re.sub(r"\*| \([^)]*\)", "", cell).strip() for cell in line.split("|"))
+        rows.setdefault(name, []).extend(cells[1:] if cells[0] == "1024" else cells if not cells[0].isdigit() else [])
+    shown = re.findall(r"^\| (llama-8b|qwen3-0.6b|deepseek-v2-lite) \|(.*)\|$", README, re.MULTILINE)
+    assert len(shown) == 3
+    for name, line in shown:
+        cells = [cell.strip() for cell in line.split("|") if cell.strip()]
+        assert len(cells) >= 4 and set(cells) <= set(rows[name]), (name, set(cells) - set(rows[name]))
