@@ -18,6 +18,7 @@ from quire.graph_runner.paged_forward import own_forward
 from quire.graph_runner.scheduler import Scheduler
 from quire.graph_runner.window_pages import WindowPages, fit_requests
 from quire.passes.capture.evaluating import ChangedWhileTraced
+from quire.passes.capture.four_bit import Packing
 from quire.passes.capture.lora import active_adapters, can_choose, check_adapters
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class LiveModel:
                 continue
             paged = self.runner.paged
             if (changed := before.changed_meanwhile(paged.reads.names)) is None:
+                self._packing = Packing(self.model)
                 if self.cast is not None:
                     paged.stand_ins = self.cast.stand_ins
                 self._guard = ModelGuard(
@@ -84,6 +86,8 @@ class LiveModel:
             return self._stale or "torch._dynamo.reset() dropped its trace"
         if self.cast is not None and (replaced := self.cast.replaced()) is not None:
             return replaced
+        if (packing := self._packing.change()) is not None:
+            return packing
         if everything and self.runner.adapters is not None and active_adapters(self.model) is None:
             return NOT_CHOSEN
         return self._guard.change() if everything else self._guard.next_change()

@@ -13,6 +13,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from quire.passes.capture.four_bit import only_packs
 from quire.passes.capture.reads import is_code_of
 
 _NOT_GIVEN = frozenset(("attention_mask", "past_key_values", "cache_position"))
@@ -128,7 +129,8 @@ def _asks(cls: type) -> str | None:
             if name in ("train", "eval", "__init__") or not isinstance(code, types.CodeType):
                 continue
             names = _names(code)
-            if "training" in names and not any(part in n for n in names for part in (*_ACTS, *_KNOWN)):
+            if "training" in names and not any(part in n for n in names for part in (*_ACTS, *_KNOWN)) \
+                    and not (isinstance(method, types.FunctionType) and only_packs(method)):
                 return f"{base.__qualname__}.{name}"
     return None
 

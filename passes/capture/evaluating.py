@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from quire.passes.capture.four_bit import keeps_mode
+
 
 class ChangedWhileTraced(RuntimeError):
     """Another thread changed the model while it was traced, so that the trace may be of neither state. Trace again."""
@@ -27,18 +29,20 @@ class _Train:
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, no module of the model is in training mode. The modes come back, except where another thread has called
-    ``train`` or ``eval`` meanwhile. Raises ChangedWhileTraced on leaving, if another thread put a module into training mode."""
+    """While inside, no module of the model is in training mode, but those that must keep it (``keeps_mode``). The modes come
+    back, except where another thread has called ``train`` or ``eval`` meanwhile. Raises ChangedWhileTraced on leaving, if
+    another thread put a module into training mode."""
     modules = dict(model.named_modules())
     noted = {name: _Train(m) for name, m in modules.items() if "train" not in vars(m)}
     for name, stand_in in noted.items():
         object.__setattr__(modules[name], "train", stand_in)
-    training = [name for name, m in modules.items() if m.training]
+    kept = {name for name, m in modules.items() if keeps_mode(m)}
+    training = [name for name, m in modules.items() if m.training and name not in kept]
     for name in training:
         modules[name].training = False
 
     def leave() -> ChangedWhileTraced | None:
-        seen = [name for name, m in model.named_modules() if m.training]
+        seen = [name for name, m in model.named_modules() if m.training and name not in kept]
         for name in noted:
             modules[name].__dict__.pop("train", None)
         for name in training:

@@ -88,7 +88,9 @@ def _check_active(layers: Collection[Any]) -> None:
 def _unknown(layer: Any) -> str | None:
     from peft.tuners.lora.layer import Linear
 
-    if type(layer) is not Linear:
+    # Of a base in 4 bits: the same products, and the sum is rounded after each adapter.
+    in_four_bits = (type(layer).__module__, type(layer).__name__) == ("peft.tuners.lora.bnb", "Linear4bit")
+    if type(layer) is not Linear and not in_four_bits:
         return (f"is a {type(layer).__module__}.{type(layer).__name__}, and of those in one batch quire knows LoRA, rsLoRA and "
                 "DoRA of linear layers")
     if layer.merged_adapters:

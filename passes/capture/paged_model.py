@@ -29,6 +29,7 @@ from quire.attn_ops.ops.sampling import sample_tokens
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.selection import Selection, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, running
+from quire.passes.capture import four_bit
 from quire.passes.capture.errors import is_first_read, unwrapped
 from quire.passes.capture.evaluating import evaluating, without_backward
 from quire.passes.capture.hf_experts import experts_active
@@ -139,6 +140,8 @@ class PagedModel:
         route = interface_active(self.model) if by_interface else contextlib.nullcontext()
         # Else Dynamo makes a symbol of every number that differs from the model traced before (its scale, its window).
         static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
+        if four_bit.layers(self.model):
+            self._settle(ids[0], positions[0])
         adapters = adapters_per_token(self.model, self.adapters)
         call = {"input_ids": ids, "position_ids": positions, "logits_indices": keep, "sampling": sampling}
         with route, experts_active(self.model), adapters as self._kept, static, torch.no_grad(), without_backward(self.model):
@@ -333,6 +336,15 @@ class PagedModel:
             options["position_ids"] = position_ids[None]
         with evaluating(self.model), torch.no_grad():
             return _logits_of(self.model(input_ids=input_ids[None], **options))[0]
+
+    def _settle(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
+        """Let layers in 4 bits do what they do at their first call, so that the traced one changes nothing."""
+        four_bit.check_version(self.model)
+        try:
+            self.by_itself(input_ids, position_ids)
+        except Exception as error:
+            raise UnsupportedAttention(f"{type(self.model).__name__}'s own forward fails before it is traced: "
+                                       f"{type(error).__name__}: {error}") from error
 
     def in_mode(self, mode: InFloat32, step: Step, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits (T, V) of ids and positions (T,) int64: the traced graph, neither lowered nor compiled, operation by operation

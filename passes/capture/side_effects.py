@@ -22,6 +22,8 @@ _ROPE_KEYS = frozenset({"rope_type", "rope_theta", "factor", "attention_factor",
                         "short_factor", "long_factor", "partial_rotary_factor", "beta_fast", "beta_slow", "mscale",
                         "mscale_all_dim", "low_freq_factor", "high_freq_factor"})
 
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_ABSENT = object()
 _KEPT, _CHANGED = "quire_kept_tensors", "quire_changed_objects"
 _LEFT_OVER = "the model's forward, or a hook of it, changes what outlives the call: "
 
@@ -78,7 +80,7 @@ def _changed(output: Any) -> list[tuple[str, Any]]:
     else:  # torch 2.11: as that method does
         sources = [_name(var) for var in output.side_effects._get_modified_vars()
                    if isinstance(var.mutation_type, (AttributeMutationExisting, ValueMutationExisting))]
-    return [(readable(s), written.get(s)) for s in sources if not _is_transformers_own(s, written.get(s), output)]
+    return [(readable(s), written.get(s)) for s in sources if not _is_harmless(s, written.get(s), output)]
 
 
 def _name(variable: Any) -> str:
@@ -89,13 +91,17 @@ def _name(variable: Any) -> str:
         return ""
 
 
-def _is_transformers_own(source: str, variable: Any, output: Any) -> bool:
-    """Whether transformers itself makes this change: its context variables, and a rotary module with its config."""
+def _is_harmless(source: str, variable: Any, output: Any) -> bool:
+    """Whether transformers itself makes this change (its context variables, and a rotary module with its config), or nothing
+    changes: the object has these values."""
     try:
         found = _resolve(source, output)
     except Exception:
         return False
-    attributes = set(output.side_effects.store_attr_mutations.get(variable, {}))
+    stores = output.side_effects.store_attr_mutations.get(variable, {})
+    if stores and not getattr(variable, "items", None) and all(_holds(found, name, v) for name, v in stores.items()):
+        return True  # nothing changes: bitsandbytes 0.49 sets a dtype to what it is in each forward
+    attributes = set(stores)
     if _of_transformers(found) and type(found).__name__ == "CompileableContextVar":
         return attributes <= {"global_var", "compiling"}  # set in each forward, and reset at its end
     if isinstance(found, torch.nn.Module):
@@ -107,6 +113,14 @@ def _is_transformers_own(source: str, variable: Any, output: Any) -> bool:
         keys = {key.vt.as_python_constant() for key in getattr(variable, "items", {})}
         return _of_transformers(owner) and keys <= _ROPE_KEYS | set(found)
     return False
+
+
+def _holds(found: Any, name: str, stored: Any) -> bool:
+    """Whether an object has in an attribute, a plain one, the value that the trace stores there."""
+    if not stored.is_python_constant():
+        return False
+    value, now = stored.as_python_constant(), vars(found).get(name, _ABSENT)
+    return type(value) is type(now) and type(value) in _PLAIN and value == now
 
 
 def _resolve(source: str, output: Any) -> Any:

@@ -6,19 +6,22 @@ so what quire reads off a graph it must find out here by other means: where the 
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import LINEAR, module_path
+from quire.passes.fx import LINEAR, module_path, value
 
 logger = logging.getLogger(__name__)
 _ROWS = 32  # of the probe; some integer matrix products need more than 16
+_FOUR_BITS = ("bitsandbytes.gemm_4bit", "bitsandbytes.gemv_4bit")
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -45,44 +48,87 @@ def check_rows(graph: fx.Graph, real: Mapping[fx.Node, Any]) -> None:
     in between: the others must not change. Raises UnsupportedAttention. ``real``: the tensors behind the placeholders."""
     tried: set[Any] = set()
     for node in graph.nodes:
-        weight = real.get(node.args[1]) if node.target in LINEAR and len(node.args) > 1 else None
-        if not isinstance(weight, torch.Tensor) or not is_traceable_wrapper_subclass(weight):
-            continue
-        kind = (type(weight), tuple(weight.shape), repr(weight.__tensor_flatten__()[1]))
+        if str(node.target).startswith(_FOUR_BITS):
+            kind, product = _four_bits(node, real)
+        else:
+            weight = real.get(node.args[1]) if node.target in LINEAR and len(node.args) > 1 else None
+            if not isinstance(weight, torch.Tensor) or not is_traceable_wrapper_subclass(weight):
+                continue
+            kind = (type(weight), tuple(weight.shape), repr(weight.__tensor_flatten__()[1]))
+            product = _Product(type(weight).__name__, weight.shape[1], weight.dtype, weight.device,
+                               functools.partial(_linear, weight))
         if kind not in tried:
             tried.add(kind)
-            _check_rows(weight, module_path(node) or node.name)
+            _check_rows(product, module_path(node) or node.name)
     if tried:
         logger.info("quantized weights: %d kinds, rows do not meet in any", len(tried))
 
 
 def check_layers(model: torch.nn.Module) -> None:
-    """Refuse bitsandbytes' 8-bit layers (LLM.int8) with a threshold, before they are traced: they compute a column in 16 bits
-    if any token of the batch has a large value there. Raises UnsupportedAttention, which names the layer."""
+    """Refuse bitsandbytes' 8-bit layers (LLM.int8) before they are traced: with a threshold they compute a column in 16 bits if
+    any token of the batch has a large value there. Raises UnsupportedAttention, which names the layer."""
     for name, module in model.named_modules():
-        if type(module).__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0) > 0:
+        if type(module).__name__ == "Linear8bitLt":
+            why = ("which looks for large values in the activations of all tokens of the batch, so sequences of a packed batch "
+                   "would change each other" if getattr(getattr(module, "state", None), "threshold", 0) > 0 else
+                   "whose kernels quire has no proof of")
             raise UnsupportedAttention(
-                f"{name} is an 8-bit layer of bitsandbytes (LLM.int8), which looks for large values in the activations of all "
-                "tokens of the batch, so sequences of a packed batch would change each other. Load the model in 4 bits "
+                f"{name} is an 8-bit layer of bitsandbytes (LLM.int8), {why}. Load the model in 4 bits "
                 "(BitsAndBytesConfig(load_in_4bit=True)), or quantize it with torchao, a scale for each row")
 
 
-def _check_rows(weight: torch.Tensor, where: str) -> None:
+class _Product(NamedTuple):
+    """A product of rows with a quantized weight. ``kind``: of the weight, for messages."""
+
+    kind: str
+    width: int  # of the rows
+    dtype: torch.dtype
+    device: torch.device
+    of: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _linear(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(rows, weight)
+
+
+def _four_bits(node: fx.Node, real: Mapping[fx.Node, Any]) -> tuple[Any, _Product]:
+    """A product of bitsandbytes, with what tells its kind from others. The token pass has proved that only the rows, its first
+    argument, have tokens, so that all others can be computed here."""
+    rows, *others = node.args
+    given, named = fx.node.map_arg((others, dict(node.kwargs)), lambda x: _constant(x, real))
+    spelled = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in tree_leaves([given, named])]
+    fake = value(rows)  # type: ignore[arg-type]
+    device = next(x.device for x in given if isinstance(x, torch.Tensor))
+    product = _Product(str(node.target), fake.shape[-1], fake.dtype, device,
+                       lambda x: node.target(x[None], *given, **named)[0])  # type: ignore[operator]
+    return (str(node.target), fake.dtype, repr(spelled)), product
+
+
+def _constant(node: fx.Node, real: Mapping[fx.Node, Any]) -> Any:
+    """The value of a node that is made of weights."""
+    if node not in real:
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda x: _constant(x, real))
+        with torch.no_grad():
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs) if node.op == "call_method" else node.target(
+                *args, **kwargs)  # type: ignore[operator]
+    return real[node]
+
+
+def _check_rows(product: _Product, where: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    rows = (torch.randn(_ROWS, weight.shape[1], generator=generator) * 1e-3).to(weight.device, weight.dtype)
+    rows = (torch.randn(_ROWS, product.width, generator=generator) * 1e-3).to(product.device, product.dtype)
     changed = rows.clone()
     changed[-1] *= 1e6  # scaled by it, the other rows would be nothing
-    kind = type(weight).__name__
     try:
         with torch.no_grad():
-            alone = torch.nn.functional.linear(rows, weight)[:-1].float()
-            beside = torch.nn.functional.linear(changed, weight)[:-1].float()
+            alone = product.of(rows)[:-1].float()
+            beside = product.of(changed)[:-1].float()
     except Exception as error:
-        raise UnsupportedAttention(f"{where}: its quantized weight ({kind}) cannot be multiplied on {weight.device}: "
+        raise UnsupportedAttention(f"{where}: its quantized weight ({product.kind}) cannot be multiplied on {product.device}: "
                                    f"{type(error).__name__}: {error}") from error
     # The same kernel on the same numbers: equal, unless rows meet. Some libraries' kernels add up in any order.
     if (alone - beside).abs().max() > 0.01 * alone.abs().max():
         raise UnsupportedAttention(
-            f"{where} mixes the tokens of the batch outside attention: its weight ({kind}) quantizes the activations of all "
-            "tokens by one scale, so sequences of a packed batch would change each other. Quantize with a scale for each token "
-            "(torchao: granularity=PerRow()) or the weights only.")
+            f"{where} mixes the tokens of the batch outside attention: its weight ({product.kind}) quantizes the activations of "
+            "all tokens by one scale, so sequences of a packed batch would change each other. Quantize with a scale for each "
+            "token (torchao: granularity=PerRow()) or the weights only.")

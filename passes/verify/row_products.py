@@ -39,6 +39,18 @@ def _matrix_product(call: Call) -> Known:
     return same([product, rows]) or CONST
 
 
+@rule("bitsandbytes::gemm_4bit bitsandbytes::gemv_4bit")
+def _four_bit_product(call: Call) -> Known:
+    """Rows ``A`` times a weight in 4 bits: its numbers, scales and tables, and the bias, are the same in every batch.
+    ``quantized.check_rows`` tries out the kernels."""
+    if any(not isinstance(call.of(name), Const) for name in call.given if name != "A"):
+        raise Mixes("its weights are made of tokens")
+    rows = call.rows("A")
+    if rows is not None and rows.dim == call["A"].dim() - 1:
+        raise Mixes("it sums over the tokens")
+    return rows or CONST
+
+
 @rule("cdist _cdist_forward _euclidean_dist")
 def _distances(call: Call) -> Known:
     """Of each (..., row) of one operand to each of the other, as in a product with the other transposed."""
