@@ -21,6 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.verify.quantized import holds_codes
 
 _count = 0
 _counting = False
@@ -90,7 +91,7 @@ class CastWeights:
 
 
 def _check(t: torch.Tensor, name: str, dtype: torch.dtype) -> None:
-    quantized = type(t.data) is not torch.Tensor or t.dtype.itemsize < 2
+    quantized = holds_codes(t) or type(t.data) is not torch.Tensor or t.dtype.itemsize < 2
     if quantized or t.is_complex() or t.is_meta:
         what = "quantized or distributed" if quantized else "complex" if t.is_complex() else "without memory (meta)"
         raise UnsupportedAttention(f"dtype={dtype} casts the weights, and {name} is {what} ({type(t).__name__}, {t.dtype}); "

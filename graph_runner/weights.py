@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quire.graph_runner.checkpoint import read_checkpoint, save_checkpoint
 from quire.graph_runner.engine_lock import EngineLock, locked
 from quire.graph_runner.weights_group import WeightsGroup
+from quire.passes.verify.quantized import holds_codes
 
 logger = logging.getLogger(__name__)
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -70,7 +70,7 @@ def check_specs(model: torch.nn.Module, specs: Iterable[WeightSpec]) -> dict[str
         if name in found:
             raise WeightUpdateError(f"the parameter {name!r} is given twice", name)
         target = state[name]
-        if is_traceable_wrapper_subclass(target):
+        if holds_codes(target):
             raise WeightUpdateError(
                 f"the parameter {name!r} is quantized ({type(target).__name__}): its memory holds codes and scales, not the "
                 "values of a checkpoint. Quantize a model with the new weights and make a new engine", name)
@@ -128,7 +128,7 @@ def _plain(name: str, value: Any) -> torch.Tensor:
     none."""
     gather = getattr(value, "full_tensor", None)
     value = gather() if callable(gather) else value
-    if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value) or value.layout is not torch.strided or (
+    if not isinstance(value, torch.Tensor) or holds_codes(value) or value.layout is not torch.strided or (
             value.device.type == "meta"):
         what = f"a {type(value).__name__}" + (f" on {value.device}, {value.layout}" if isinstance(value, torch.Tensor) else "")
         raise WeightUpdateError(f"the update of the parameter {name!r} must be a plain tensor, got {what}", name)

@@ -1,9 +1,9 @@
 """Linear layers of bitsandbytes in 4 bits (NF4, FP4): what their forward does at its first call, and in training mode.
 
 The first call restores a lost ``quant_state``, chooses the dtype to compute in and casts the bias. On a CPU with AVX512-BF16,
-out of training mode, it also packs the weight: it is written anew in an order for a kernel in bfloat16, with scales in bfloat16.
-Training mode goes on with the weight as it lies, and so do steps: a model whose weights are packed computes in bfloat16, in both
-modes, and one whose weights are not computes as it is trained.
+out of training mode, it also packs the weight: it is written anew in an order for a kernel in bfloat16, with scales in
+bfloat16. Training mode goes on with the weight as it lies, and so do steps: a model whose weights are packed computes in
+bfloat16, in both modes, and one whose weights are not computes as it is trained.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def keeps_mode(module: torch.nn.Module) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def only_packs(method: types.FunctionType) -> bool:
-    """Whether a method reads ``self.training`` for nothing but whether to pack: in the condition of an ``if`` that holds on such
-    CPUs alone, and whose one statement packs. Read from its source."""
+    """Whether a method reads ``self.training`` for nothing but whether to pack: in the condition of an ``if`` that holds on
+    such CPUs alone, and whose one statement packs. Read from its source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
     except (OSError, SyntaxError, TypeError):
@@ -73,8 +73,8 @@ def check_version(model: torch.nn.Module) -> None:
     if packed and not _takes_rows():
         version = getattr(sys.modules["bitsandbytes"], "__version__", "of an unknown version")
         raise UnsupportedAttention(
-            f"{packed[0]} is a layer in 4 bits, whose weight bitsandbytes packs for CPUs with AVX512-BF16; its kernel for that is "
-            f"declared for one token at a time in bitsandbytes {version}, so a batch cannot be traced. Install "
+            f"{packed[0]} is a layer in 4 bits, whose weight bitsandbytes packs for CPUs with AVX512-BF16; its kernel for that "
+            f"is declared for one token at a time in bitsandbytes {version}, so a batch cannot be traced. Install "
             "bitsandbytes>=0.50, or leave the model in training mode, in which no weight is packed")
 
 
@@ -90,11 +90,12 @@ def _takes_rows() -> bool:
 
 
 class Packing:
-    """Whether the weights of a model's layers in 4 bits are packed; a trace is for one state of them."""
+    """Whether the weights of a model's layers in 4 bits are packed; a trace is for one state of them. Compared before each
+    step, as the other order of the same codes would be read as other weights."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._seen = [(name, layer, is_packed(layer)) for name, layer in layers(model)
-                      if getattr(layer, "support_avx512bf16_for_cpu", False)]
+                      if is_packed(layer) or may_pack(layer)]
 
     def change(self) -> str | None:
         """Describes a layer that was packed or unpacked (by ``state_dict``), or that its own forward would pack, or None."""

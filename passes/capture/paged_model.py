@@ -36,7 +36,7 @@ from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
 from quire.passes.capture.in_float32 import InFloat32
 from quire.passes.capture.kept_trace import TraceFile
-from quire.passes.capture.lora import adapters_per_token
+from quire.passes.capture.lora import adapter_layers, adapters_per_token
 from quire.passes.capture.own_masks import check_masks
 from quire.passes.capture.reads import Reads
 from quire.passes.capture.retrace import TRACED_TOKENS, Traced
@@ -340,11 +340,15 @@ class PagedModel:
     def _settle(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
         """Let layers in 4 bits do what they do at their first call, so that the traced one changes nothing."""
         four_bit.check_version(self.model)
+        packing = four_bit.Packing(self.model)
         try:
             self.by_itself(input_ids, position_ids)
         except Exception as error:
             raise UnsupportedAttention(f"{type(self.model).__name__}'s own forward fails before it is traced: "
                                        f"{type(error).__name__}: {error}") from error
+        if packing.change() is not None and adapter_layers(self.model):
+            logger.warning("bitsandbytes has packed the weights for this CPU, as at any first call in evaluation mode, and "
+                           "does not give gradients through packed weights: load the model again before training it")
 
     def in_mode(self, mode: InFloat32, step: Step, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits (T, V) of ids and positions (T,) int64: the traced graph, neither lowered nor compiled, operation by operation

@@ -1,7 +1,8 @@
-"""Weights that are tensor subclasses, as quantization libraries make them (torchao): what the passes must know of them.
+"""Weights as quantization libraries make them (torchao, bitsandbytes): what the passes must know of them.
 
-Such a parameter wraps other tensors (integers, scales). Dynamo puts it into the graph as one input of an ordinary ``linear``,
-so what quire reads off a graph it must find out here by other means: where the weights lie, and whether tokens meet.
+A parameter of torchao wraps other tensors (integers, scales). Dynamo puts it into the graph as one input of an ordinary
+``linear``, so what quire reads off a graph it must find out here by other means: where the weights lie, whether tokens meet. A parameter of bitsandbytes in 4 bits is a plain tensor of codes, whatever its dtype, with its scales in an attribute; both
+are inputs of the graph, and of operations that only bitsandbytes knows.
 """
 
 from __future__ import annotations
@@ -21,15 +22,28 @@ from quire.passes.fx import LINEAR, module_path, value
 
 logger = logging.getLogger(__name__)
 _ROWS = 32  # of the probe; some integer matrix products need more than 16
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FOUR_BITS = ("bitsandbytes.gemm_4bit", "bitsandbytes.gemv_4bit")
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that hold ``tensor``'s data: itself, or what a wrapper subclass wraps."""
+    """The plain tensors that hold ``tensor``'s data: itself, and its scales if it has any, or what a wrapper subclass wraps."""
     if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
+        return [tensor] if type(tensor) in _PLAIN else [tensor, *_scales(getattr(tensor, "quant_state", None))]
     names, _ = tensor.__tensor_flatten__()
     return [inner for name in names for inner in parts(getattr(tensor, name))]
+
+
+def _scales(state: Any) -> list[torch.Tensor]:
+    """The tensors of bitsandbytes' ``QuantState``, and of the one of its scales."""
+    held = getattr(state, "__dict__", {})
+    found = [x for x in held.values() if isinstance(x, torch.Tensor)]
+    return found + _scales(held["state2"]) if "state2" in held else found
+
+
+def holds_codes(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a parameter is not the values of a checkpoint, in the dtype that it says."""
+    return is_traceable_wrapper_subclass(tensor) or getattr(tensor, "quant_state", None) is not None
 
 
 def addresses(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -92,25 +106,24 @@ def _linear(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _four_bits(node: fx.Node, real: Mapping[fx.Node, Any]) -> tuple[Any, _Product]:
-    """A product of bitsandbytes, with what tells its kind from others. The token pass has proved that only the rows, its first
-    argument, have tokens, so that all others can be computed here."""
-    rows, *others = node.args
-    given, named = fx.node.map_arg((others, dict(node.kwargs)), lambda x: _constant(x, real))
-    spelled = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in tree_leaves([given, named])]
-    fake = value(rows)  # type: ignore[arg-type]
-    device = next(x.device for x in given if isinstance(x, torch.Tensor))
-    product = _Product(str(node.target), fake.shape[-1], fake.dtype, device,
-                       lambda x: node.target(x[None], *given, **named)[0])  # type: ignore[operator]
-    return (str(node.target), fake.dtype, repr(spelled)), product
+    """A product of bitsandbytes, with what tells its kind from others. The token pass has proved that only its rows ``A`` have
+    tokens, so that all other arguments can be computed here."""
+    target: Any = node.target
+    arguments = dict(zip([a.name for a in target._schema.arguments], node.args, strict=False)) | dict(node.kwargs)
+    rows: Any = value(arguments.pop("A"))  # type: ignore[arg-type]
+    given = fx.node.map_arg(arguments, lambda x: _constant(x, real))
+    spelled = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in tree_leaves(given)]
+    product = _Product(str(target), rows.shape[-1], rows.dtype, given["B"].device, lambda x: target(A=x[None], **given)[0])
+    return (str(target), rows.dtype, repr(spelled)), product
 
 
 def _constant(node: fx.Node, real: Mapping[fx.Node, Any]) -> Any:
     """The value of a node that is made of weights."""
     if node not in real:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda x: _constant(x, real))
+        target: Any = node.target
         with torch.no_grad():
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs) if node.op == "call_method" else node.target(
-                *args, **kwargs)  # type: ignore[operator]
+            return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
     return real[node]
 
 
@@ -129,6 +142,6 @@ def _check_rows(product: _Product, where: str) -> None:
     # The same kernel on the same numbers: equal, unless rows meet. Some libraries' kernels add up in any order.
     if (alone - beside).abs().max() > 0.01 * alone.abs().max():
         raise UnsupportedAttention(
-            f"{where} mixes the tokens of the batch outside attention: its weight ({product.kind}) quantizes the activations of "
-            "all tokens by one scale, so sequences of a packed batch would change each other. Quantize with a scale for each "
-            "token (torchao: granularity=PerRow()) or the weights only.")
+            f"{where} mixes the tokens of the batch outside attention: its weight ({product.kind}) quantizes the activations "
+            "of all tokens by one scale, so sequences of a packed batch would change each other. Quantize with a scale for "
+            "each token (torchao: granularity=PerRow()) or the weights only.")

@@ -34,14 +34,14 @@ def share_of_e(completions: list[str], **_: Any) -> list[float]:
 
 
 def trained(folder: Any, kind: str = "grpo", steps: int = 1, rate: float = 1e-4, layers: int = 1, lora: bool = False,
-            paged: dict[str, Any] | None = None, moe: bool = False, **options: Any) -> tuple[Any, list[int]]:
+            paged: dict[str, Any] | None = None, moe: bool = False, base: Any = None, **options: Any) -> tuple[Any, list[int]]:
     """A trainer after some steps with its default settings, and the number of requests of each call of its engine. No call may
     fall back to transformers."""
     torch.manual_seed(0)
     tokenizer = load_tokenizer()
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     sizes = dict(hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
-    base: Any = load_model(num_layers=layers)
+    base = load_model(num_layers=layers) if base is None else base
     if moe:
         base = MixtralForCausalLM(MixtralConfig(vocab_size=len(tokenizer), num_hidden_layers=1, **sizes))
     model = quire.paged(base, num_pages=400, max_num_seqs=32, max_model_len=128, **(paged or {}))

@@ -28,6 +28,12 @@ Tensor = torch.Tensor
 WIDTH = 8
 WEIGHT, TABLE, KERNEL = torch.randn(WIDTH, WIDTH), torch.randn(64, WIDTH), torch.randn(WIDTH, WIDTH, 3)
 POINTWISE, EXPERTS, COUNTER = torch.randn(WIDTH, WIDTH, 1), torch.randn(4, WIDTH, WIDTH), torch.zeros(WIDTH)
+CODES, SCALE = torch.zeros(WIDTH * WIDTH // 2, 1, dtype=torch.uint8), torch.ones(1)
+
+
+def needs(name: str) -> None:
+    if name.startswith("4 bits"):
+        pytest.importorskip("bitsandbytes", reason="pip install 'quire[integrations]'")
 
 
 def check(compute: Callable[..., Any], *more: Tensor, one_row: bool = True) -> None:
@@ -47,6 +53,10 @@ def check(compute: Callable[..., Any], *more: Tensor, one_row: bool = True) -> N
     row = next(value(n) for n in placeholders(gm.graph) if isinstance(value(n), Tensor) and value(n).dim() > 1
                and not isinstance(value(n).shape[1], int))
     check_tokens(gm.graph, row.shape[1])
+
+
+def in_4_bits(x: Tensor, scale: Tensor = SCALE, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.bitsandbytes.gemm_4bit(x, CODES, [WIDTH, WIDTH], scale, 64, "nf4", bias)
 
 
 def routed(x: Tensor) -> Tensor:
@@ -328,6 +338,11 @@ REFUSED = {
     "loop: left in the order of the experts": (lambda x, p: in_a_loop(x), "in another order"),
     "experts: ids of other rows": (lambda x, p: expert_linear(
         x[0][routed(x)], EXPERTS, None, expert_ids(x), False), "its rows are not those of the expert ids"),
+    "4 bits: scales of tokens": (lambda x, p: in_4_bits(x, x[0, :, 0]), "gemm_4bit.*its weights are made of tokens"),
+    "4 bits: scales for dequantization": (lambda x, p: x * torch.ops.bitsandbytes.dequantize_4bit(
+        CODES, x[0, :, 0], 64, "nf4", [WIDTH, WIDTH], x.dtype)[0], "no rule for bitsandbytes.dequantize_4bit"),
+    "4 bits: sum over tokens": (lambda x, p: torch.ops.bitsandbytes.gemv_4bit(
+        x.mT, CODES, [WIDTH, WIDTH], SCALE, torch.ones(16), 64), "gemv_4bit.*it sums over the tokens"),
 }
 #: Of numbers of rows that the caller asks for, (K,).
 REFUSED_PICKS = {
@@ -350,12 +365,16 @@ SERVED = {
     "experts": lambda x, p: by_expert(x),
     "experts by counted ids": lambda x, p: by_expert(x, counts=lambda found, ids: one_hot(ids).sum(0)),
     "experts in a loop": lambda x, p: in_a_loop(x, back=True), "attended": lambda x, p: attended(x),
+    "4 bits": lambda x, p: (in_4_bits(x), in_4_bits(x[0], bias=TABLE[0]), F.linear(x, torch.ops.bitsandbytes.dequantize_4bit(
+        CODES, SCALE, 64, "nf4", [WIDTH, WIDTH], x.dtype)), torch.ops.bitsandbytes.gemv_4bit(
+            x, CODES, [WIDTH, WIDTH], SCALE, torch.ones(16), 64)),
     "a memory": lambda x, p: F.scaled_dot_product_attention(x, TABLE[None], TABLE[None]),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_for_what_it_does(name: str) -> None:
+    needs(name)
     compute, why = REFUSED[name]
     with pytest.raises(UnsupportedAttention, match=why):
         check(compute)
@@ -380,4 +399,5 @@ def test_rows_asked_for_are_those() -> None:
 
 @pytest.mark.parametrize("name", SERVED)
 def test_harmless(name: str) -> None:
+    needs(name)
     check(SERVED[name])
