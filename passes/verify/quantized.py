@@ -1,8 +1,9 @@
 """Weights as quantization libraries make them (torchao, bitsandbytes): what the passes must know of them.
 
 A parameter of torchao wraps other tensors (integers, scales). Dynamo puts it into the graph as one input of an ordinary
-``linear``, so what quire reads off a graph it must find out here by other means: where the weights lie, whether tokens meet. A parameter of bitsandbytes in 4 bits is a plain tensor of codes, whatever its dtype, with its scales in an attribute; both
-are inputs of the graph, and of operations that only bitsandbytes knows.
+``linear``, so what quire reads off a graph it must find out here by other means: where the weights lie, and whether tokens
+meet. A parameter of bitsandbytes in 4 bits is a plain tensor of codes, whatever its dtype, with its scales in an attribute;
+both are inputs of the graph, and of operations that only bitsandbytes knows.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _four_bits(node: fx.Node, real: Mapping[fx.Node, Any]) -> tuple[Any, _Produc
     tokens, so that all other arguments can be computed here."""
     target: Any = node.target
     arguments = dict(zip([a.name for a in target._schema.arguments], node.args, strict=False)) | dict(node.kwargs)
-    rows: Any = value(arguments.pop("A"))  # type: ignore[arg-type]
+    rows: Any = value(arguments.pop("A"))
     given = fx.node.map_arg(arguments, lambda x: _constant(x, real))
     spelled = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in tree_leaves(given)]
     product = _Product(str(target), rows.shape[-1], rows.dtype, given["B"].device, lambda x: target(A=x[None], **given)[0])

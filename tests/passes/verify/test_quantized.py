@@ -16,7 +16,7 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.graph_runner.model_guard import ModelGuard
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.options import QuireOptions
-from quire.passes.verify.quantized import addresses, num_bytes, parts
+from quire.passes.verify.quantized import addresses, check_rows, num_bytes, parts
 from tests.passes.models import HIDDEN, VOCAB, Attention, Tiny, inputs, tiny
 from tests.steps import in_one_step
 
@@ -138,6 +138,40 @@ def test_activations_scaled_all_together_are_refused() -> None:
     with pytest.raises(UnsupportedAttention, match=r"layers.0.out mixes the tokens of the batch outside attention: its weight "
                                                    r"\(Int8\) quantizes the activations of all tokens by one scale"):
         PagedModel(quantized("all"), QuireOptions(compiler="eager"))
+
+
+def test_kernels_for_four_bits_are_tried_out() -> None:
+    """A version of bitsandbytes whose product quantizes the activations, all by one scale."""
+    pytest.importorskip("bitsandbytes", reason="pip install 'quire[integrations]'")
+    own = torch.ops.bitsandbytes.gemm_4bit.default
+    real = {"codes": torch.randint(0, 255, (32, 1), dtype=torch.uint8), "scale": torch.ones(1)}
+
+    class Product:
+        _schema = own._schema
+        __name__, __module__, __qualname__ = "gemm_4bit", "bitsandbytes", "gemm_4bit"
+
+        def __init__(self, mixes: bool) -> None:
+            self.mixes = mixes
+
+        def __str__(self) -> str:
+            return "bitsandbytes.gemm_4bit.default"
+
+        def __call__(self, A: torch.Tensor, **given: Any) -> torch.Tensor:
+            step = A.abs().max() / 127
+            return own(A=(A / step).round() * step if self.mixes else A, **given)
+
+    for mixes in (False, True):
+        graph = torch.fx.Graph()
+        x, *weights = (graph.placeholder(name) for name in ("x", *real))
+        x.meta["example_value"] = torch.zeros(1, 9, 8)
+        codes = graph.call_method("view", (weights[0], -1, 1))
+        graph.call_function(Product(mixes), (x, codes, [8, 8], weights[1], 64, "nf4"))
+        tensors = dict(zip(weights, real.values(), strict=True))
+        if mixes:
+            with pytest.raises(UnsupportedAttention, match="bitsandbytes.gemm_4bit.default. quantizes the activations of all"):
+                check_rows(graph, tensors)
+        else:
+            check_rows(graph, tensors)
 
 
 def test_a_weight_that_cannot_be_multiplied_is_named() -> None:
