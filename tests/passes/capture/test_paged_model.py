@@ -166,6 +166,23 @@ def test_hooks_that_record_are_refused(record, what) -> None:
     assert RECORDED == seen == []
 
 
+@pytest.mark.parametrize(("before", "served"), [(torch.float32, True), (torch.bfloat16, False), (None, False)])
+def test_an_assignment_of_what_is_there_changes_nothing(before, served) -> None:
+    """As in each forward of bitsandbytes 0.49."""
+    class State:
+        pass
+
+    model, state = tiny(is_causal=True), State()
+    vars(state).update({} if before is None else {"dtype": before})
+    model.layers[0].state = state
+    model.layers[0].register_forward_pre_hook(lambda module, args: setattr(module.state, "dtype", args[0].dtype))
+    if served:
+        PagedModel(model, QuireOptions(compiler="eager")).close()
+    else:
+        with pytest.raises(UnsupportedAttention, match=r"changes what outlives the call: model.layers.0.state[.] It runs"):
+            PagedModel(model, QuireOptions(compiler="eager"))
+
+
 LLAMA = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
                                  num_attention_heads=4, num_labels=3, pad_token_id=0)
 
