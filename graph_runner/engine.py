@@ -101,7 +101,7 @@ class Engine(EngineCalls, WeightUpdates):
         made = make_requests(ask, self._next_id, index, inbox, tokenizer=self.tokenizer, eos_token_ids=self._eos,
                              limits=self.limits, random=self._random)
         self._admission.check(ask.options, len(made), len(self.scheduler.waiting) - len(self.scheduler.free_slots))
-        if (why := adapters.choose(made, ask.options.adapter, self.model, self.runner.adapters, self.requests.values())):
+        if (why := adapters.choose(made, ask.options.adapter, self.model, self.runner.adapters)):
             self._trace_again(why, own_adapters=True)
         self._check_due |= not self.requests
         self._next_id += len(made)
