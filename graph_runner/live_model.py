@@ -122,8 +122,8 @@ class LiveModel:
 
     def trace_again(self, change: str, own_adapters: bool = False) -> None:
         """Replace the runner by one for the model as it is now; no step may be in flight. ``own_adapters``: from now on each
-        request has adapters of its own, as long as the model allows it; also if what changed are the active adapters. Raises RuntimeError if the model cannot be served any
-        more. ``change`` then returns the same change; call this again."""
+        request has adapters of its own, as long as the model allows it; so too if what changed are the active adapters. Raises
+        RuntimeError if the model cannot be served any more. ``change`` then returns the same change; call this again."""
         logger.warning("%s changed (%s): tracing it again", type(self.model).__name__, change)
         self._stale, before = change, self.adapters
         names, active = self._had
