@@ -88,7 +88,7 @@ def is_fixed(scale: torch.Tensor | None) -> bool:
 def check_kv_scales(kv_scales: KVScales, dtype: torch.dtype | None, layers: Collection[int] | None = None
                     ) -> dict[int, tuple[float, float]]:
     """Fixed scales of keys and values by layer, as float32 holds them. ``layers``: those that have a cache of their own; None:
-    not known yet. Raises ValueError for a dtype that is not fp8, scales that are no such numbers, and other layers than these."""
+    not known yet. Raises ValueError for a dtype that is not fp8, scales that are not such numbers, and other layers."""
     if dtype not in FIXED_SCALE_KV_DTYPES:
         why = " (int8 has no NaN, which says that a number does not fit)" if dtype == torch.int8 else ""
         raise ValueError(f"kv_scales={kv_scales!r} are the fixed scales of an fp8 KV cache{why}: set kv_cache_dtype='fp8' or "

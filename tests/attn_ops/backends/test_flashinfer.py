@@ -25,10 +25,11 @@ from triton.runtime.interpreter import InterpretedFunction
 from quire import AttentionSite, CommonAttentionMetadata, UnsupportedAttention
 from quire.attn_ops import long_prefill
 from quire.attn_ops.backends import flashinfer, torch_native
-from quire.attn_ops.backends.flashinfer import BACKEND, FlashInferState, Group, contiguous
+from quire.attn_ops.backends.flashinfer import BACKEND, FlashInferState, contiguous
 from quire.attn_ops.backends.flashinfer import pages as page_kernels
 from quire.attn_ops.backends.flashinfer import state as state_module
 from quire.attn_ops.backends.flashinfer.pages import leading_decodes, page_table
+from quire.attn_ops.backends.flashinfer.state import Group
 from quire.attn_ops.conformance.batches import check, lay_out, planned
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.step import Step, StepLimits, running
@@ -137,10 +138,14 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("only", ["batch", pytest.param("", marks=pytest.mark.slow)])
-def test_the_kit_passes_on_the_stand_ins(on_cpu, only) -> None:
+@pytest.mark.parametrize("only, dtype", [
+    ("batch", torch.float32), ("fixed scale", torch.float16), ("fixed scale", torch.bfloat16),
+    pytest.param("", torch.float32, marks=pytest.mark.slow)], ids=str)
+def test_the_kit_passes_on_the_stand_ins(on_cpu, only, dtype) -> None:
+    """With fixed scales too: keys and values by numbers of their own, NaN for what does not fit, in either dtype."""
     capabilities = dataclasses.replace(
-        BACKEND.capabilities, devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32}),
+        BACKEND.capabilities, devices=frozenset({"cpu"}), dtypes=frozenset({dtype}),
+        fixed_scale_kv_dtypes=BACKEND.capabilities.fixed_scale_kv_dtypes if only else frozenset(),  # its rounding is float16's
         head_dims=lambda d, dv: d == dv == 16, page_sizes=lambda size: size in (1, 4, 32))
     backend = dataclasses.replace(on_cpu, capabilities=capabilities, available=lambda device: None)
     pass_kit(backend, only)  # but opcheck: the op here is a plain function
