@@ -346,8 +346,19 @@ def test_op_errors(on_cpu) -> None:
             flashinfer.paged_attention(arguments[0][:1], *arguments[1:], **options)
         with pytest.raises(UnsupportedAttention, match="no chunked attention"):
             flashinfer.paged_attention(*arguments, **(options | {"chunk": 8}))
-        with pytest.raises(UnsupportedAttention, match="no quantized KV cache: its kernels take one scale for a whole cache"):
+        with pytest.raises(UnsupportedAttention, match="one scale for a whole cache.*or kv_scales=, one fixed scale per layer"):
             flashinfer.paged_attention(*arguments[:5], torch.ones(1), torch.ones(1), *arguments[7:], **options)
+
+
+def test_fixed_scales_of_another_cache(on_cpu) -> None:
+    """The kernels take a number that the state knows by the layer's keys: of other keys it would be a wrong one."""
+    fp8 = dict(kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16, **SMALL)
+    case, other = (make_case([1, 1], [9, 3], **fp8, kv_scales=scales) for scales in (0.0625, 0.5))
+    _, step = planned_step(case)
+    with running(step):
+        flashinfer.paged_attention(*case.arguments(), **case.options)
+        with pytest.raises(RuntimeError, match="made for another KV cache than the one with these fixed scales"):
+            flashinfer.paged_attention(*other.arguments(), **other.options)
 
 
 def test_batches_larger_than_the_limits_leave_no_plan(on_cpu) -> None:
