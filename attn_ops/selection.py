@@ -56,11 +56,10 @@ def select_latent_or_dense(name: str | Mapping[str, str] | AttentionBackend, sit
                 raise
             raise UnsupportedAttention(f"{latent}\nWith keys and values of all heads in the cache: {dense}") from dense
     reasons = selection.backend.capabilities.reasons_against(site, **where)
-    kv_dtype = where.get("kv_dtype") or site.dtype
+    size = token_bytes(site.dense, where.get("kv_dtype") or site.dtype, where.get("fixed_scale", False))
     logger.warning(
         "%s caches keys and values of all heads of MLA layers, %d bytes per token and layer; the latent cache of %s, %d, is "
-        "not served: %s", selection.backend.name, token_bytes(site.dense, kv_dtype), dtype_name(site.dtype), token_bytes(site),
-        "; ".join(reasons))
+        "not served: %s", selection.backend.name, size, dtype_name(site.dtype), token_bytes(site), "; ".join(reasons))
     return replace(selection, not_latent=f"{selection.backend.name}: {'; '.join(reasons)}")
 
 
@@ -69,10 +68,9 @@ def select_backend(name: str | Mapping[str, str] | AttentionBackend, sites: Sequ
                    ) -> Selection:
     """Choose the backend for a model: ``name``, or for "auto" the best that can serve every site; where none can, the best for
     each kind of layer (``attn_ops/composite.py``). The best is the fastest by what was measured on this device
-    (``attn_ops/tuning/attention.py`` has the rule), else, and where the cache has fixed scales (``fixed_scale``), which are not
-    measured, the first in order of priority. Raises UnsupportedAttention, which
-    lists the site, its needs, and each reason, if no backend (or not the one asked for) can, and ValueError for an unknown
-    name."""
+    (``attn_ops/tuning/attention.py`` has the rule), else the first in order of priority, always so for a cache with fixed
+    scales (``fixed_scale``), on which nothing is measured. Raises UnsupportedAttention, which lists the site, its needs, and
+    each reason, if no backend (or not the one asked for) can, and ValueError for an unknown name."""
     name = attention_name(name)
     measured: dict[str, Any] = {"page_size": page_size, "kv_dtype": kv_dtype, "layout": layout}
     cache = {**measured, "fixed_scale": fixed_scale}

@@ -83,7 +83,7 @@ class Kit:
               for p in PAGE_SIZES),
             *((f"layout {name}", lambda name=name: self.cache_of("layout", name, self.layouts)) for name in ("NHD", "HND")),
             *((f"KV cache {dtype_name(d)}", lambda d=d: self.quantized(d)) for d in sorted(QUANTIZED_KV_DTYPES, key=str)),
-            *((f"KV cache {dtype_name(d)}{FIXED_SCALE}", lambda d=d: self.quantized(d, FIXED_SCALES))
+            *((f"KV cache {dtype_name(d)}{FIXED_SCALE}", lambda d=d: self.on_codes(d, FIXED_SCALES))
               for d in sorted(FIXED_SCALE_KV_DTYPES, key=str)),
             ("shared cache (no k, v)", lambda: self.exact(DECODE, MIXED, write=False)),
             ("rotary embedding (rope_op)", self.rope),
@@ -181,7 +181,10 @@ class Kit:
         self.exact(DECODE, MIXED, *batches, **{option: value})
         return None
 
-    def quantized(self, kv_dtype: torch.dtype, kv_scales: KVScales | None = None) -> str | None:
+    def quantized(self, kv_dtype: torch.dtype) -> str | None:
+        return self.on_codes(kv_dtype)
+
+    def on_codes(self, kv_dtype: torch.dtype, kv_scales: KVScales | None = None) -> str | None:
         """A decode and a mixed batch on a quantized cache, and a NaN. With --kv-dtype all checks run on one. With fixed scales:
         among pages full of NaN codes, as failed requests leave them, and what does not fit is a NaN too."""
         fixed, kit = kv_scales is not None, Kit(self.backend, self.device, self.dtype, kv_dtype, self.quick, kv_scales)

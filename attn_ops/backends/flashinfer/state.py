@@ -80,9 +80,12 @@ class FlashInferState:
         self.graph_rows: dict[Any, int] = {}
         self.step: weakref.ref[Step] | None = None
 
-    def group(self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *others: Any) -> Group:
+    def group(self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, scale: float, window: int | None,
+              softcap: float | None) -> Group:
         """The group of a site; over an fp8 cache the kernels get queries in float16, see NOTE [NaN codes and float16]."""
-        return Group(heads, kv_heads, dim, torch.float16 if self.fixed_kv_dtype else dtype, *others, self.fixed_kv_dtype)
+        if self.fixed_kv_dtype is not None:
+            dtype = torch.float16
+        return Group(heads, kv_heads, dim, dtype, scale, window, softcap, self.fixed_kv_dtype)
 
     def key_scale(self, k_cache: torch.Tensor) -> float:
         """The fixed scale of these keys. Raises RuntimeError for those of another cache."""

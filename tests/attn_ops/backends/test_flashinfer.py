@@ -140,12 +140,11 @@ BATCHES = {
 
 @pytest.mark.parametrize("only, dtype", [
     ("batch", torch.float32), ("fixed scale", torch.float16), ("fixed scale", torch.bfloat16),
-    pytest.param("", torch.float32, marks=pytest.mark.slow)], ids=str)
+    pytest.param("", torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_the_kit_passes_on_the_stand_ins(on_cpu, only, dtype) -> None:
     """With fixed scales too: keys and values by numbers of their own, NaN for what does not fit, in either dtype."""
     capabilities = dataclasses.replace(
         BACKEND.capabilities, devices=frozenset({"cpu"}), dtypes=frozenset({dtype}),
-        fixed_scale_kv_dtypes=BACKEND.capabilities.fixed_scale_kv_dtypes if only else frozenset(),  # its rounding is float16's
         head_dims=lambda d, dv: d == dv == 16, page_sizes=lambda size: size in (1, 4, 32))
     backend = dataclasses.replace(on_cpu, capabilities=capabilities, available=lambda device: None)
     pass_kit(backend, only)  # but opcheck: the op here is a plain function
@@ -348,17 +347,10 @@ def test_op_errors(on_cpu) -> None:
             flashinfer.paged_attention(*arguments, **(options | {"chunk": 8}))
         with pytest.raises(UnsupportedAttention, match="one scale for a whole cache.*or kv_scales=, one fixed scale per layer"):
             flashinfer.paged_attention(*arguments[:5], torch.ones(1), torch.ones(1), *arguments[7:], **options)
-
-
-def test_fixed_scales_of_another_cache(on_cpu) -> None:
-    """The kernels take a number that the state knows by the layer's keys: of other keys it would be a wrong one."""
-    fp8 = dict(kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16, **SMALL)
-    case, other = (make_case([1, 1], [9, 3], **fp8, kv_scales=scales) for scales in (0.0625, 0.5))
-    _, step = planned_step(case)
-    with running(step):
-        flashinfer.paged_attention(*case.arguments(), **case.options)
-        with pytest.raises(RuntimeError, match="made for another KV cache than the one with these fixed scales"):
-            flashinfer.paged_attention(*other.arguments(), **other.options)
+    mine, other = (make_case([1, 1], [9, 3], **SMALL, kv_dtype=torch.float8_e5m2, kv_scales=scale) for scale in (0.06, 0.5))
+    with running(planned_step(mine)[1]), pytest.raises(RuntimeError, match="for another KV cache than the one with these"):
+        flashinfer.paged_attention(*mine.arguments(), **mine.options)
+        flashinfer.paged_attention(*other.arguments(), **other.options)  # the number would be that of other keys
 
 
 def test_batches_larger_than_the_limits_leave_no_plan(on_cpu) -> None:
