@@ -234,6 +234,7 @@ class Engine(EngineCalls, WeightUpdates):
         if token < 0:
             return self._finish(request, FinishReason.ERROR, error=request.failure or (
                 f"the logits for token {len(request.token_ids)} contain NaN, or are all -inf; the model overflowed"
+                f"{'' if self.config.kv_scales is None else ', or keys or values do not fit kv_scales: give larger ones'}"
                 f"{'' if request.edits is None else ', or its sampling parameters leave no token'}"))
         output, params, text = request.output, request.params, request.detokenizer
         ends, full = request.append(token)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.attn_ops.backend import AttentionBackend, dtype_name, listed
+from quire.attn_ops.conformance.checks import FIXED_SCALE
 from quire.attn_ops.registry import FEATURES, REGISTRY, all_backends
 
 INTRODUCTION = """# Attention backends
@@ -36,9 +37,10 @@ def declared(backends: Sequence[AttentionBackend]) -> list[str]:
         features = ", ".join(f.replace("_", "-") for f in FEATURES if getattr(caps, f)) or "none"
         hardware = ("**not verified on hardware**" if not backend.verified else
                     f"verified: {backend.verified_note}" if backend.verified_note else "verified")
+        fixed = (f"{dtype_name(d)} (fixed scale)" for d in caps.fixed_scale_kv_dtypes)
         cells = (f"`{backend.name}`", listed(caps.devices), listed(map(dtype_name, caps.dtypes)),
-                 listed(["model's", *map(dtype_name, caps.kv_dtypes)]), caps.head_dims_note, caps.page_sizes_note, features,
-                 caps.cudagraph_support.name, hardware)
+                 listed(["model's", *map(dtype_name, caps.kv_dtypes), *fixed]), caps.head_dims_note, caps.page_sizes_note,
+                 features, caps.cudagraph_support.name, hardware)
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -70,6 +72,8 @@ def _grouped(results: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]
     found: dict[str, list[dict[str, Any]]] = {}
     for result in results:
         group = next((title for prefix, title in GROUPS.items() if result["check"].startswith(prefix)), result["check"])
+        if result["check"].endswith(FIXED_SCALE):
+            group += FIXED_SCALE
         found.setdefault(group, []).append(result)
     return found
 
@@ -109,11 +113,12 @@ def page(records: Sequence[dict[str, Any]], earlier: str = "") -> str:
     """The page. ``earlier``: a page whose tables of other devices stay as they are."""
     backends = sorted(all_backends().values(), key=lambda b: (not b.verified, b.name))
     made = [f"- `{form}`: {what}." for form, _, what in (family.usage.partition(": ") for family in REGISTRY.families)]
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[tuple[str, bool], list[str]] = {}
     for backend in backends:
         if not backend.capabilities.kv_dtypes and (note := backend.capabilities.kv_dtypes_note):
-            reasons.setdefault(note, []).append(f"`{backend.name}`")
-    without = [f"No quantized cache with {', '.join(names)}: {note}." for note, names in reasons.items()]
+            reasons.setdefault((note, bool(backend.capabilities.fixed_scale_kv_dtypes)), []).append(f"`{backend.name}`")
+    without = [f"No quantized cache{' but with a fixed scale' * fixed} with {', '.join(names)}: {note}."
+               for (note, fixed), names in reasons.items()]
     lines = [INTRODUCTION, "## Declared", "", *declared(backends), "", *(line for text in without for line in (text, "")),
              "Made from a name, of others or with sizes. `attention=\"auto\"` never chooses an approximation:", "", *made, "",
              "## Checked", "",

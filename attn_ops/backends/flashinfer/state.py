@@ -35,12 +35,13 @@ class Group(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
+    kv_dtype: torch.dtype | None = None  # of an fp8 cache; None: that of q
 
     @property
     def options(self) -> dict[str, Any]:
         """Arguments common to FlashInfer's plan functions. Its ``window_left`` does not count the query itself."""
         return {"window_left": -1 if self.window is None else self.window - 1, "logits_soft_cap": self.softcap or 0.0,
-                "sm_scale": self.scale, "q_data_type": self.dtype, "kv_data_type": self.dtype}
+                "sm_scale": self.scale, "q_data_type": self.dtype, "kv_data_type": self.kv_dtype or self.dtype}
 
     def workspace_bytes(self, rows: int, processors: int) -> int:
         """Room for the partial results of the worst plan: (H, tiles, queries per tile, D + 1) float32. A tile is 16, 64 or 128
@@ -55,7 +56,8 @@ class Group(NamedTuple):
 
 class FlashInferState:
     """Workspace, buffers and plans of one engine. ``prompts_only``: decodes at the head of a batch are another backend's, and
-    nothing is compiled in a step (``PrefillPart``)."""
+    nothing is compiled in a step (``PrefillPart``). ``key_scales``: of a cache with fixed scales, by the address of a layer's
+    keys: the kernels take a number, and the op must not read one from the GPU."""
 
     def __init__(self, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits, prompts_only: bool = False
                  ) -> None:
@@ -68,13 +70,28 @@ class FlashInferState:
         # Recorded after the last copy from pinned memory: torch's allocator does not know of FlashInfer's own copies.
         self.copied = torch.cuda.Event()
         self.workspace = torch.zeros(MIN_WORKSPACE, dtype=torch.uint8, device=self.device)
+        self.fixed_kv_dtype = cache.dtype if cache.fixed_scale else None
+        self.key_scales = {cache.of_layer(layer)[0].data_ptr(): scale for layer, (scale, _) in (cache.kv_scales or {}).items()}
         self.groups: dict[Group, torch.Tensor] = {}
         for s in sites:
-            self._add(Group(s.num_heads, s.num_kv_heads, s.head_dim, s.dtype, s.scale, s.window, s.softcap))
+            self._add(self.group(s.num_heads, s.num_kv_heads, s.head_dim, s.dtype, s.scale, s.window, s.softcap))
         self.tables: dict[int | None, PageTable] = {}
         self.wrappers: dict[Any, Any] = {}
         self.graph_rows: dict[Any, int] = {}
         self.step: weakref.ref[Step] | None = None
+
+    def group(self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, scale: float, window: int | None,
+              softcap: float | None) -> Group:
+        """The group of a site; over an fp8 cache the kernels get queries in float16, see NOTE [NaN codes and float16]."""
+        if self.fixed_kv_dtype is not None:
+            dtype = torch.float16
+        return Group(heads, kv_heads, dim, dtype, scale, window, softcap, self.fixed_kv_dtype)
+
+    def key_scale(self, k_cache: torch.Tensor) -> float:
+        """The fixed scale of these keys. Raises RuntimeError for those of another cache."""
+        if k_cache.data_ptr() not in self.key_scales:
+            raise RuntimeError("flashinfer: the state was made for another KV cache than the one with these fixed scales")
+        return self.key_scales[k_cache.data_ptr()]
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # pinned memory must outlive the copies from it
@@ -164,13 +181,14 @@ class FlashInferState:
         return wrapper
 
     def _plan_prefill(self, group: Group, table: PageTable, first: int, kernels: str = "fa3") -> Any:
-        """Plan the rows from ``first`` on. Kernels are fa3 on Hopper GPUs if they build, else fa2."""
+        """Plan the rows from ``first`` on. Kernels are fa3 on Hopper GPUs if they build, else fa2, as over an fp8 cache: fa3
+        takes it with fp8 queries alone."""
         if self.prompts_only and group.window is None and self.gpu.major == HOPPER and contiguous.spares(
                 *contiguous.lengths(self.metadata, first, self.rows), group.heads, group.kv_heads, group.dim):
             return self._contiguous(group, first, self.rows)
         wrapper = self.wrappers.get(("prefill", group))
         if wrapper is None:
-            kernels = kernels if self.gpu.major == HOPPER else "fa2"
+            kernels = kernels if self.gpu.major == HOPPER and group.kv_dtype is None else "fa2"
             logger.info("flashinfer: %s prefill kernel for %s%s", kernels, group,
                         "" if self.prompts_only else " (compiled at its first use on a machine)")
             wrapper = self.lib.BatchPrefillWithPagedKVCacheWrapper(self.workspace, self.layout, backend=kernels)

@@ -25,10 +25,11 @@ from triton.runtime.interpreter import InterpretedFunction
 from quire import AttentionSite, CommonAttentionMetadata, UnsupportedAttention
 from quire.attn_ops import long_prefill
 from quire.attn_ops.backends import flashinfer, torch_native
-from quire.attn_ops.backends.flashinfer import BACKEND, FlashInferState, Group, contiguous
+from quire.attn_ops.backends.flashinfer import BACKEND, FlashInferState, contiguous
 from quire.attn_ops.backends.flashinfer import pages as page_kernels
 from quire.attn_ops.backends.flashinfer import state as state_module
 from quire.attn_ops.backends.flashinfer.pages import leading_decodes, page_table
+from quire.attn_ops.backends.flashinfer.state import Group
 from quire.attn_ops.conformance.batches import check, lay_out, planned
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.step import Step, StepLimits, running
@@ -137,10 +138,13 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("only", ["batch", pytest.param("", marks=pytest.mark.slow)])
-def test_the_kit_passes_on_the_stand_ins(on_cpu, only) -> None:
+@pytest.mark.parametrize("only, dtype", [
+    ("batch", torch.float32), ("fixed scale", torch.float16), ("fixed scale", torch.bfloat16),
+    pytest.param("", torch.float16, marks=pytest.mark.slow)], ids=str)
+def test_the_kit_passes_on_the_stand_ins(on_cpu, only, dtype) -> None:
+    """With fixed scales too: keys and values by numbers of their own, NaN for what does not fit, in either dtype."""
     capabilities = dataclasses.replace(
-        BACKEND.capabilities, devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32}),
+        BACKEND.capabilities, devices=frozenset({"cpu"}), dtypes=frozenset({dtype}),
         head_dims=lambda d, dv: d == dv == 16, page_sizes=lambda size: size in (1, 4, 32))
     backend = dataclasses.replace(on_cpu, capabilities=capabilities, available=lambda device: None)
     pass_kit(backend, only)  # but opcheck: the op here is a plain function
@@ -341,8 +345,12 @@ def test_op_errors(on_cpu) -> None:
             flashinfer.paged_attention(arguments[0][:1], *arguments[1:], **options)
         with pytest.raises(UnsupportedAttention, match="no chunked attention"):
             flashinfer.paged_attention(*arguments, **(options | {"chunk": 8}))
-        with pytest.raises(UnsupportedAttention, match="no quantized KV cache: its kernels take one scale for a whole cache"):
+        with pytest.raises(UnsupportedAttention, match="one scale for a whole cache.*or kv_scales=, one fixed scale per layer"):
             flashinfer.paged_attention(*arguments[:5], torch.ones(1), torch.ones(1), *arguments[7:], **options)
+    mine, other = (make_case([1, 1], [9, 3], **SMALL, kv_dtype=torch.float8_e5m2, kv_scales=scale) for scale in (0.06, 0.5))
+    with running(planned_step(mine)[1]), pytest.raises(RuntimeError, match="for another KV cache than the one with these"):
+        flashinfer.paged_attention(*mine.arguments(), **mine.options)
+        flashinfer.paged_attention(*other.arguments(), **other.options)  # the number would be that of other keys
 
 
 def test_batches_larger_than_the_limits_leave_no_plan(on_cpu) -> None:
