@@ -101,7 +101,8 @@ class AdapterTiles(NamedTuple):
     Args:
         adapters: how many.  per: at most so many add to the columns of a program.
         parts: of the first products' sums.
-        block_r, block_q: ranks, padded, and those of a second product at a time.  held: adapters whose B is loaded at once.
+        block_r, block_q: ranks, padded, and those of a second product at a time.  held: adapters whose B is loaded at once;
+            early: which tokens have an adapter is read before the loop over the columns of x.
         ranks, slices, stages: of a program of first products (``shrink``).
     """
 
@@ -111,6 +112,7 @@ class AdapterTiles(NamedTuple):
     block_r: int
     block_q: int
     held: int
+    early: bool
     ranks: int
     slices: int
     stages: int

@@ -160,8 +160,8 @@ def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.conste
 
 @triton.jit
 def bits_of(tokens, t, lora):
-    """The adapters of each of the tokens, as bits. Loaded once, well before they are needed: masks of other loads wait for
-    them."""
+    """The adapters of each of the tokens, as bits. Loaded once, and well before they are needed if that is possible: masks of
+    other loads wait for them."""
     return tl.load(lora.rows + tokens, mask=tokens < t, other=0)
 
 

@@ -174,7 +174,9 @@ def _tile(program, first_programs, x, w, scale, bias, norm, res, out, M, N, K, s
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
-    mine = bits_of(tokens, M, lora) if LORA is not None else None
+    mine = None
+    if LORA is not None and LORA.early:
+        mine = bits_of(tokens, M, lora)
     if SPLITS == 1:
         first, last = 0, K
     else:
@@ -284,6 +286,8 @@ def _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, 
     if LORA is not None:
         y = acc.to(out.dtype.element_ty).to(tl.float32)  # rounded as the layer's own result is
         up = acc_up.to(out.dtype.element_ty).to(tl.float32)
+        if not LORA.early:
+            mine = bits_of(tokens, M, lora)
         held, held_up = adapter_factors(mine, start, N, lora, SWIGLU, LORA, BLOCK_N)
         wait_for_first_products(lora, first_programs)
         acc, acc_up = add_adapters(y, up, mine, rms, held, held_up, start, N, tokens, M, lora, SWIGLU, LORA, BLOCK_M,

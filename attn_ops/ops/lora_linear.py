@@ -85,7 +85,7 @@ def lora_linear_cuda(
     pdl = host.use_pdl(x.device, 1) if pdl is None else pdl
     lora, _ = adapters_for(x, a, b, starts, scaling, bits, 1)
     base = small_linear_cuda(x, weight, bias, norm_weight, eps, None, swiglu, config=config, pdl=pdl, lora=lora)
-    tiles = adapter_tiles(lora, n, Config(64, 1, 4, 1), swiglu)
+    tiles = adapter_tiles(lora, n, Config(64, 1, 4, 1), swiglu, False)
     out = x.new_empty(1, 1, n)
     launch(host.kernel_module("kernels.lora").finish_kernel, (-(-n // 64),), base, lora,
            None if residual is None else residual.contiguous(), out, n, LORA=tiles, BLOCK_N=64, SWIGLU=swiglu,
