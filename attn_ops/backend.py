@@ -99,6 +99,8 @@ class AttentionCapabilities:
         window, softcap, sinks, chunk, non_causal: features of a site.
         mla: MLA on the latent cache, with ``mla_op``.  latent_kv_dtypes: of kv_dtypes, those of a latent cache.
         lse: it has ``state_op``, so that parts of the keys can be attended to apart: shared prefixes, trees of drafts.
+        cudagraph_support: the batches that a CUDA graph may hold. Padding rows of a graph are 0 tokens long for every backend
+            (NOTE [Padding]); there is no fill value to choose. A backend whose kernels need a token clamps the lengths to 1.
         batch_invariant: a sequence's output does not depend, bit for bit, on the rest of its batch.
         any_batch: the op takes the batch from its tables alone, so that it may be called with another than the step's: at
             most as long in queries and sequences. Without a plan and a state only.
