@@ -274,7 +274,7 @@ def test_a_spoilt_backend_fails_on_a_quantized_cache(kv_dtype) -> None:
 
 def test_only_the_spoilt_feature_fails() -> None:
     assert failures(broken(spoil(window=lambda g: None))) == {
-        "feature window", "windows at page boundaries",
+        "feature window", "windows at page boundaries", "real shapes: window", "real shapes: together",
         "features together", "garbage in unused slots", "the last tokens of a step",  # all features
         "KV cache int8", "KV cache float8_e4m3fn", "KV cache float8_e5m2"}
 
