@@ -194,7 +194,7 @@ def scattered(query_lens: Sequence[int], seq_lens: Sequence[int], *, page_size: 
 
 
 def lay_out(site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequence[int], *, page_size: int,
-            device: torch.device | str = "cpu", layout: Layout = "NHD", kv_dtype: torch.dtype | None = None,
+            device: torch.device | str = "cpu", layout: Layout = "NHD", kv_dtype: torch.dtype | None = None, sink: float = 0.0,
             num_pages: int | None = None, table_width: int = 0, pad: tuple[int, int] = (0, 0), write: bool = True,
             strided: bool = False, fill: float | None = None, expect: bool = True, fast_tanh: bool = False, seed: int = 0,
             shared: int = 0, kv_scales: KVScales | None = None) -> Batch:
@@ -204,7 +204,7 @@ def lay_out(site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequence[i
         kv_dtype: of the cache; None: the site's.  kv_scales: fixed scales of it.
         num_pages, table_width: of the cache and the block table, at least what the batch needs.
         pad: padding tokens and padding rows.  fill: what lies in slots without an owner; None: noise.
-        strided: q, k and v are views into one tensor, as a fused projection gives them.
+        strided: q, k and v are views into one tensor, as a fused projection gives them.  sink: mean of the sinks' logits.
         expect: False leaves ``expected``, ``bound``, ``keys`` and ``values`` empty.
         fast_tanh: allow the error of the hardware's tanh, see ``rounding``.
         shared: whole pages of tokens at the start of the sequences that are one and the same, for those sequences that do not
@@ -231,7 +231,8 @@ def lay_out(site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequence[i
     for tensor in (q, k, v):
         tensor[meta.num_actual_tokens :] = math.nan
     zeros = torch.zeros(meta.num_tokens if expect else 0, heads, dim_v, dtype=torch.float64, device=device)
-    batch = Batch(site, q, k, v, randn(heads) if site.sinks else None, cache, meta, write, zeros, torch.zeros_like(zeros))
+    sinks = randn(heads) + sink if site.sinks else None
+    batch = Batch(site, q, k, v, sinks, cache, meta, write, zeros, torch.zeros_like(zeros))
     batch.pour(fill, generator)
     magnitude, begin = torch.zeros_like(zeros), 0
     for count, total, pages, mine in zip(query_lens, seq_lens, table, sharing, strict=True):
@@ -248,8 +249,8 @@ def lay_out(site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequence[i
         if expect:
             batch.keys.append(keys)
             batch.values.append(values)
-            batch.expected[own] = reference(site, q[own], read[0], read[1], batch.sinks)
-            magnitude[own] = reference(site, q[own], read[0], read[1].abs(), batch.sinks)
+            both = reference(site, q[own], read[0], torch.cat([read[1], read[1].abs()], dim=-1), batch.sinks)
+            batch.expected[own], magnitude[own] = both.split(dim_v, dim=-1)
     if expect:
         batch.bound = rounding(magnitude, batch.expected, site.dtype, site.softcap if fast_tanh else None)
     return batch

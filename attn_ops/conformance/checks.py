@@ -12,7 +12,7 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport, dtype_name
-from quire.attn_ops.conformance import states, sweeps
+from quire.attn_ops.conformance import real_shapes, states, sweeps
 from quire.attn_ops.conformance.batches import Batch, Failure, bits, check, compare, lay_out, planned, prepared, run
 from quire.attn_ops.kernels.launch import side_stream
 from quire.attn_ops.kv_quant import FIXED_SCALE_KV_DTYPES, FORMATS, QUANTIZED_KV_DTYPES, KVScales
@@ -49,7 +49,8 @@ class Skip(Exception):
 
 
 class Kit:
-    """The checks, on caches of ``kv_dtype`` (None: ``dtype``). ``quick``: without the large batches."""
+    """The checks, on caches of ``kv_dtype`` (None: ``dtype``). ``quick``: without the large batches, and fewer real
+    shapes."""
 
     def __init__(self, backend: AttentionBackend, device: torch.device, dtype: torch.dtype,
                  kv_dtype: torch.dtype | None = None, quick: bool = False, kv_scales: KVScales | None = None) -> None:
@@ -76,6 +77,7 @@ class Kit:
             ("windows at page boundaries", lambda: sweeps.edges(self, "window")),
             ("chunks at page boundaries", lambda: sweeps.edges(self, "chunk")),
             ("features together", self.together),
+            *real_shapes.checks(self),
             ("non-causal", self.non_causal),
             ("head dims", self.head_dims),
             ("query heads per key head", self.groups),

@@ -26,7 +26,8 @@ for what it declares; everything else is refused with the reason. `quire backend
 `python -m quire.attn_ops.conformance --backend NAME` checks a backend there. How to add one:
 [CONTRIBUTING.md](../CONTRIBUTING.md#adding-a-backend).
 """
-GROUPS = {"shape ": "batch shapes", "page size ": "page sizes", "KV cache ": "quantized KV caches", "layout ": "layouts"}
+GROUPS = {"shape ": "batch shapes", "real shapes: ": "features at real shapes", "page size ": "page sizes",
+          "KV cache ": "quantized KV caches", "layout ": "layouts"}
 
 
 def declared(backends: Sequence[AttentionBackend]) -> list[str]:
@@ -124,7 +125,7 @@ def page(records: Sequence[dict[str, Any]], earlier: str = "") -> str:
              "## Checked", "",
              "Cells hold the largest error of an output; the bound is twice the rounding of the dtype "
              "(`attn_ops/conformance/__init__.py`). \"refused\": not declared, and refused. \"quick\": without the large "
-             "batches. \"not run\": the run had no time left. \"–\": there is nothing to check.", ""]
+             "batches and most real shapes. \"not run\": the run had no time left. \"–\": there is nothing to check.", ""]
     tables = ["\n".join(checked(record)).rstrip() for record in joined(records)]
     new = {table.partition("\n")[0] for table in tables}
     kept = [f"### {table}".rstrip() for table in earlier.split("\n### ")[1:]]

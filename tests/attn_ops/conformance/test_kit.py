@@ -277,7 +277,7 @@ def test_a_spoilt_backend_fails_on_a_quantized_cache(kv_dtype) -> None:
 
 def test_only_the_spoilt_feature_fails() -> None:
     assert failures(broken(spoil(window=lambda g: None))) == {
-        "feature window", "windows at page boundaries",
+        "feature window", "windows at page boundaries", "real shapes: window", "real shapes: together",
         "features together", "garbage in unused slots", "the last tokens of a step",  # all features
         *BY_TOKEN, *FIXED}
 
