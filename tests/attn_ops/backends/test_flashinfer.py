@@ -13,20 +13,17 @@ import logging
 import math
 import shutil
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from triton.runtime.interpreter import InterpretedFunction
 
 from quire import AttentionSite, CommonAttentionMetadata, UnsupportedAttention
 from quire.attn_ops import long_prefill
 from quire.attn_ops.backends import flashinfer, torch_native
 from quire.attn_ops.backends.flashinfer import BACKEND, FlashInferState, contiguous
-from quire.attn_ops.backends.flashinfer import pages as page_kernels
 from quire.attn_ops.backends.flashinfer import state as state_module
 from quire.attn_ops.backends.flashinfer.pages import leading_decodes, page_table
 from quire.attn_ops.backends.flashinfer.state import Group
@@ -34,7 +31,7 @@ from quire.attn_ops.conformance.batches import check, lay_out, planned
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.step import Step, StepLimits, running
 from quire.attn_ops.tuning.prefill import PrefillRule, PrefillTime
-from tests.attn_ops.backends.flashinfer_stand_ins import Decode, Prefill, Ragged, fast_decode_plan, site
+from tests.attn_ops.backends.flashinfer_stand_ins import Decode, Prefill, Ragged, fast_decode_plan, site, stand_in
 from tests.attn_ops.cases import check_case, check_output, make_case, pass_kit
 from tests.attn_ops.oracle import oracle_attention
 
@@ -44,19 +41,7 @@ SMALL = dict(num_heads=4, num_kv_heads=2, head_dim=16, page_size=4)
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """The backend on a CPU: ``Decode`` and ``Prefill`` for FlashInfer, the interpreter for its Triton kernels."""
-    library = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Decode, BatchPrefillWithPagedKVCacheWrapper=Prefill,
-                              fast_decode_plan=fast_decode_plan)
-    monkeypatch.setitem(sys.modules, "flashinfer", library)
-    monkeypatch.setattr(page_kernels, "gather_pages", InterpretedFunction(page_kernels.gather_pages.fn))
-    event = SimpleNamespace(synchronize=lambda: None, record=lambda stream: None)
-    gpu = SimpleNamespace(multi_processor_count=8, major=9)
-    for name, value in (("Event", lambda: event), ("get_device_properties", lambda device: gpu),
-                        ("current_stream", lambda device: None), ("is_current_stream_capturing", lambda: False)):
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(state_module, "MIN_WORKSPACE", 16)
-    monkeypatch.setattr(Prefill, "broken", ())
-    return dataclasses.replace(BACKEND, op=flashinfer.paged_attention)
+    return stand_in(monkeypatch)
 
 
 # What it declares.
