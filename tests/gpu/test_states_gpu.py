@@ -1,5 +1,5 @@
-"""On a GPU: cascades and halves by the kit (test_conformance_gpu.py has states and trees of drafts), and long prefills of MLA
-without a wait."""
+"""On a GPU: cascades and halves by the kit (test_conformance_gpu.py has states and trees of drafts), long prefills of MLA
+without a wait, and several decode steps in one CUDA graph."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_long_prefills_do_not_wait_for_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("name, latent", [
-    ("triton", None), ("flashinfer", None), ("triton", Latent(512, 64)), ("flashinfer_mla", Latent(512, 64))])
+    ("triton", None), ("flashinfer", None), ("triton", Latent(512, 64)), ("flashinfer_mla", Latent(512, 64))],
+    ids=["triton", "flashinfer", "triton-latent", "flashinfer_mla-latent"])
 def test_several_decode_steps_in_one_graph(name: str, latent: Latent | None) -> None:
     """Their metadata is made, and they are planned, before the first of them, so that nothing comes between them. The graph is
     replayed with longer sequences, fewer of them, on other pages; then with the first ones again."""

@@ -82,7 +82,7 @@ class FlashInferPlan(StepPlan):
             metadata, metadata.num_tokens, step.graph_key, step.capturing)
         self.window_metadata = step.window_metadata or metadata  # of layers with a window: the same but for the pages
         self.decodes, self.rows = leading_decodes(starts), metadata.num_reqs
-        self.last_token = int(starts[self.rows])
+        self.last_token = 0  # of the rows that are planned, set when their number is known
         self.filled: set[int | None] = set()
         self.segments: dict[Group, Segments] = {}
 
@@ -146,7 +146,7 @@ class FlashInferState:
         starts = metadata.query_start_loc_cpu.numpy()
         if plan.key is not None:
             self._check_graph(plan, int(starts[-1]), min(starts.shape[0] - 1, plan.num_tokens))
-            plan.last_token = int(starts[plan.rows])
+        plan.last_token = int(starts[plan.rows])
         plan.wait()
         for group in self.groups:
             self._plan_group(plan, group)
