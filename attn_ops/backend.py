@@ -230,7 +230,8 @@ class AttentionBackend:
             PLAIN only, without options, and rope_kv_write rotates for the other forms.
         make_state: (sites, cache, limits: StepLimits) -> the backend's state for one engine or step (workspaces, plans).
         plan: (metadata, step: Step) -> None, host work before a forward or a replay, outside the graph; once per step. Must
-            not allocate on the device when replaying.
+            not allocate on the device when replaying. Steps of one graph (``Step.number``) are all planned before the first of
+            them: ``attn_ops/plans.py`` holds their plans.
         prepare: an op (PREPARE_SCHEMA), from ``define_prepare``, recorded in the graph once per forward; every layer gets the
             result as ``prepared``. Device work only: no sync, no shape that depends on data.
         priority: place in the order of ``attention="auto"``, by device type; lower is tried first, missing is not tried.

@@ -13,7 +13,8 @@ bfloat16 that is exact from 6e-5 to 65504, and below within 3e-8. Codes, and so 
 within float16's range; the scale of values multiplies results as they are stored in the model's dtype.
 
 Only batches of one token per sequence are captured in CUDA graphs. A graph's kernels read persistent buffers, which ``plan``
-refills before each replay, allocating nothing. See NOTE [Padding]: rows without tokens give zeros.
+refills before each replay, allocating nothing. A graph may hold several steps: the plans of all are made before, each with
+buffers of its own, and the op takes that of ``Step.number``. See NOTE [Padding]: rows without tokens give zeros.
 """
 
 from __future__ import annotations
@@ -71,13 +72,15 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
                                    "kv_cache_dtype='auto', or kv_scales=, one fixed scale per layer of an fp8 cache, which it "
                                    "serves; beside another backend (NAME@long of `quire backends`) its kernels serve long "
                                    "prompts of a cache with a scale for each token")
-    if step is None or state is None or state.step is None or state.step() is not step:
+    planned = None if step is None or state is None else state.plans.of(step)
+    if step is None or state is None or planned is None:
         raise RuntimeError("flashinfer_paged_attention needs a paged step that was planned: run the model inside `with "
-                           "quire.step(cache, metadata)`, or call plan(metadata, step) first")
+                           "quire.step(cache, metadata)`, or call plan(metadata, step) first"
+                           + ("" if step is None or state is None else state.plans.missing(step)))
     num_tokens, heads, dim = q.shape
-    if num_tokens != state.num_tokens:
-        raise RuntimeError(f"flashinfer: the step was planned for {state.num_tokens} tokens, q has {num_tokens}")
-    segments = state.segments(state.group(heads, k_cache.shape[2], dim, q.dtype, scale, window, softcap))
+    if num_tokens != planned.num_tokens:
+        raise RuntimeError(f"flashinfer: the step was planned for {planned.num_tokens} tokens, q has {num_tokens}")
+    segments = state.segments(planned, state.group(heads, k_cache.shape[2], dim, q.dtype, scale, window, softcap))
     given: dict[str, Any] = {}
     if fixed:
         given = {"k_scale": state.key_scale(k_cache)}

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import sys
+from types import SimpleNamespace
 
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 
 from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import AttentionBackend
+from quire.attn_ops.backends import flashinfer
+from quire.attn_ops.backends.flashinfer import pages, state
 from quire.attn_ops.conformance.batches import bits
 from quire.attn_ops.kv_quant import FIXED_SCALE_KV_DTYPES as FP8
 from quire.attn_ops.ops.varlen import varlen_attention_eager
@@ -156,3 +163,19 @@ class Ragged:
         out.copy_(found)
         if return_lse:
             lse.copy_(own_lse / math.log(2))
+
+
+def stand_in(monkeypatch) -> AttentionBackend:
+    """The backend on a CPU: ``Decode`` and ``Prefill`` for FlashInfer, the interpreter for its Triton kernels."""
+    library = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Decode, BatchPrefillWithPagedKVCacheWrapper=Prefill,
+                              fast_decode_plan=fast_decode_plan)
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    monkeypatch.setattr(pages, "gather_pages", InterpretedFunction(pages.gather_pages.fn))
+    event = SimpleNamespace(synchronize=lambda: None, record=lambda stream: None)
+    gpu = SimpleNamespace(multi_processor_count=8, major=9)
+    for name, value in (("Event", lambda: event), ("get_device_properties", lambda device: gpu),
+                        ("current_stream", lambda device: None), ("is_current_stream_capturing", lambda: False)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(state, "MIN_WORKSPACE", 16)
+    monkeypatch.setattr(Prefill, "broken", ())
+    return dataclasses.replace(flashinfer.BACKEND, op=flashinfer.paged_attention)
