@@ -8,8 +8,9 @@ same kernels over no keys.
 
 With a prefix of P tokens and n sequences, (n - 1) P reads of a key and a value are saved per layer; the two further launches
 cost 20 to 50 us. A prefix counts from READS saved reads on: with 8 key heads of 128 in bfloat16, on an H200, both take the same
-time at about 31,000 reads of 8 sequences, 42,000 of 32 and 75,000 of 128 (lines through ``h200_composite.json``). Batches of one sequence, of more than 8 tokens per sequence, and layers with a window or
-a chunk go to NAME as they are. Never chosen by ``attention="auto"``.
+time at about 31,000 reads of 8 sequences, 42,000 of 32 and 75,000 of 128 (lines through ``h200_composite.json``). Batches of
+one sequence, of more than 8 tokens per sequence, and layers with a window or a chunk go to NAME as they are. Never chosen by
+``attention="auto"``.
 """
 
 from __future__ import annotations
