@@ -99,7 +99,7 @@ class AdapterTiles(NamedTuple):
     """How programs compute the adapters of a layer in one launch: one constant argument of a kernel.
 
     Args:
-        adapters: how many.  per: at most so many add to the columns of a program.
+        adapters: how many.  one_loop: ``one_loop``.  per: at most so many add to the columns of a program.
         parts: of the first products' sums.
         block_r, block_q: ranks, padded, and those of a second product at a time.  held: adapters whose B is loaded at once;
             early: which tokens have an adapter is read before the loop over the columns of x.
@@ -107,6 +107,7 @@ class AdapterTiles(NamedTuple):
     """
 
     adapters: int
+    one_loop: bool
     per: int
     parts: int
     block_r: int
@@ -116,6 +117,13 @@ class AdapterTiles(NamedTuple):
     ranks: int
     slices: int
     stages: int
+
+
+def one_loop(lora: Adapters, t: int) -> bool:
+    """Whether the programs of first products choose their adapter as they run. Each adapter has a loop of its own otherwise,
+    which is faster with few adapters, by 2 us in a layer of one token; with many the code is long, and compiles for a minute.
+    Needs adapters of one dtype."""
+    return t > 1 and len(lora.b) > 4 and len({up.dtype for up in lora.b}) == 1
 
 
 def first_products(t: int, block_r: int, num_warps: int, item: int, memory: int = 96 * 1024) -> dict[str, Any]:

@@ -74,8 +74,8 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, 
     if LORA is not None:
         first = LORA.adapters * (LORA.block_r // LORA.ranks)
         if tl.program_id(0) < first:
-            shrink(tl.program_id(0), 0, tl.arange(0, 1), x, norm, lora, 1, K, K, LORA.adapters, 1, 1, LORA.block_r, LORA.ranks,
-                   1, 1)
+            shrink(tl.program_id(0), 0, tl.arange(0, 1), x, norm, lora, 1, K, K, LORA.adapters, False, 1, 1, LORA.block_r,
+                   LORA.ranks, 1, 1)
             let_next_start(PDL)
         else:
             _vector(tl.program_id(0) - first, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora.rms, BLOCK_N,
@@ -153,7 +153,7 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
         program, first = tl.program_id(0), LORA.adapters * (LORA.block_r // LORA.ranks) * LORA.parts
         if program < first:
             shrink(program // LORA.parts, program % LORA.parts, tl.arange(0, BLOCK_M), x, norm, lora, M, K, stride_x,
-                   LORA.adapters, LORA.parts, BLOCK_M, LORA.block_r, LORA.ranks, LORA.slices, LORA.stages)
+                   LORA.adapters, LORA.one_loop, LORA.parts, BLOCK_M, LORA.block_r, LORA.ranks, LORA.slices, LORA.stages)
             let_next_start(PDL)
             count_first_products(lora)
         else:

@@ -180,8 +180,8 @@ def adapter_tiles(lora: host.Adapters, n: int, config: Config, swiglu: bool, nor
     held = max(1, min(per, 1024 * num_warps // (block_q * block_n * operands)))  # 32 numbers per thread
     # A large loop with a norm has no registers left for what is kept meanwhile: qkv's of 32 tokens took 4 us more.
     early = not norm or padded(t) * config.block_k // (32 * num_warps) <= 32
-    return host.AdapterTiles(adapters, per, parts, block_r, block_q, held, early, first["RANKS"], first["SLICES"],
-                             first["STAGES"])
+    return host.AdapterTiles(adapters, host.one_loop(lora, t), per, parts, block_r, block_q, held, early, first["RANKS"],
+                             first["SLICES"], first["STAGES"])
 
 
 def memory_of(config: Config, tokens: int, swiglu: bool) -> int:
