@@ -21,7 +21,7 @@ q, k, v            (T, H, D), (T, Hkv, D), (T, Hkv, Dv), perhaps strided. k, v N
                    has stored them
 k_cache, v_cache   (pages, page_size, Hkv, D or Dv), in either layout: read the strides
 k_scale, v_scale   (pages, page_size, Hkv) float32 for a quantized cache, else None. Every key and value is then attended
-                   to as it reads back (``kv_quant.py``), those of this step too
+                   to as it reads back (``kv_quant.py``), those of this step too. (1, 1, 1): one fixed scale, not written
 slot_mapping       (T,) int64; block_table (B, W), query_start_loc (B + 1,), seq_lens (B,) int32
 sinks              (H,) or None
 prepared           what ``prepare`` returned; [] without it
@@ -68,6 +68,8 @@ ROPE_PAGED_SCHEMA = PAGED_SCHEMA.replace("Tensor? k, Tensor? v, ", (
 #: sequence, perhaps none or fewer than it has queries. A query without keys, as a padding token, gives 0 and -inf.
 STATE_SCHEMA = PAGED_SCHEMA.replace("Tensor? sinks, ", "").replace(
     "int? window, float? softcap, int? chunk) -> Tensor", "float? softcap, bool causal) -> (Tensor, Tensor)")
+#: What to do where a backend serves a quantized cache with fixed scales only.
+FIXED_REMEDY = "it serves one fixed scale per layer: give kv_scales=, a number or {layer: (of keys, of values)}"
 PREPARE_SCHEMA = (
     "(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) -> Tensor[]")
 
@@ -88,13 +90,17 @@ class AttentionCapabilities:
     Args:
         devices: torch device types.  dtypes: of q, k and v.
         kv_dtypes: of the cache, besides the dtype of q.  kv_dtypes_note: why no others, for messages.
-        min_compute_capability: of a CUDA device.  min_kv_compute_capability: the same for some of kv_dtypes.
+        fixed_scale_kv_dtypes: of a cache with one fixed scale per layer (``PagedKVCache(kv_scales=)``), whose codes of NaN must
+            give NaN.
+        min_compute_capability: of a CUDA device.  min_kv_compute_capability: the same for some dtypes of the cache.
         head_dims: predicate on (D, Dv).  heads: on (H, Hkv).  mla_dims: on (rank, R).  page_sizes: on tokens per
             page.  *_note: for messages.
         layouts: memory layouts of the cache.
         window, softcap, sinks, chunk, non_causal: features of a site.
         mla: MLA on the latent cache, with ``mla_op``.  latent_kv_dtypes: of kv_dtypes, those of a latent cache.
         lse: it has ``state_op``, so that parts of the keys can be attended to apart: shared prefixes, trees of drafts.
+        cudagraph_support: the batches that a CUDA graph may hold. Padding rows of a graph are 0 tokens long for every backend
+            (NOTE [Padding]); there is no fill value to choose. A backend whose kernels need a token clamps the lengths to 1.
         batch_invariant: a sequence's output does not depend, bit for bit, on the rest of its batch.
         any_batch: the op takes the batch from its tables alone, so that it may be called with another than the step's: at
             most as long in queries and sequences. Without a plan and a state only.
@@ -104,6 +110,7 @@ class AttentionCapabilities:
     dtypes: frozenset[torch.dtype]
     kv_dtypes: frozenset[torch.dtype] = frozenset()
     kv_dtypes_note: str = ""
+    fixed_scale_kv_dtypes: frozenset[torch.dtype] = frozenset()
     min_kv_compute_capability: Mapping[torch.dtype, tuple[int, int]] = field(default_factory=dict, hash=False)
     head_dims: Callable[[int, int], bool] = lambda d, dv: True
     head_dims_note: str = "any"
@@ -128,8 +135,9 @@ class AttentionCapabilities:
     cudagraph_support: CudagraphSupport = CudagraphSupport.NEVER
 
     def reasons_against(self, site: AttentionSite, *, device: torch.device, page_size: int | None = None,
-                        kv_dtype: torch.dtype | None = None, layout: str | None = None) -> list[str]:
-        """Why this backend cannot serve ``site``; empty if it can."""
+                        kv_dtype: torch.dtype | None = None, layout: str | None = None, fixed_scale: bool = False
+                        ) -> list[str]:
+        """Why this backend cannot serve ``site``; empty if it can. ``fixed_scale``: of a cache with fixed scales."""
         why, kv_dtype = list[str](), kv_dtype or site.dtype
         if device.type not in self.devices:
             why.append(f"runs on {listed(self.devices)}, not {device.type}")
@@ -139,16 +147,23 @@ class AttentionCapabilities:
             why.append(f"KV cache dtype {dtype_name(kv_dtype)} {old}")
         if site.dtype not in self.dtypes:
             why.append(f"dtype {dtype_name(site.dtype)} (has {listed(map(dtype_name, self.dtypes))})")
-        if kv_dtype not in (site.dtype, *self.kv_dtypes):
+        if fixed_scale:
+            if kv_dtype not in self.fixed_scale_kv_dtypes:
+                why.append(f"KV cache of {dtype_name(kv_dtype)} with one fixed scale per layer, kv_scales (has "
+                           f"{listed(map(dtype_name, self.fixed_scale_kv_dtypes))})")
+        elif kv_dtype not in (site.dtype, *self.kv_dtypes):
             have_kv = "the model's own dtype" + (f", {listed(map(dtype_name, self.kv_dtypes))}" if self.kv_dtypes else " only")
             note = f": {self.kv_dtypes_note}" if self.kv_dtypes_note else ""
-            why.append(f"KV cache dtype {dtype_name(kv_dtype)} (has {have_kv}{note})")
+            remedy = f"; {FIXED_REMEDY}" if kv_dtype in self.fixed_scale_kv_dtypes else ""
+            why.append(f"KV cache dtype {dtype_name(kv_dtype)} (has {have_kv}{note}{remedy})")
         if site.latent is not None:
             if not self.mla:
                 why.append("no MLA on the latent cache")
             elif not self.mla_dims(*site.latent):
                 why.append(f"MLA of {site.latent.rank}+{site.latent.rope} (has {self.mla_dims_note})")
-            if kv_dtype not in (site.dtype, *self.latent_kv_dtypes):
+            if fixed_scale:
+                why.append("no latent cache with fixed scales")
+            elif kv_dtype not in (site.dtype, *self.latent_kv_dtypes):
                 why.append(f"no latent cache of {dtype_name(kv_dtype)}")
         elif not self.head_dims(site.head_dim, site.head_dim_v):
             why.append(f"head dims {site.head_dim}/{site.head_dim_v} (has {self.head_dims_note})")
@@ -215,7 +230,8 @@ class AttentionBackend:
             PLAIN only, without options, and rope_kv_write rotates for the other forms.
         make_state: (sites, cache, limits: StepLimits) -> the backend's state for one engine or step (workspaces, plans).
         plan: (metadata, step: Step) -> None, host work before a forward or a replay, outside the graph; once per step. Must
-            not allocate on the device when replaying.
+            not allocate on the device when replaying. Steps of one graph (``Step.number``) are all planned before the first of
+            them: ``attn_ops/plans.py`` holds their plans.
         prepare: an op (PREPARE_SCHEMA), from ``define_prepare``, recorded in the graph once per forward; every layer gets the
             result as ``prepared``. Device work only: no sync, no shape that depends on data.
         priority: place in the order of ``attention="auto"``, by device type; lower is tried first, missing is not tried.

@@ -68,7 +68,7 @@ def common_capabilities(parts: Sequence[AttentionBackend], serving: Any, support
     caps = [part.capabilities for part in parts]
     both: dict[str, Any] = {
         f.name: all(getattr(c, f.name) for c in caps) for f in dataclasses.fields(AttentionCapabilities) if f.type == "bool"}
-    for name in ("devices", "dtypes", "kv_dtypes", "latent_kv_dtypes", "layouts"):
+    for name in ("devices", "dtypes", "kv_dtypes", "fixed_scale_kv_dtypes", "latent_kv_dtypes", "layouts"):
         both[name] = frozenset.intersection(*(getattr(c, name) for c in caps))
     for name in ("head_dims_note", "heads_note", "mla_dims_note", "page_sizes_note", "kv_dtypes_note"):
         both[name] = "; ".join(dict.fromkeys(note for c in caps if (note := getattr(c, name)) not in ("", "any"))) or (

@@ -27,7 +27,7 @@ def store_kv(k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tens
     the caches, and on a GPU for caches whose last dim is not contiguous."""
     if k is None or v is None:
         return
-    check_scales(k_cache, k_scale, v_scale)
+    check_scales(k_cache, k_scale, v_scale, fixed=True)
     if not has_kernel(k.device.type):
         write_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
         return

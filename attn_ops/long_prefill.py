@@ -131,6 +131,8 @@ class LongPrefill(Composite):
         return self.failed.get(device) or (part.ready(able, device, seconds) if part and able else None)
 
     def _able(self, sites: Sequence[AttentionSite], device: torch.device, **cache: Any) -> list[AttentionSite]:
+        if cache.pop("fixed_scale", False):  # not measured
+            return []
         if self._copies(cache.get("kv_dtype")):
             sites, cache = [s for s in sites if s.window is None], {**cache, "kv_dtype": None}
         return [s for s in sites if not self.prefill.capabilities.reasons_against(s, device=device, **cache)]
@@ -174,7 +176,7 @@ class LongPrefill(Composite):
         """The state. An engine's has PREFILL's workspaces at once, that of a step by hand only if PREFILL serves the step."""
         of_cache: dict[str, Any] = {"page_size": cache.page_size, "kv_dtype": cache.dtype, "layout": cache.layout}
         rules: dict[Kind, tuple[AttentionSite, int, PrefillRule]] = {}
-        for site in self._able(sites, cache.device, **of_cache):
+        for site in self._able(sites, cache.device, **of_cache, fixed_scale=cache.fixed_scale):
             kind = kind_of(site)
             if kind in rules:
                 rules[kind] = (site, rules[kind][1] + 1, rules[kind][2])

@@ -165,6 +165,12 @@ class BackendTable(list[BackendRow]):
         lines = aligned(table)
         lines += [f"{row.name}: not usable on {self.device}: {row.reason}" for row in self if row.reason]
         lines += [f"{row.name}: verified on hardware: {row.verified_note}" for row in self if row.verified_note]
+        fixed: dict[str, list[str]] = {}
+        for row in self:
+            if row.capabilities is not None and row.capabilities.fixed_scale_kv_dtypes:
+                fixed.setdefault(listed(map(dtype_name, row.capabilities.fixed_scale_kv_dtypes)), []).append(row.name)
+        lines += [f"KV cache of {dtypes} with one fixed scale per layer (kv_scales): {', '.join(names)}"
+                  for dtypes, names in fixed.items()]
         unverified = [row.name for row in self if not row.verified]
         if unverified:
             lines.append(f"not verified on hardware, only against their packages' signatures: {', '.join(unverified)}")

@@ -56,23 +56,24 @@ def select_latent_or_dense(name: str | Mapping[str, str] | AttentionBackend, sit
                 raise
             raise UnsupportedAttention(f"{latent}\nWith keys and values of all heads in the cache: {dense}") from dense
     reasons = selection.backend.capabilities.reasons_against(site, **where)
-    kv_dtype = where.get("kv_dtype") or site.dtype
+    size = token_bytes(site.dense, where.get("kv_dtype") or site.dtype, where.get("fixed_scale", False))
     logger.warning(
         "%s caches keys and values of all heads of MLA layers, %d bytes per token and layer; the latent cache of %s, %d, is "
-        "not served: %s", selection.backend.name, token_bytes(site.dense, kv_dtype), dtype_name(site.dtype), token_bytes(site),
-        "; ".join(reasons))
+        "not served: %s", selection.backend.name, size, dtype_name(site.dtype), token_bytes(site), "; ".join(reasons))
     return replace(selection, not_latent=f"{selection.backend.name}: {'; '.join(reasons)}")
 
 
 def select_backend(name: str | Mapping[str, str] | AttentionBackend, sites: Sequence[AttentionSite], *, device: torch.device,
-                   page_size: int, kv_dtype: torch.dtype | None = None, layout: str | None = None) -> Selection:
+                   page_size: int, kv_dtype: torch.dtype | None = None, layout: str | None = None, fixed_scale: bool = False
+                   ) -> Selection:
     """Choose the backend for a model: ``name``, or for "auto" the best that can serve every site; where none can, the best for
     each kind of layer (``attn_ops/composite.py``). The best is the fastest by what was measured on this device
-    (``attn_ops/tuning/attention.py`` has the rule), else the first in order of priority. Raises UnsupportedAttention, which
-    lists the site, its needs, and each reason, if no backend (or not the one asked for) can, and ValueError for an unknown
-    name."""
+    (``attn_ops/tuning/attention.py`` has the rule), else the first in order of priority, always so for a cache with fixed
+    scales (``fixed_scale``), on which nothing is measured. Raises UnsupportedAttention, which lists the site, its needs, and
+    each reason, if no backend (or not the one asked for) can, and ValueError for an unknown name."""
     name = attention_name(name)
-    cache: dict[str, Any] = {"page_size": page_size, "kv_dtype": kv_dtype, "layout": layout}
+    measured: dict[str, Any] = {"page_size": page_size, "kv_dtype": kv_dtype, "layout": layout}
+    cache = {**measured, "fixed_scale": fixed_scale}
 
     def refusal(backend: AttentionBackend) -> tuple[list[str], AttentionSite | None]:
         """Why the backend cannot serve the model, and the site where that shows."""
@@ -103,12 +104,12 @@ def select_backend(name: str | Mapping[str, str] | AttentionBackend, sites: Sequ
             against[backend.name] = reasons
             continue
         first = first or Selection(backend, dict(against), sites=tuple(sites))
-        if not auto or not tuning.sources(device):
+        if not auto or fixed_scale or not tuning.sources(device):
             return first
         usable.append(backend)
     if first is not None:
         pairs = _pairs(usable, lambda pair: not refusal(pair)[0]) if latent and device.type == "cuda" else {}
-        decision = tuning.decide(usable, sites, device=device, pairs=pairs, **cache)
+        decision = tuning.decide(usable, sites, device=device, pairs=pairs, **measured)
         if decision is None:
             how = tuning.COMMAND if kv_dtype in (None, sites[0].dtype) else "only caches of the model's dtype are"
             return replace(first, why=f"first in order of priority; this shape is not measured here: {how}")
@@ -117,7 +118,7 @@ def select_backend(name: str | Mapping[str, str] | AttentionBackend, sites: Sequ
             return chosen
         for_some = [b for b in candidates if b.op is not None and not b.available(device)
                     and any(not b.capabilities.reasons_against(site, device=device, **cache) for site in sites)]
-        return _with_long_prefill(chosen, for_some, device, cache)
+        return _with_long_prefill(chosen, for_some, device, measured)
     if auto and against and (by_kind := _by_kind(sites, device, cache)) is not None:
         return replace(by_kind, passed_over=against)
     others = ""

@@ -42,6 +42,8 @@ class Step:
         graph_key: names the CUDA graph that is captured or replayed; None in eager steps.  by_hand: of ``quire.step``.
         adapters: (at least T,) int64, the adapters of each token as bits (``attn_ops/ops/lora_rows.py``), or None.
         served: layers whose attention has run.  planned: backends that have planned.
+        number: which of the steps of one CUDA graph, whose metadata is all made before the first runs
+            (``make_draft_metadata``). Planning number 0 begins a new set.
     """
 
     cache: PagedKVCache
@@ -56,6 +58,7 @@ class Step:
     planned: set[str] = field(default_factory=set)
     notes: dict[Any, Any] = field(default_factory=dict, init=False)  # not of a copy, which may have other metadata
     window_metadata: CommonAttentionMetadata | None = None
+    number: int = 0
 
 
 _CURRENT: ContextVar[Step | None] = ContextVar("quire_step", default=None)

@@ -20,9 +20,9 @@ from quire.attn_ops.kv_store import store_kv, store_latent
 from quire.attn_ops.mla import absorb_query, expand_output, split_weight
 from quire.attn_ops.step import current_step
 
-#: Why kernels of several packages serve no quantized cache. A key's scale multiplies its own score, inside the softmax, and a
-#: value's its own weight: neither is a factor of a query or of a result. A cache with one scale for a layer would saturate or
-#: need calibration, which ``kv_quant.py`` rules out, and with it other backends' pages would read back differently.
+#: Why kernels of several packages serve no cache with a scale for each token. A key's scale multiplies its own score, inside
+#: the softmax, and a value's its own weight: neither is a factor of a query or of a result. Those of them that keep NaN can
+#: serve fixed scales (``kv_quant.py``).
 ONE_SCALE = ("its kernels take one scale for a whole cache, and quire's have one for each token and head, which no factor on "
              "queries or results can replace")
 

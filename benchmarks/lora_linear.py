@@ -18,6 +18,7 @@ import torch
 from quire.attn_ops.ops.lora_linear import lora_counters_eager, lora_linear_cuda
 from quire.attn_ops.ops.small_linear import small_linear_cuda
 from quire.attn_ops.step import running
+from quire.attn_ops.tuning.launch_config import config_for
 from quire.attn_ops.tuning.small_linear import LinearShape, tune
 from quire.graph_runner.bench.attention_op import on_the_device
 from quire.graph_runner.bench.record import script, started
@@ -28,8 +29,8 @@ LAYERS = {"qkv": (4096, (4096, 1024, 1024), True, False, False), "o": (4096, (40
 COPIES = 6  # of the weights: more bytes than the L2 cache has
 
 
-def times(name: str, tokens: int, own: torch.dtype, rank: int, adapters: int) -> dict[str, float]:
-    """Microseconds of a layer alone and with ``adapters`` per sibling layer."""
+def times(name: str, tokens: int, own: torch.dtype, rank: int, adapters: int) -> dict[str, Any]:
+    """Microseconds of a layer alone and with ``adapters`` per sibling layer; ``tuned``: launch parameters of the former."""
     k, sizes, norm, swiglu, residual = LAYERS[name]
     of = [i for i in range(len(sizes)) for _ in range(adapters)]
     starts, scaling = [sum(sizes[:i]) for i in of], [2.0] * len(of)
@@ -48,7 +49,8 @@ def times(name: str, tokens: int, own: torch.dtype, rank: int, adapters: int) ->
     counters = lora_counters_eager(x)
 
     with running(step):
-        return {"alone_us": on_the_device(lambda i: small_linear_cuda(x, weights[i % COPIES], *around)).us,
+        return {"tuned": config_for(tokens, sum(sizes), k, swiglu, x.device),
+                "alone_us": on_the_device(lambda i: small_linear_cuda(x, weights[i % COPIES], *around)).us,
                 "adapted_us": on_the_device(lambda i: lora_linear_cuda(
                     x, weights[i % COPIES], *around, a[i % COPIES], b[i % COPIES], starts, scaling, bits, counters)).us}
 

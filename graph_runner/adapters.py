@@ -1,8 +1,9 @@
 """Adapters per request: which of PEFT's LoRA adapters each request of a batch has.
 
-With ``enable_lora=True``, or from the first request with ``adapter=`` on, which makes the engine trace its model again, each
-token has adapters of its own (``passes/capture/lora.py``): requests with different adapters, and with none, share steps. A
-request keeps the adapters that it came with. Those without ``adapter=`` have the model's active ones.
+With ``enable_lora=True``, or from the first request with ``adapter=`` or the first change of the model's active adapters on,
+which makes the engine trace its model again, each token has adapters of its own (``passes/capture/lora.py``): requests with
+different adapters, and with none, share steps, and changes of the active ones need no trace. A request keeps the adapters that
+it came with. Those without ``adapter=`` have the model's active ones.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ BASE = "__base__"
 NOT_CHOSEN = "its active adapters are such as no request can have"
 
 
-def choose(made: Sequence[Request], adapter: str | None, model: torch.nn.Module, traced: TokenAdapters | None,
-           others: Iterable[Request]) -> str | None:
+def choose(made: Sequence[Request], adapter: str | None, model: torch.nn.Module, traced: TokenAdapters | None) -> str | None:
     """Give new requests their adapters. Returns why the model must be traced again before they run, or None. ``traced``: None
-    while the active adapters are those of all requests. ``others``: that have none of their own yet; they get the active ones
-    when that ends. Raises ValueError for an unknown name, or a model whose adapters cannot be chosen."""
+    while the active adapters are those of all requests. Raises ValueError for an unknown name, or a model whose adapters cannot
+    be chosen."""
     if adapter is None and traced is None:
         return None
     if adapter is None:
@@ -40,7 +40,6 @@ def choose(made: Sequence[Request], adapter: str | None, model: torch.nn.Module,
     _assign(made, names)
     if traced is not None and set(names).issubset(traced.names):
         return None
-    _assign([request for request in others if request.adapters is None], active_adapters(model))
     return "a request came with an adapter of its own"
 
 
@@ -73,9 +72,11 @@ class TokenAdapters:
 def after_trace(requests: Iterable[Request], model: torch.nn.Module, traced: TokenAdapters | None
                 ) -> list[tuple[Request, str]]:
     """Requests that the model, traced again, cannot serve any more, and why. ``traced``: None if adapters cannot be chosen now;
-    requests that have the active ones then follow the model."""
+    requests that have the active ones then follow the model. Else those without adapters of their own get the active ones."""
+    requests = list(requests)
     own = [request for request in requests if request.adapters is not None]
     if traced is not None:
+        _assign([request for request in requests if request.adapters is None], active_adapters(model))
         return [(r, f"its adapter {', '.join(r.adapters)} was deleted") for r in own
                 if r.adapters is not None and not set(r.adapters).issubset(traced.names)]
     active = active_adapters(model)

@@ -50,6 +50,10 @@ class EngineConfig:
         8192, "maximum number of tokens per step; longer prompts are computed in chunks", least=1)
     kv_cache_dtype: str | torch.dtype = _option(
         "auto", 'dtype of the KV cache: "auto" (the model\'s), "int8", "fp8" (e4m3), "fp8_e5m2", a torch dtype or its name')
+    kv_scales: float | Mapping[int, tuple[float, float]] | None = _option(
+        None, "fixed scales of an fp8 KV cache: a number, or {layer: (of keys, of values)}. Keys and values above 448 (e5m2: "
+        "57344) times their scale become NaN, and the requests that attend to them fail. None: a scale for each token and key "
+        "head, for which any size fits")
     dtype: str | torch.dtype | None = _option(
         None, "dtype that the engine computes in, as a torch dtype or its name. None: the model's own. Another one, such as "
         "bfloat16 for a model trained in float32: the engine keeps a copy of the parameters and persistent buffers that "
@@ -89,7 +93,7 @@ class EngineConfig:
         "not count (writes through p.data) call reset_prefix_cache. False: never")
     enable_lora: bool = _option(
         False, "trace the model so that each request may have PEFT's adapters of its own (adapter=). Without it the first such "
-        "request has the model traced again")
+        "request, or the first change of the active adapters, has the model traced again")
     max_waiting: int | None = _option(
         None, "maximum number of requests that wait for a slot; more are refused. None: no limit", least=0)
     max_logprobs: int = _option(
@@ -124,8 +128,11 @@ class EngineConfig:
                                  "of them out, or make them agree")
         import torch
 
+        from quire.attn_ops.kv_quant import check_kv_scales
         from quire.attn_ops.metadata.layout import get_kv_cache_layout
 
+        if self.kv_scales is not None:
+            check_kv_scales(self.kv_scales, kv_dtype(self.kv_cache_dtype))
         object.__setattr__(self, "dtype", compute_dtype(self.dtype))
         object.__setattr__(self, "kv_layout", self.kv_layout or get_kv_cache_layout())
         self.compile_options(torch.device("cpu"))  # raises for names that do not exist
@@ -148,7 +155,7 @@ class EngineConfig:
         return QuireOptions(
             attention=self.attention, page_size=self.page_size, layout=self.kv_layout, max_model_len=self.max_model_len,
             window_tables=True, kv_sharing_fast_prefill=self.kv_sharing_fast_prefill,
-            kv_cache_dtype=kv_dtype(self.kv_cache_dtype),
+            kv_cache_dtype=kv_dtype(self.kv_cache_dtype), fixed_kv_scale=self.kv_scales is not None,
             compiler=("inductor" if on_gpu else "eager") if self.compiler == "auto" else self.compiler,
             fusions=("all" if on_gpu else "none") if self.fusions == "auto" else self.fusions)
 
@@ -162,6 +169,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_dtype: str | torch.dtype
+    kv_scales: float | Mapping[int, tuple[float, float]] | None
     dtype: str | torch.dtype | None
     max_model_len: int | None
     gpu_memory_utilization: float
@@ -199,6 +207,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return value in inner
     if typing.get_origin(kind) is Sequence:
         return isinstance(value, Sequence) and not isinstance(value, str) and all(_fits(item, inner[0]) for item in value)
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, (tuple, list)) and len(value) == len(inner) and all(map(_fits, value, inner))
     if typing.get_origin(kind) is Mapping:
         return isinstance(value, Mapping) and all(_fits(k, inner[0]) and _fits(x, inner[1]) for k, x in value.items())
     if inner:  # a union
@@ -216,7 +226,7 @@ def _described(kind: Any) -> str:
     if typing.get_origin(kind) is Sequence:
         return "a list of " + {int: "integers", str: "strings"}[inner[0]]
     if typing.get_origin(kind) is Mapping:
-        return "a dictionary of strings"
+        return "a dictionary of strings" if inner[0] is str else "a dictionary of two numbers for each layer"
     if inner:
         return " or ".join(map(_described, inner))
     names = {int: "an integer", float: "a number", str: "a string", bool: "True or False", type(None): "None"}

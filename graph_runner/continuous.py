@@ -56,9 +56,12 @@ def _graphs(varlen: bool | None, decode: bool | None) -> dict[str, Any]:
         {"cudagraph_capture_sizes": []} if decode is False else {})
 
 
-def engine_options(config: Any) -> dict[str, Any]:
-    """The engine's options that a ``ContinuousBatchingConfig`` asks for: those that differ from its defaults. Raises ValueError
-    for a field that quire does not have."""
+def engine_options(config: Any, num_pages: int | None = None, workload_hints: Any = None) -> dict[str, Any]:
+    """The engine's options that a ``ContinuousBatchingConfig`` asks for: those that differ from its defaults. ``num_pages``:
+    that ``quire.paged`` was given. ``workload_hints``: by which transformers sizes its cache. Raises ValueError for a field
+    that quire does not have."""
+    if workload_hints is not None:
+        logger.warning("workload_hints has no effect in quire, which takes its sizes from the continuous_batching_config")
     found: dict[str, Any] = {}
     refused = []
     for field in dataclasses.fields(config):
@@ -67,6 +70,9 @@ def engine_options(config: Any) -> dict[str, Any]:
             continue
         if field.name in _OPTIONS:
             found |= _OPTIONS[field.name](value)
+            if "gpu_memory_utilization" in found and num_pages is not None:
+                logger.warning("continuous_batching_config: %s=%r has no effect in quire, where num_pages is set", field.name,
+                               value)
         elif field.name in _NO_EFFECT:
             logger.warning("continuous_batching_config: %s=%r has no effect in quire", field.name, value)
         else:
@@ -271,6 +277,8 @@ class Manager:
             params = replace(params, max_tokens=max_new_tokens, min_tokens=min(params.min_tokens, max_new_tokens))
         if eos_token_id is not None:
             ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
+            if isinstance(ids, str) or not all(isinstance(i, int) for i in ids):
+                raise TypeError(f"eos_token_id is a token id, or a list of such, got {eos_token_id!r}")
             params = replace(params, stop_token_ids=[i for i in ids if i >= 0])
         return params
 

@@ -101,7 +101,7 @@ class Engine(EngineCalls, WeightUpdates):
         made = make_requests(ask, self._next_id, index, inbox, tokenizer=self.tokenizer, eos_token_ids=self._eos,
                              limits=self.limits, random=self._random)
         self._admission.check(ask.options, len(made), len(self.scheduler.waiting) - len(self.scheduler.free_slots))
-        if (why := adapters.choose(made, ask.options.adapter, self.model, self.runner.adapters, self.requests.values())):
+        if (why := adapters.choose(made, ask.options.adapter, self.model, self.runner.adapters)):
             self._trace_again(why, own_adapters=True)
         self._check_due |= not self.requests
         self._next_id += len(made)
@@ -234,6 +234,7 @@ class Engine(EngineCalls, WeightUpdates):
         if token < 0:
             return self._finish(request, FinishReason.ERROR, error=request.failure or (
                 f"the logits for token {len(request.token_ids)} contain NaN, or are all -inf; the model overflowed"
+                f"{'' if self.config.kv_scales is None else ', or keys or values do not fit kv_scales: give larger ones'}"
                 f"{'' if request.edits is None else ', or its sampling parameters leave no token'}"))
         output, params, text = request.output, request.params, request.detokenizer
         ends, full = request.append(token)

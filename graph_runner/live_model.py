@@ -19,7 +19,7 @@ from quire.graph_runner.scheduler import Scheduler
 from quire.graph_runner.window_pages import WindowPages, fit_requests
 from quire.passes.capture.evaluating import ChangedWhileTraced
 from quire.passes.capture.four_bit import Packing
-from quire.passes.capture.lora import active_adapters, can_choose, check_adapters
+from quire.passes.capture.lora import active_adapters, adapter_names, can_choose, check_adapters
 
 logger = logging.getLogger(__name__)
 _ATTEMPTS = 8  # to trace a model that other threads change meanwhile
@@ -53,6 +53,7 @@ class LiveModel:
             self.cast = None  # the old copies are freed before new ones are made
             self.cast = CastWeights(self.model, dtype) if isinstance(dtype, torch.dtype) else None
             self.adapters = self.adapters and can_choose(self.model)
+            self._had = adapter_names(self.model), active_adapters(self.model)
             try:
                 with own_forward(self.model), self.cast.in_place() if self.cast is not None else contextlib.nullcontext():
                     self.runner = ModelRunner(self.model, self.config, self.adapters)
@@ -125,11 +126,14 @@ class LiveModel:
 
     def trace_again(self, change: str, own_adapters: bool = False) -> None:
         """Replace the runner by one for the model as it is now; no step may be in flight. ``own_adapters``: from now on each
-        request has adapters of its own, as long as the model allows it. Raises RuntimeError if the model cannot be served any
-        more. ``change`` then returns the same change; call this again."""
+        request has adapters of its own, as long as the model allows it; so too if what changed are the active adapters. Raises
+        RuntimeError if the model cannot be served any more. ``change`` then returns the same change; call this again."""
         logger.warning("%s changed (%s): tracing it again", type(self.model).__name__, change)
         self._stale, before = change, self.adapters
-        self.adapters |= own_adapters
+        names, active = self._had
+        # Who has switched adapters once will do so again: from now on that is data, not another graph.
+        switched = adapter_names(self.model) == names and active_adapters(self.model) != active
+        self.adapters |= own_adapters or switched and can_choose(self.model)
         self.runner.close()
         try:
             self._trace()

@@ -107,6 +107,7 @@ class Rows:
                 return False
             for row in self.requests:
                 row.slot = free.pop()
+            self.engine.counters.advance_together(len(self.requests), sum(len(row.token_ids) for row in self.requests))
             return True
 
     def __exit__(self, *exc: object) -> None:
@@ -115,6 +116,7 @@ class Rows:
             for row in self.requests:
                 self.engine.scheduler.give_back(row)
                 self.engine.scheduler.free_slots.append(row.slot)
+            self.engine.counters.ended_together(len(self.requests), bool(self.engine.requests))
         self._turn.held = False
         self._turn.lock.release()
 
@@ -162,6 +164,7 @@ class Rows:
                         found |= {r.request_id: found[first.request_id] for r in others if not r.num_uncomputed}
             if self.engine.requests:
                 self.engine._step()
+        self.engine.counters.generated_tokens += len(self.requests)
         return torch.stack([found[row.request_id] for row in self.requests])
 
     def every_logits(self, take: Callable[[int, int, torch.Tensor], None], most: int) -> None:

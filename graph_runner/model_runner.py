@@ -166,7 +166,7 @@ class ModelRunner:
         self._replaying: Step | None = None
         self.sizes = PoolSizes(
             self.sites, config.page_size, self._kv_dtype, config.max_num_seqs, largest.num_tokens, width, self.reach,
-            self.window_reach, config.enable_prefix_caching is True, self.backend.bytes_beside)
+            self.window_reach, config.enable_prefix_caching is True, self.backend.bytes_beside, config.kv_scales is not None)
         buckets = self._buckets(self.backend)
         self.graphs = CudaGraphRunner(
             self._run_captured, buckets, self.device, before_capture=self._before_capture, lazy=config.cudagraph_lazy,
@@ -175,7 +175,7 @@ class ModelRunner:
         # Before the KV cache takes the memory.
         check_packing(self.paged, self.sites, self.backend, page_size=config.page_size, kv_dtype=self._kv_dtype,
                       layout=config.kv_layout, device=self.device, vocab_size=self.vocab_size,
-                      max_model_len=self.max_model_len,
+                      max_model_len=self.max_model_len, kv_scales=config.kv_scales,
                       adapters=None if self.adapters is None else self.adapters.active(TRIAL.num_tokens, self.device))
         self.step_bytes = 0  # not measured
         self.cache = self._new_cache(self._pages_that_fit() if config.num_pages is None else config.num_pages)
@@ -197,7 +197,7 @@ class ModelRunner:
     def _new_cache(self, num_pages: int) -> PagedKVCache:
         return PagedKVCache.for_sites(self.sites, num_pages=num_pages, page_size=self.config.page_size, device=self.device,
                                       dtype=self._kv_dtype, layout=self.config.kv_layout,
-                                      window_pages=self.sizes.window_pages(num_pages))
+                                      window_pages=self.sizes.window_pages(num_pages), kv_scales=self.config.kv_scales)
 
     def _progress(self, description: str) -> Callable[[Sequence[Any]], Iterator[Any]]:
         return (lambda items: progress_bar(items, description)) if self.device.type == "cuda" else iter

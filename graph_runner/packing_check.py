@@ -35,7 +35,7 @@ import torch
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
 from quire.attn_ops.kv_cache import Layout, PagedKVCache, pages_for
-from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, KVScales
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step
 from quire.graph_runner.step_buffers import BatchShape
@@ -88,10 +88,10 @@ class _Sequences:
 
 def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: AttentionBackend, *, page_size: int,
                   kv_dtype: torch.dtype | None, layout: Layout | None, device: torch.device, vocab_size: int,
-                  max_model_len: int, adapters: torch.Tensor | None = None) -> None:
-    """Run the trials. ``adapters``: those that are active in the model, for each token (``Step.adapters``). Raises
-    UnsupportedAttention if tokens of one sequence reach another, or earlier ones, outside attention; or if the logits with
-    ``kv_sharing_fast_prefill``, or of the model's own forward, are others."""
+                  max_model_len: int, kv_scales: KVScales | None = None, adapters: torch.Tensor | None = None) -> None:
+    """Run the trials. ``kv_scales``: of the cache. ``adapters``: those that are active in the model, for each token
+    (``Step.adapters``). Raises UnsupportedAttention if tokens of one sequence reach another, or earlier ones, outside
+    attention; or if the logits with ``kv_sharing_fast_prefill``, or of the model's own forward, are others."""
     vocab_size = min(vocab_size, paged.num_logits)
     seed = vocab_size + 31 * len(sites)
     ids = _Sequences.draw(paged.model, vocab_size, max_model_len, seed)
@@ -104,7 +104,7 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
         lengths = [len(s) for s in sequences]
         pages = [pages_for(n, page_size) for n in lengths]
         cache = PagedKVCache.for_sites(sites, num_pages=1 + sum(pages), page_size=page_size, device=device, dtype=kv_dtype,
-                                       layout=layout)
+                                       layout=layout, kv_scales=kv_scales)
         table = [list(range(1 + sum(pages[:i]), 1 + sum(pages[: i + 1]))) for i in range(len(pages))]
         # As wide as the engine's table, by which kernels are chosen.
         table = [[*row, *[0] * (pages_for(max_model_len, page_size) - len(row))] for row in table]

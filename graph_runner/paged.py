@@ -234,7 +234,7 @@ class PagedGenerate(OnInstance):
         generation_config = generation_config or self.model.generation_config
         config = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
         config = config if config is not None else ContinuousBatchingConfig()
-        asked = engine_options(config)
+        asked = engine_options(config, self._asked.get("num_pages"), workload_hints)
         options = self._asked | asked
         try:
             EngineConfig.of({k: v for k, v in options.items() if k != "tokenizer"})

@@ -24,7 +24,8 @@ class EngineStats:
         window_pages, window_pages_used: of layers with a window, where others see everything; 0 where all have the same pages.
         prefix_requests, prefix_hits: requests started, and those that reused computed pages.
         prefix_tokens, saved_tokens: tokens of the requests started, and those of them that were not computed.
-        prompt_tokens, generated_tokens: of finished and unfinished requests.
+        prompt_tokens, generated_tokens: of finished and unfinished requests; rows of calls that look at every token
+            (``graph_runner/lockstep.py``: beams, processors, criteria, scores) are requests too, and get a token in each step.
         busy_seconds: time with at least one request.
         tokens_per_second: generated tokens per busy second.
         weight_bytes, kv_cache_bytes, graph_bytes: memory of the model (with its copies for the option ``dtype``), the KV cache
@@ -76,8 +77,10 @@ class EngineStats:
 
 @dataclass
 class Counters:
-    """What ``EngineStats`` counts of the past. ``tick`` is called in every step."""
+    """What ``EngineStats`` counts of the past. ``tick`` is called in every step. ``rows``: sequences that advance in lockstep
+    now."""
 
+    rows: int = 0
     finished: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -85,16 +88,24 @@ class Counters:
     _busy_since: float | None = field(default=None, repr=False)
 
     def tick(self, busy: bool) -> None:
-        """``busy``: whether there are requests now."""
+        """``busy``: whether there are requests now, but for ``rows``."""
         now = time.monotonic()
         if self._busy_since is not None:
             self.busy_seconds += now - self._busy_since
-        self._busy_since = now if busy else None
+        self._busy_since = now if busy or self.rows else None
 
     def ended(self, output: Any) -> None:
         self.finished += 1
         self.prompt_tokens += len(output.prompt_token_ids)
         self.generated_tokens += len(output.token_ids)
+
+    def advance_together(self, rows: int, prompt_tokens: int) -> None:
+        self.rows, self.prompt_tokens = self.rows + rows, self.prompt_tokens + prompt_tokens
+        self.tick(True)
+
+    def ended_together(self, rows: int, busy: bool) -> None:
+        self.rows, self.finished = self.rows - rows, self.finished + rows
+        self.tick(busy)
 
 
 def stats_of(engine: Any) -> EngineStats:
@@ -112,7 +123,7 @@ def stats_of(engine: Any) -> EngineStats:
     tensors = {id(t): t for t in (*engine.model.parameters(), *engine.model.buffers())}
     copies = 0 if engine._live.cast is None else engine._live.cast.num_bytes
     return EngineStats(
-        running=len(scheduler.running), waiting=len(scheduler.waiting), finished=past.finished,
+        running=len(scheduler.running) + past.rows, waiting=len(scheduler.waiting), finished=past.finished,
         preemptions=scheduler.num_preemptions, pages=allocator.num_total,
         pages_used=allocator.num_total - allocator.num_free - idle, pages_idle=idle,
         window_pages=windows.allocator.num_total if windows else 0, window_pages_used=windows.num_used if windows else 0,

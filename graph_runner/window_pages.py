@@ -179,7 +179,7 @@ class PoolSizes:
     the longest request. ``kv_dtype``: of the cache; None: the model's. ``reach``: of a model whose layers all have a window;
     else None. ``window_reach``: of the layers with a window, where these have pages of their own; else None. ``lasting``:
     whether a prefix cache keeps pages for later requests. ``bytes_beside``: (site, page_size) -> bytes that the attention
-    backend keeps of each page of a layer, beside the KV cache."""
+    backend keeps of each page of a layer, beside the KV cache. ``fixed_scale``: of a cache with fixed scales."""
 
     sites: Sequence[AttentionSite]
     page_size: int
@@ -191,6 +191,7 @@ class PoolSizes:
     window_reach: Reach | None
     lasting: bool
     bytes_beside: Callable[[AttentionSite, int], int] = lambda site, page_size: 0
+    fixed_scale: bool = False
 
     @property
     def useful(self) -> int:
@@ -220,7 +221,7 @@ class PoolSizes:
 
     def _page_bytes(self, sites: Sequence[AttentionSite]) -> int:
         """Bytes of one page over these layers, those beside the cache included."""
-        return bytes_per_page(sites, self.page_size, self.kv_dtype) + sum(
+        return bytes_per_page(sites, self.page_size, self.kv_dtype, self.fixed_scale) + sum(
             self.bytes_beside(site, self.page_size) for site in sites)
 
 

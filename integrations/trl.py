@@ -28,6 +28,8 @@ def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         ``prompt_ids`` and ``completion_ids``, token ids of each prompt and completion (its end token included), and
         ``logprobs``, for each token the log probability in the distribution that it was drawn from (vLLM's
         processed_logprobs; without top_k, top_p and min_p that is log_softmax of logits / temperature, as the trainer has it).
+        They are the trainer's own where it computes in the engine's dtype. TRL's default, bf16=True, is autocast: there give
+        the model bf16 weights, or bf16=False, or expect differences as large as those of bf16's rounding.
 
     Raises:
         ValueError, TypeError: the model is not paged, or an option that a rollout does not have; names it.

@@ -37,10 +37,10 @@ def paged_eager(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s
     cache.check(site)
     if not isinstance(step.attention, AttentionBackend):
         step.attention = select_backend(step.attention, [site], device=q.device, page_size=cache.page_size,
-                                        kv_dtype=cache.dtype, layout=cache.layout).backend
+                                        kv_dtype=cache.dtype, layout=cache.layout, fixed_scale=cache.fixed_scale).backend
     backend = step.attention
     why = backend.capabilities.reasons_against(site, device=q.device, page_size=cache.page_size, kv_dtype=cache.dtype,
-                                               layout=cache.layout)
+                                               layout=cache.layout, fixed_scale=cache.fixed_scale)
     if why:
         raise UnsupportedAttention(f"attention site {layer} needs {site.needs()}; {backend.name} cannot: {'; '.join(why)}")
     ensure_planned(step, backend, [site])

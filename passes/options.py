@@ -29,6 +29,7 @@ class QuireOptions:
         fusions: fusion passes to run: names (a sequence, or with commas between), "all" or "none"; see
             ``passes/fusions/registry.py``.
         page_size, kv_cache_dtype, layout: of the cache. None: those of each step; else every step must have them.
+        fixed_kv_scale: likewise, whether the cache has fixed scales (``PagedKVCache(kv_scales=)``).
         max_model_len: longest sequence; some models can be served only up to a length.
         window_tables: in a model that has both kinds of layers, those with a window or chunk take slots and a block table of
             their own (``Step.window_metadata``), if the backend plans nothing on the host or plans with both.
@@ -42,6 +43,7 @@ class QuireOptions:
     page_size: int | None = None
     kv_cache_dtype: torch.dtype | None = None
     layout: Layout | None = None
+    fixed_kv_scale: bool | None = None
     max_model_len: int | None = None
     window_tables: bool = False
     kv_sharing_fast_prefill: bool = False

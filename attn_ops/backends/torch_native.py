@@ -25,7 +25,7 @@ from quire.attn_ops.backend import (
     define_prepare,
     define_state_op,
 )
-from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales, dequantize, write_kv
+from quire.attn_ops.kv_quant import FIXED_SCALE_KV_DTYPES, QUANTIZED_KV_DTYPES, check_scales, dequantize, is_fixed, write_kv
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, read_latent, split_weight, write_latent
 
 TILE = 16  # queries per tile when the batch has a prefill; larger wastes work on the decode rows of a mixed batch
@@ -67,7 +67,7 @@ def _gather(cache: Tensor, scale: Scale, pages: Tensor) -> Tensor:
     codes = cache.view(torch.int8)[pages].view(cache.dtype)
     if isinstance(scale, tuple):
         return read_latent(codes, scale[0], scale[1][pages], scale[2][pages]).flatten(1, 2)
-    return dequantize(codes, scale[pages]).flatten(1, 2)
+    return dequantize(codes, scale if is_fixed(scale) else scale[pages]).flatten(1, 2)
 
 
 def paged_attention(*tensors: Any, **options: Any) -> Tensor:
@@ -86,7 +86,7 @@ def _attend(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_ca
             sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None, softcap: float | None,
             chunk: int | None, causal: bool) -> tuple[Tensor, Tensor]:
     if not isinstance(k_scale, tuple):
-        check_scales(k_cache, k_scale, v_scale)
+        check_scales(k_cache, k_scale, v_scale, fixed=True)
         write_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     num_tokens, heads, dim = q.shape
@@ -170,8 +170,9 @@ BACKEND = AttentionBackend(
     name="torch_native",
     capabilities=AttentionCapabilities(
         devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        kv_dtypes=QUANTIZED_KV_DTYPES, latent_kv_dtypes=QUANTIZED_KV_DTYPES, window=True, softcap=True, sinks=True, chunk=True,
-        mla=True, lse=True, any_batch=True, cudagraph_support=CudagraphSupport.ALWAYS,
+        kv_dtypes=QUANTIZED_KV_DTYPES, latent_kv_dtypes=QUANTIZED_KV_DTYPES, fixed_scale_kv_dtypes=FIXED_SCALE_KV_DTYPES,
+        window=True, softcap=True, sinks=True, chunk=True, mla=True, lse=True, any_batch=True,
+        cudagraph_support=CudagraphSupport.ALWAYS,
     ),
     available=lambda device: None,
     op=define_paged_op("torch_native", paged_attention),

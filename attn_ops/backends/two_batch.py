@@ -31,6 +31,7 @@ from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.plans import StepPlan, StepPlans
 from quire.attn_ops.step import Step, StepLimits, current_step, running
 
 NAME = "two_batch"
@@ -62,14 +63,21 @@ def part_of(meta: CommonAttentionMetadata, rows: slice, tokens: slice) -> Common
         total_lens=None if meta.total_lens is None else meta.total_lens[rows])
 
 
+class Halves(StepPlan):
+    """The halves of one step: rows, tokens and the step of each."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, None)
+        self.parts: list[tuple[slice, slice, Step]] = []
+
+
 class TwoBatches:
-    """The halves of an engine's step in progress, and NAME's state for each."""
+    """The halves of an engine's steps in progress, and NAME's state for each."""
 
     def __init__(self, base: AttentionBackend, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> None:
         self.base = base
         self.states = [{} if base.make_state is None else {base.name: base.make_state(sites, cache, limits)} for _ in range(2)]
-        self.step: weakref.ref[Step] | None = None
-        self.halves: list[tuple[slice, slice, Step]] = []
+        self.plans = StepPlans(Halves)
 
     def plan(self, meta: CommonAttentionMetadata, step: Step) -> None:
         captured, rows, tokens = step.graph_key is not None, meta.seq_lens.shape[0], meta.num_tokens
@@ -79,14 +87,15 @@ class TwoBatches:
         else:
             token = cut if captured else int(meta.query_start_loc_cpu[cut])
             places = [(slice(0, cut), slice(0, token)), (slice(cut, rows), slice(token, tokens))]
-        self.halves = []
+        plan = self.plans.begin(step)
+        plan.parts = []
         for (of_rows, of_tokens), state in zip(places, self.states, strict=False):
             half = meta if cut is None else part_of(meta, of_rows, of_tokens)
-            child = Step(step.cache, half, self.base, state, step.graph_key, step.capturing)
+            child = Step(step.cache, half, self.base, state, step.graph_key, step.capturing, number=step.number)
             if self.base.plan is not None:
                 self.base.plan(half, child)
-            self.halves.append((of_rows, of_tokens, child))
-        self.step = weakref.ref(step)
+            plan.parts.append((of_rows, of_tokens, child))
+        plan.step = weakref.ref(step)
 
 
 @functools.cache
@@ -111,12 +120,13 @@ def _op(base: AttentionBackend, name: str) -> Callable[..., torch.Tensor]:
         store_kv(k, v, caches[0], caches[1], caches[2], caches[3], slot_mapping)
         step = current_step()
         state = None if step is None else step.states.get(name)
+        planned = None if step is None or state is None else state.plans.of(step)
         halves: list[tuple[slice, slice, Step | None]] = [(slice(0, rows), slice(0, count), step)]
         if is_recording():  # kernels are compiled ahead, for graphs
             cut = rows // 2 if count == rows else 0
             halves = [(slice(0, cut), slice(0, cut), step), (slice(cut, rows), slice(cut, count), step)] if cut else halves
-        elif state is not None and state.step is not None and state.step() is step and step.metadata.num_tokens == count:
-            halves = state.halves
+        elif step is not None and planned is not None and step.metadata.num_tokens == count:
+            halves = planned.parts
         arguments = q, caches, tables, sinks
         if len(halves) == 1:
             return part(*arguments, *halves[0], options)

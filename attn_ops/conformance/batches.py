@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.attn_ops.attention import AttentionSite, attention_eager
 from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
-from quire.attn_ops.kv_quant import dequantize, quantize
+from quire.attn_ops.kv_quant import KVScales, dequantize, is_fixed, quantize
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops.rope import PLAIN, RopeForm, rotate
 from quire.attn_ops.ops.varlen import varlen_attention_eager
@@ -135,26 +135,29 @@ class Batch:
         return [tensor for tensor in self.arguments()[:12] if tensor is not None]
 
     def inputs(self) -> dict[str, Tensor]:
-        names = ("q", "k", "v", "slot_mapping", "block_table", "query_start_loc", "seq_lens", "sinks")
-        tensors = (self.q, self.k, self.v, *self.tables, self.sinks)
+        names = ("q", "k", "v", "slot_mapping", "block_table", "query_start_loc", "seq_lens", "sinks", "k_scale", "v_scale")
+        fixed = (scale if is_fixed(scale) else None for scale in self.cache.of_layer(0)[2:])
+        tensors = (self.q, self.k, self.v, *self.tables, self.sinks, *fixed)
         return {name: tensor for name, tensor in zip(names, tensors, strict=True) if tensor is not None}
 
     @property
     def held(self) -> dict[str, Tensor]:
+        """What steps write, by name."""
         names = ("key", "value", "key scale", "value scale")
-        return {n: t for n, t in zip(names, self.cache.of_layer(0), strict=True) if t is not None}
+        return {n: t for n, t in zip(names, self.cache.of_layer(0), strict=True) if t is not None and not is_fixed(t)}
 
     def stored_new(self, count: int) -> dict[str, Tensor]:
         """The first ``count`` tokens of the step as the cache must hold them, by the names of ``held``."""
         found: dict[str, Tensor] = {}
         for which, new in (("key", self.new_k), ("value", self.new_v)):
-            codes, scale = self.stored(new[:count])
-            found |= {which: codes} | ({} if scale is None else {f"{which} scale": scale})
+            codes, scale = self.stored(which, new[:count])
+            found |= {which: codes} | ({} if scale is None or self.cache.fixed_scale else {f"{which} scale": scale})
         return found
 
-    def stored(self, new: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Keys or values as the cache must hold them, and their scales if it is quantized."""
-        return quantize(new, self.cache.dtype) if self.cache.quantized else (new, None)
+    def stored(self, which: str, new: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Keys or values ("key", "value") as the cache must hold them, and their scales if it is quantized."""
+        scales = self.cache.of_layer(0)[2 if which == "key" else 3]
+        return quantize(new, self.cache.dtype, scales) if self.cache.quantized else (new, None)
 
     def pour(self, fill: float | None, generator: torch.Generator) -> None:
         for tensor in self.held.values():
@@ -165,11 +168,12 @@ class Batch:
     def put(self, which: str, new: Tensor, page: Tensor, offset: Tensor) -> Tensor:
         """Store the first of ``new`` (L, Hkv, D) at these slots of the "key" or "value" cache; returns all of it as it reads
         back."""
-        codes, scale = self.stored(new)
+        codes, scale = self.stored(which, new)
         bits(self.held[which])[page, offset] = bits(codes[: len(page)])
         if scale is None:
             return new
-        self.held[f"{which} scale"][page, offset] = scale[: len(page)]
+        if not self.cache.fixed_scale:
+            self.held[f"{which} scale"][page, offset] = scale[: len(page)]
         return dequantize(codes, scale)
 
 
@@ -190,17 +194,17 @@ def scattered(query_lens: Sequence[int], seq_lens: Sequence[int], *, page_size: 
 
 
 def lay_out(site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequence[int], *, page_size: int,
-            device: torch.device | str = "cpu", layout: Layout = "NHD", kv_dtype: torch.dtype | None = None,
+            device: torch.device | str = "cpu", layout: Layout = "NHD", kv_dtype: torch.dtype | None = None, sink: float = 0.0,
             num_pages: int | None = None, table_width: int = 0, pad: tuple[int, int] = (0, 0), write: bool = True,
             strided: bool = False, fill: float | None = None, expect: bool = True, fast_tanh: bool = False, seed: int = 0,
-            shared: int = 0) -> Batch:
+            shared: int = 0, kv_scales: KVScales | None = None) -> Batch:
     """A batch in which sequence r schedules the last query_lens[r] of its seq_lens[r] tokens, with its pages shuffled.
 
     Args:
-        kv_dtype: of the cache; None: the site's.
+        kv_dtype: of the cache; None: the site's.  kv_scales: fixed scales of it.
         num_pages, table_width: of the cache and the block table, at least what the batch needs.
         pad: padding tokens and padding rows.  fill: what lies in slots without an owner; None: noise.
-        strided: q, k and v are views into one tensor, as a fused projection gives them.
+        strided: q, k and v are views into one tensor, as a fused projection gives them.  sink: mean of the sinks' logits.
         expect: False leaves ``expected``, ``bound``, ``keys`` and ``values`` empty.
         fast_tanh: allow the error of the hardware's tanh, see ``rounding``.
         shared: whole pages of tokens at the start of the sequences that are one and the same, for those sequences that do not
@@ -217,7 +221,7 @@ def lay_out(site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequence[i
                                        table_width=table_width, pad=pad, seed=seed, common=shared // page_size, sharing=sharing)
     prefix: tuple[Tensor, Tensor] | None = None
     cache = PagedKVCache.for_sites([site], num_pages=num_pages, page_size=page_size, device=device, layout=layout,
-                                   dtype=kv_dtype)
+                                   dtype=kv_dtype, kv_scales=kv_scales)
     shapes = ((heads, dim), (kv_heads, dim), (kv_heads, dim_v))
     if strided:
         parts = randn(meta.num_tokens, sum(h * d for h, d in shapes)).split([h * d for h, d in shapes], dim=1)
@@ -227,7 +231,8 @@ def lay_out(site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequence[i
     for tensor in (q, k, v):
         tensor[meta.num_actual_tokens :] = math.nan
     zeros = torch.zeros(meta.num_tokens if expect else 0, heads, dim_v, dtype=torch.float64, device=device)
-    batch = Batch(site, q, k, v, randn(heads) if site.sinks else None, cache, meta, write, zeros, torch.zeros_like(zeros))
+    sinks = randn(heads) + sink if site.sinks else None
+    batch = Batch(site, q, k, v, sinks, cache, meta, write, zeros, torch.zeros_like(zeros))
     batch.pour(fill, generator)
     magnitude, begin = torch.zeros_like(zeros), 0
     for count, total, pages, mine in zip(query_lens, seq_lens, table, sharing, strict=True):
@@ -244,8 +249,8 @@ def lay_out(site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequence[i
         if expect:
             batch.keys.append(keys)
             batch.values.append(values)
-            batch.expected[own] = reference(site, q[own], read[0], read[1], batch.sinks)
-            magnitude[own] = reference(site, q[own], read[0], read[1].abs(), batch.sinks)
+            both = reference(site, q[own], read[0], torch.cat([read[1], read[1].abs()], dim=-1), batch.sinks)
+            batch.expected[own], magnitude[own] = both.split(dim_v, dim=-1)
     if expect:
         batch.bound = rounding(magnitude, batch.expected, site.dtype, site.softcap if fast_tanh else None)
     return batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,10 +12,10 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport, dtype_name
-from quire.attn_ops.conformance import states, sweeps
+from quire.attn_ops.conformance import real_shapes, states, sweeps
 from quire.attn_ops.conformance.batches import Batch, Failure, bits, check, compare, lay_out, planned, prepared, run
 from quire.attn_ops.kernels.launch import side_stream
-from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
+from quire.attn_ops.kv_quant import FIXED_SCALE_KV_DTYPES, FORMATS, QUANTIZED_KV_DTYPES, KVScales
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops.rope import PLAIN, RopeForm
 
@@ -33,6 +34,9 @@ PREFILL = ((20, 20), (1, 1), (33, 33))
 MIXED = ((1, 20), (7, 9), (0, 5), (33, 40), (1, 1), (18, 18), (4, 30))
 
 REFUSED = "not declared: refused"
+#: Of keys and of values, neither 1: random numbers fit, and codes below the smallest normal one are among them.
+FIXED_SCALES = {0: (0.0625, 0.03)}
+FIXED_SCALE = ", fixed scale"  # ends the names of checks on such a cache
 
 
 def full_pages(page_size: int) -> Rows:
@@ -45,10 +49,12 @@ class Skip(Exception):
 
 
 class Kit:
-    """The checks, on caches of ``kv_dtype`` (None: ``dtype``). ``quick``: without the large batches."""
+    """The checks, on caches of ``kv_dtype`` (None: ``dtype``). ``quick``: without the large batches, and fewer real
+    shapes."""
 
     def __init__(self, backend: AttentionBackend, device: torch.device, dtype: torch.dtype,
-                 kv_dtype: torch.dtype | None = None, quick: bool = False) -> None:
+                 kv_dtype: torch.dtype | None = None, quick: bool = False, kv_scales: KVScales | None = None) -> None:
+        self.kv_scales = kv_scales
         self.backend, self.device, self.dtype, self.kv_dtype, self.quick = backend, device, dtype, kv_dtype, quick
         self.caps = backend.capabilities
         self.dims = [(d, dv) for d, dv in DIMS if self.caps.head_dims(d, dv)]
@@ -71,6 +77,7 @@ class Kit:
             ("windows at page boundaries", lambda: sweeps.edges(self, "window")),
             ("chunks at page boundaries", lambda: sweeps.edges(self, "chunk")),
             ("features together", self.together),
+            *real_shapes.checks(self),
             ("non-causal", self.non_causal),
             ("head dims", self.head_dims),
             ("query heads per key head", self.groups),
@@ -78,6 +85,8 @@ class Kit:
               for p in PAGE_SIZES),
             *((f"layout {name}", lambda name=name: self.cache_of("layout", name, self.layouts)) for name in ("NHD", "HND")),
             *((f"KV cache {dtype_name(d)}", lambda d=d: self.quantized(d)) for d in sorted(QUANTIZED_KV_DTYPES, key=str)),
+            *((f"KV cache {dtype_name(d)}{FIXED_SCALE}", lambda d=d: self.on_codes(d, FIXED_SCALES))
+              for d in sorted(FIXED_SCALE_KV_DTYPES, key=str)),
             ("shared cache (no k, v)", lambda: self.exact(DECODE, MIXED, write=False)),
             ("rotary embedding (rope_op)", self.rope),
             ("shared prefix", self.shared),
@@ -117,7 +126,7 @@ class Kit:
         features = {name: options.pop(name) for name in FEATURES if name in options}
         site = self.site(heads, kv_heads, dims, **features)
         return lay_out(site, [n for n, _ in rows], [t for _, t in rows], device=self.device, kv_dtype=self.kv_dtype,
-                       page_size=page_size or self.usual_page_size, layout=layout or self.layouts[0],  # type: ignore[arg-type]
+                       kv_scales=self.kv_scales, page_size=page_size or self.usual_page_size, layout=layout or self.layouts[0],  # type: ignore[arg-type]
                        fast_tanh=True, **options)
 
     def exact(self, *batches: Rows, **options: Any) -> None:
@@ -175,27 +184,41 @@ class Kit:
         return None
 
     def quantized(self, kv_dtype: torch.dtype) -> str | None:
-        """A decode and a mixed batch on a quantized cache, and a NaN. With --kv-dtype all checks run on one."""
-        if kv_dtype not in self.caps.kv_dtypes:
-            sweeps.ignored(Kit(self.backend, self.device, self.dtype, kv_dtype), f"a cache of {dtype_name(kv_dtype)}")
-            return self.refused(self.site(), kv_dtype=kv_dtype)
-        refusals = self.caps.reasons_against(self.site(), device=self.device, kv_dtype=kv_dtype)
+        return self.on_codes(kv_dtype)
+
+    def on_codes(self, kv_dtype: torch.dtype, kv_scales: KVScales | None = None) -> str | None:
+        """A decode and a mixed batch on a quantized cache, and a NaN. With --kv-dtype all checks run on one. With fixed scales:
+        among pages full of NaN codes, as failed requests leave them, and what does not fit is a NaN too."""
+        fixed, kit = kv_scales is not None, Kit(self.backend, self.device, self.dtype, kv_dtype, self.quick, kv_scales)
+        if kv_dtype not in (self.caps.fixed_scale_kv_dtypes if fixed else self.caps.kv_dtypes):
+            sweeps.ignored(kit, f"a cache of {dtype_name(kv_dtype)}{' with fixed scales' if fixed else ''}")
+            return self.refused(self.site(), kv_dtype=kv_dtype, fixed_scale=fixed)
+        refusals = self.caps.reasons_against(self.site(), device=self.device, kv_dtype=kv_dtype, fixed_scale=fixed)
         if refusals:
             return f"refused: {'; '.join(refusals)}"
-        kit = Kit(self.backend, self.device, self.dtype, kv_dtype, self.quick)
         for features in ({}, kit.features):
-            kit.exact(DECODE, MIXED, pad=(2, 1), **features)
-        for count in (1, 9):
-            for which in ("new_k", "new_v"):
-                batch = kit.batch([(count, 20), (1, 7)])
-                getattr(batch, which)[count - 1, 1, 0] = math.nan
-                out, others = run(self.backend, batch), slice(count, None)
-                if not out[count - 1, 2:].isnan().all() or not out[count - 1, :2].isfinite().all():
-                    raise Failure("a NaN in a token's key or value must make its output NaN for the heads that read it, and "
-                                  "for no other")
-                if not ((out[others] - batch.expected[others]).abs() <= batch.bound[others]).all():
-                    raise Failure("a NaN in one sequence changed the output of another")
+            kit.exact(DECODE, MIXED, pad=(2, 1), fill=math.nan if fixed else None, **features)
+        kit.not_finite(math.nan)
+        if fixed:
+            kit.not_finite(2 * FORMATS[kv_dtype].qmax * max(FIXED_SCALES[0]))
+            if self.caps.lse:
+                states.lse(kit)
+                states.trees(kit)
         return None
+
+    def not_finite(self, number: float) -> None:
+        """A number that reads back as NaN, in the last token of one of two sequences: with a fixed scale alone, else with all
+        of its vector."""
+        for count, which in itertools.product((1, 9), ("new_k", "new_v")):
+            batch = self.batch([(count, 20), (1, 7)])
+            getattr(batch, which)[count - 1, 1, 0] = number
+            out, others = run(self.backend, batch), slice(count, None)
+            broken = out[count - 1, 2:, : 1 if self.kv_scales is not None and which == "new_v" else None]
+            if not broken.isnan().all() or not out[count - 1, :2].isfinite().all():
+                raise Failure(f"{number} in a token's key or value must make its output NaN for the heads that read it, and "
+                              "for no other")
+            if not ((out[others] - batch.expected[others]).abs() <= batch.bound[others]).all():
+                raise Failure(f"{number} in one sequence changed the output of another")
 
     def shared(self) -> None:
         """Sequences with pages in common, as a prefix cache leaves them: all that have queries, or all but one."""

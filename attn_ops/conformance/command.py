@@ -30,8 +30,8 @@ from quire.attn_ops.registry import all_backends, get_backend
 
 #: Checks of many cases by the beginning of their names, which come last where time is limited: one case of each is among the
 #: others.
-LATE = ("shape ", "page size ", "head dims", "query heads", "windows at", "chunks at", "rotary", "MLA: page sizes",
-        "MLA: query heads", "MLA: latent dims", "varlen medium")
+LATE = ("shape ", "real shapes: ", "page size ", "head dims", "query heads", "windows at", "chunks at", "rotary",
+        "MLA: page sizes", "MLA: query heads", "MLA: latent dims", "varlen medium")
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--kv-dtype", default=None, choices=sorted(map(dtype_name, QUANTIZED_KV_DTYPES)),
         help="run all checks on a quantized KV cache (default: of --dtype)")
     add("--only", default="", help="run the checks whose names contain this")
-    add("--quick", action="store_true", help="leave out the large batches")
+    add("--quick", action="store_true", help="leave out the large batches and most real shapes")
     add("--json", metavar="FILE", help="write the results to FILE too, as they come; python -m quire.attn_ops.conformance.page "
         "makes a page of such files")
     add("--jobs", type=int, default=1, metavar="N", help="processes to check in (default: this one)")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.attn_ops.backend import AttentionBackend, dtype_name, listed
+from quire.attn_ops.conformance.checks import FIXED_SCALE
 from quire.attn_ops.registry import FEATURES, REGISTRY, all_backends
 
 INTRODUCTION = """# Attention backends
@@ -25,7 +26,8 @@ for what it declares; everything else is refused with the reason. `quire backend
 `python -m quire.attn_ops.conformance --backend NAME` checks a backend there. How to add one:
 [CONTRIBUTING.md](../CONTRIBUTING.md#adding-a-backend).
 """
-GROUPS = {"shape ": "batch shapes", "page size ": "page sizes", "KV cache ": "quantized KV caches", "layout ": "layouts"}
+GROUPS = {"shape ": "batch shapes", "real shapes: ": "features at real shapes", "page size ": "page sizes",
+          "KV cache ": "quantized KV caches", "layout ": "layouts"}
 
 
 def declared(backends: Sequence[AttentionBackend]) -> list[str]:
@@ -36,9 +38,10 @@ def declared(backends: Sequence[AttentionBackend]) -> list[str]:
         features = ", ".join(f.replace("_", "-") for f in FEATURES if getattr(caps, f)) or "none"
         hardware = ("**not verified on hardware**" if not backend.verified else
                     f"verified: {backend.verified_note}" if backend.verified_note else "verified")
+        fixed = (f"{dtype_name(d)} (fixed scale)" for d in caps.fixed_scale_kv_dtypes)
         cells = (f"`{backend.name}`", listed(caps.devices), listed(map(dtype_name, caps.dtypes)),
-                 listed(["model's", *map(dtype_name, caps.kv_dtypes)]), caps.head_dims_note, caps.page_sizes_note, features,
-                 caps.cudagraph_support.name, hardware)
+                 listed(["model's", *map(dtype_name, caps.kv_dtypes), *fixed]), caps.head_dims_note, caps.page_sizes_note,
+                 features, caps.cudagraph_support.name, hardware)
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -70,6 +73,8 @@ def _grouped(results: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]
     found: dict[str, list[dict[str, Any]]] = {}
     for result in results:
         group = next((title for prefix, title in GROUPS.items() if result["check"].startswith(prefix)), result["check"])
+        if result["check"].endswith(FIXED_SCALE):
+            group += FIXED_SCALE
         found.setdefault(group, []).append(result)
     return found
 
@@ -109,17 +114,18 @@ def page(records: Sequence[dict[str, Any]], earlier: str = "") -> str:
     """The page. ``earlier``: a page whose tables of other devices stay as they are."""
     backends = sorted(all_backends().values(), key=lambda b: (not b.verified, b.name))
     made = [f"- `{form}`: {what}." for form, _, what in (family.usage.partition(": ") for family in REGISTRY.families)]
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[tuple[str, bool], list[str]] = {}
     for backend in backends:
         if not backend.capabilities.kv_dtypes and (note := backend.capabilities.kv_dtypes_note):
-            reasons.setdefault(note, []).append(f"`{backend.name}`")
-    without = [f"No quantized cache with {', '.join(names)}: {note}." for note, names in reasons.items()]
+            reasons.setdefault((note, bool(backend.capabilities.fixed_scale_kv_dtypes)), []).append(f"`{backend.name}`")
+    without = [f"No quantized cache{' but with a fixed scale' * fixed} with {', '.join(names)}: {note}."
+               for (note, fixed), names in reasons.items()]
     lines = [INTRODUCTION, "## Declared", "", *declared(backends), "", *(line for text in without for line in (text, "")),
              "Made from a name, of others or with sizes. `attention=\"auto\"` never chooses an approximation:", "", *made, "",
              "## Checked", "",
              "Cells hold the largest error of an output; the bound is twice the rounding of the dtype "
              "(`attn_ops/conformance/__init__.py`). \"refused\": not declared, and refused. \"quick\": without the large "
-             "batches. \"not run\": the run had no time left. \"–\": there is nothing to check.", ""]
+             "batches and most real shapes. \"not run\": the run had no time left. \"–\": there is nothing to check.", ""]
     tables = ["\n".join(checked(record)).rstrip() for record in joined(records)]
     new = {table.partition("\n")[0] for table in tables}
     kept = [f"### {table}".rstrip() for table in earlier.split("\n### ")[1:]]

@@ -51,7 +51,7 @@ def check_backend(backend: AttentionBackend, device: torch.device | str = "cpu",
     Args:
         backend: the record; it need not be registered.
         device, dtype: where and in what; dtype None: the first of float32, bfloat16, float16 that the backend declares.
-        only: run the checks whose names contain this.  quick: leave out the large batches.
+        only: run the checks whose names contain this.  quick: leave out the large batches and most real shapes.
         kv_dtype: run all of them on a quantized cache of this dtype.
     """
     return run_checks(backend_checks(backend, torch.device(device), dtype, kv_dtype, quick), only)

@@ -19,6 +19,7 @@ from quire.attn_ops.conformance.batches import (
     rounding,
     varlen_reference,
 )
+from quire.attn_ops.kv_quant import is_fixed
 from quire.attn_ops.ops.tree import build_tree_mask, tree_attention
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ def lse(kit: Kit) -> None:
             live, page = batch.metadata.num_actual_tokens, batch.metadata.page_size
             if causal:
                 slots = batch.metadata.slot_mapping[:live]
-                for which, new in (("key", batch.new_k), ("value", batch.new_v)):
-                    if not torch.equal(bits(batch.held[which])[slots // page, slots % page], bits(batch.stored(new)[0][:live])):
+                for which, wanted in batch.stored_new(live).items():
+                    if not torch.equal(bits(batch.held[which])[slots // page, slots % page], bits(wanted)):
                         raise Failure(f"the {which}s of the step are not in the cache")
             check(batch, found, causal)
 
@@ -77,12 +78,14 @@ def check(batch: Batch, found: tuple[torch.Tensor, torch.Tensor], causal: bool) 
 def _read(batch: Batch, which: str) -> list[torch.Tensor]:
     """Per row of the batch: all its keys or values as the cache has them now."""
     meta, cache = batch.metadata, batch.held[which]
-    scale = batch.held.get(f"{which} scale")
+    scale = batch.cache.of_layer(0)[2 if which == "key" else 3]
     rows = []
     for row, total in zip(meta.block_table_tensor.long(), meta.seq_lens.tolist(), strict=True):
         pages = row[: -(-total // meta.page_size)]
         codes = bits(cache)[pages].view(cache.dtype).flatten(0, 1).float()
-        rows.append(codes if scale is None else codes * scale[pages].flatten(0, 1)[..., None])
+        if scale is not None:
+            codes *= (scale[0] if is_fixed(scale) else scale[pages].flatten(0, 1))[..., None]
+        rows.append(codes)
     return rows
 
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quire.attn_ops.kv_quant import is_fixed
+
 #: Counters per forward. Kernels that merge partial results take one per slot; see NOTE [Last one merges].
 NUM_COUNTERS = 16384
 #: Bytes, at most, of the contiguous keys and values of a layer (attn_ops/kernels/gather_kv.py); and of the copy per second,
@@ -21,7 +23,7 @@ PDL_MAX_TOKENS = 1
 
 class Caches(NamedTuple):
     """A layer's KV cache: k (pages, page_size, Hkv, D), v (pages, page_size, Hkv, Dv); of a quantized one the scales too
-    (pages, page_size, Hkv), else None."""
+    (pages, page_size, Hkv), or (1, 1, 1) for a fixed one, else None."""
 
     k: Any
     v: Any
@@ -38,7 +40,8 @@ class Strides(NamedTuple):
 
 
 class CacheLayout(NamedTuple):
-    """Shape and strides of a layer's KV cache: one constant argument of a kernel. ``v_words``: v in words of four bytes."""
+    """Shape and strides of a layer's KV cache: one constant argument of a kernel. ``v_words``: v in words of four bytes.
+    ``scale``: 0, 0, 0 for a fixed one."""
 
     heads: int
     dim: int
@@ -96,21 +99,31 @@ class AdapterTiles(NamedTuple):
     """How programs compute the adapters of a layer in one launch: one constant argument of a kernel.
 
     Args:
-        adapters: how many.  per: at most so many add to the columns of a program.
+        adapters: how many.  one_loop: ``one_loop``.  per: at most so many add to the columns of a program.
         parts: of the first products' sums.
-        block_r, block_q: ranks, padded, and those of a second product at a time.  held: adapters whose B is loaded at once.
+        block_r, block_q: ranks, padded, and those of a second product at a time.  held: adapters whose B is loaded at once;
+            early: which tokens have an adapter is read before the loop over the columns of x.
         ranks, slices, stages: of a program of first products (``shrink``).
     """
 
     adapters: int
+    one_loop: bool
     per: int
     parts: int
     block_r: int
     block_q: int
     held: int
+    early: bool
     ranks: int
     slices: int
     stages: int
+
+
+def one_loop(lora: Adapters, t: int) -> bool:
+    """Whether the programs of first products choose their adapter as they run. Each adapter has a loop of its own otherwise,
+    which is faster with few adapters, by 2 us in a layer of one token; with many the code is long, and compiles for a minute.
+    Needs adapters of one dtype."""
+    return t > 1 and len(lora.b) > 4 and len({up.dtype for up in lora.b}) == 1
 
 
 def first_products(t: int, block_r: int, num_warps: int, item: int, memory: int = 96 * 1024) -> dict[str, Any]:
@@ -123,7 +136,8 @@ def first_products(t: int, block_r: int, num_warps: int, item: int, memory: int 
 
 def cache_layout(caches: Caches) -> CacheLayout:
     k, v, scale, _ = caches
-    return _cache_layout(k.shape, k.stride(), v.shape, v.stride(), (0, 0, 0) if scale is None else scale.stride())
+    scale_strides = (0, 0, 0) if scale is None or is_fixed(scale) else scale.stride()
+    return _cache_layout(k.shape, k.stride(), v.shape, v.stride(), scale_strides)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -3,7 +3,7 @@
 NOTE [Rounding to codes]: ``encode`` rounds in float32 to values that are codes, so the GPU's conversion to fp8 is exact
 whatever its rounding. For x with 2**e <= |x| < 2**(e+1) codes lie 2**(e - mantissa) apart; adding and subtracting
 1.5 * 2**23 times that rounds x to a multiple of it, ties to even. 2**e are the exponent bits of x; ROUNDER is
-1.5 * 2**(23 - mantissa), and below 2**min_exponent codes get no closer.
+1.5 * 2**(23 - mantissa), and below 2**min_exponent codes get no closer. The code of NaN is stored as its byte.
 
 NOTE [Values by words]: the product of weights and values needs pairs of keys adjacent, but memory has adjacent codes of one
 key. By bytes that takes a load from shared memory per code. So four adjacent codes are loaded as one word, words are split
@@ -13,9 +13,9 @@ NOTE [Converting codes]: with integer instructions and one multiplication, not b
 at a time, in the halves of a register. int8 to bfloat16: the bits 0x4300 with the code's lower 7 are 128 plus these; with its
 sign bit they are 128 or 256; the difference is the code. int8 to float16: 0x6400 with the code, its sign flipped, is
 1024 + 128 plus the code. fp8: the code's bits move to where exponent and mantissa end, and a multiplication by a power of two
-corrects the exponent, subnormal codes included. (No code is NaN or infinite, see ``encode``.) bfloat16 is subtracted and
-multiplied by fma, with factor -1 and summand -0: compute capability 8 has no other. Inputs are read before an output is
-written, which may be the same register.
+corrects the exponent, subnormal codes included. (No code is NaN or infinite: kernels that convert so serve no fixed scales.)
+bfloat16 is subtracted and multiplied by fma, with factor -1 and summand -0: compute capability 8 has no other. Inputs are read
+before an output is written, which may be the same register.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ E5M2_FP16_WORDS = _of_words(_FP8 % dict(shift=0, mask="0x7f007f00", power="0x3c0
 #: Neither the interpreter nor an AMD GPU runs this assembly.
 NO_ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1" or torch.version.hip is not None)
 SMALLEST = tl.constexpr(2.0**-126)  # the smallest normal float32
+NAN_CODE = tl.constexpr(0x7F)  # of either fp8 dtype, as PyTorch makes it
 
 
 @triton.constexpr_function
@@ -116,9 +117,24 @@ def encode(x, CODE: tl.constexpr):
     else:
         scaled = tl.where(broken, 0.0, tl.div_rn(x, tl.where(broken, 1.0, scale)))
     scaled = tl.minimum(tl.maximum(scaled, -FORMAT[0]), FORMAT[0])
+    return _rounded(scaled, FORMAT), scale
+
+
+@triton.jit
+def encode_fixed(x, scale, CODE: tl.constexpr):
+    """``kv_quant.quantize`` of x, of any shape, with the fixed ``scale``, a number: codes of the dtype CODE, fp8."""
+    FORMAT: tl.constexpr = code_format(CODE)
+    scaled = tl.div_rn(x.to(tl.float32), scale)
+    fits = tl.abs(scaled) <= FORMAT[0]
+    codes = _rounded(tl.where(fits, scaled, 0.0), FORMAT).to(CODE).to(tl.uint8, bitcast=True)
+    return tl.where(fits, codes, NAN_CODE).to(tl.uint8).to(CODE, bitcast=True)
+
+
+@triton.jit
+def _rounded(scaled, FORMAT: tl.constexpr):
     power = tl.maximum(tl.abs(scaled), FORMAT[1]).to(tl.int32, bitcast=True) & 0x7F800000
     shift = power.to(tl.float32, bitcast=True) * FORMAT[2]
-    return (scaled + shift) - shift, scale
+    return (scaled + shift) - shift
 
 
 @triton.jit
@@ -185,8 +201,11 @@ def store_rows(x, scale, head, live, slot, cache, scales, PAGE: tl.constexpr, RO
 @triton.jit
 def encode_and_store(x, head, live, slot, cache, scales, PAGE: tl.constexpr, ROW: tl.constexpr, SCALE: tl.constexpr,
                      DIM: tl.constexpr):
-    """``store_rows`` of x as it is, or as codes if there are ``scales``."""
-    if scales is not None:
+    """``store_rows`` of x as it is, or as codes if there are ``scales``. Strides of 0: one fixed scale."""
+    if scales is not None and SCALE.page == 0 and SCALE.token == 0 and SCALE.head == 0:
+        codes = encode_fixed(x, tl.load(scales), cache.dtype.element_ty)
+        store_rows(codes, None, head, live, slot, cache, None, PAGE, ROW, SCALE, DIM)
+    elif scales is not None:
         codes, scale = encode(x, cache.dtype.element_ty)
         store_rows(codes, scale, head, live, slot, cache, scales, PAGE, ROW, SCALE, DIM)
     else:

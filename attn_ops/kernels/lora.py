@@ -55,31 +55,35 @@ def expand_kernel(base, shrunk, b, residual, out, m, n, base_stride, shrunk_stri
 
 
 @triton.jit
-def rows_shrink_kernel(x, lora, t, k, x_stride, ADAPTERS: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
-                       BLOCK_R: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
-                       PDL: tl.constexpr):
+def rows_shrink_kernel(x, lora, t, k, x_stride, ADAPTERS: tl.constexpr, ONE_LOOP: tl.constexpr, PARTS: tl.constexpr,
+                       BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr,
+                       STAGES: tl.constexpr, PDL: tl.constexpr):
     """Program (adapter and ranks, part of k, tile of tokens): ``shrink``. ``lora``: host.Adapters."""
     wait_for_previous(PDL)
     let_next_start(PDL)
     tokens = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
-    shrink(tl.program_id(0), tl.program_id(1), tokens, x, None, lora, t, k, x_stride, ADAPTERS, PARTS, BLOCK_T, BLOCK_R, RANKS,
-           SLICES, STAGES)
+    shrink(tl.program_id(0), tl.program_id(1), tokens, x, None, lora, t, k, x_stride, ADAPTERS, ONE_LOOP, PARTS, BLOCK_T,
+           BLOCK_R, RANKS, SLICES, STAGES)
 
 
 @triton.jit
-def shrink(program, part, tokens, x, norm, lora, t, k, x_stride, ADAPTERS: tl.constexpr, PARTS: tl.constexpr,
-           BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr):
+def shrink(program, part, tokens, x, norm, lora, t, k, x_stride, ADAPTERS: tl.constexpr, ONE_LOOP: tl.constexpr,
+           PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr,
+           STAGES: tl.constexpr):
     """``A (x * norm)`` of RANKS ranks of one adapter, over one part of k, to ``lora.shrunk`` (ADAPTERS, PARTS, t, BLOCK_R).
     ``program``: the adapter's number times BLOCK_R / RANKS, plus that of the ranks. Nothing where no token has the adapter.
-    ``norm``: factors of the columns of x, or None. Each adapter has a loop: one whose adapter is chosen as it runs took 2 us
-    more in a layer of one token (``h200_lora_linear.json``)."""
+    ``norm``: factors of the columns of x, or None. ONE_LOOP: ``host.one_loop``."""
     mine = bits_of(tokens, t, lora)
     r = program % (BLOCK_R // RANKS) * RANKS + tl.arange(0, RANKS)
     i = program // (BLOCK_R // RANKS)
-    for n in tl.static_range(ADAPTERS):
-        if i == n:
-            _shrink(n, lora.a[n], lora.ranks[n], lora.places[n], mine, r, part, tokens, x, norm, lora, t, k, x_stride, PARTS,
-                    BLOCK_T, BLOCK_R, RANKS, SLICES, STAGES)
+    if ONE_LOOP:
+        _shrink(i, _pick(lora.a, i, ADAPTERS), _pick(lora.ranks, i, ADAPTERS), _pick(lora.places, i, ADAPTERS), mine, r, part,
+                tokens, x, norm, lora, t, k, x_stride, PARTS, BLOCK_T, BLOCK_R, RANKS, SLICES, STAGES)
+    else:
+        for n in tl.static_range(ADAPTERS):
+            if i == n:
+                _shrink(n, lora.a[n], lora.ranks[n], lora.places[n], mine, r, part, tokens, x, norm, lora, t, k, x_stride,
+                        PARTS, BLOCK_T, BLOCK_R, RANKS, SLICES, STAGES)
 
 
 @triton.jit
@@ -160,8 +164,8 @@ def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.conste
 
 @triton.jit
 def bits_of(tokens, t, lora):
-    """The adapters of each of the tokens, as bits. Loaded once, well before they are needed: masks of other loads wait for
-    them."""
+    """The adapters of each of the tokens, as bits. Loaded once, and well before they are needed if that is possible: masks of
+    other loads wait for them."""
     return tl.load(lora.rows + tokens, mask=tokens < t, other=0)
 
 

@@ -74,8 +74,8 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, 
     if LORA is not None:
         first = LORA.adapters * (LORA.block_r // LORA.ranks)
         if tl.program_id(0) < first:
-            shrink(tl.program_id(0), 0, tl.arange(0, 1), x, norm, lora, 1, K, K, LORA.adapters, 1, 1, LORA.block_r, LORA.ranks,
-                   1, 1)
+            shrink(tl.program_id(0), 0, tl.arange(0, 1), x, norm, lora, 1, K, K, LORA.adapters, False, 1, 1, LORA.block_r,
+                   LORA.ranks, 1, 1)
             let_next_start(PDL)
         else:
             _vector(tl.program_id(0) - first, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora.rms, BLOCK_N,
@@ -153,7 +153,7 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
         program, first = tl.program_id(0), LORA.adapters * (LORA.block_r // LORA.ranks) * LORA.parts
         if program < first:
             shrink(program // LORA.parts, program % LORA.parts, tl.arange(0, BLOCK_M), x, norm, lora, M, K, stride_x,
-                   LORA.adapters, LORA.parts, BLOCK_M, LORA.block_r, LORA.ranks, LORA.slices, LORA.stages)
+                   LORA.adapters, LORA.one_loop, LORA.parts, BLOCK_M, LORA.block_r, LORA.ranks, LORA.slices, LORA.stages)
             let_next_start(PDL)
             count_first_products(lora)
         else:
@@ -174,7 +174,9 @@ def _tile(program, first_programs, x, w, scale, bias, norm, res, out, M, N, K, s
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
-    mine = bits_of(tokens, M, lora) if LORA is not None else None
+    mine = None
+    if LORA is not None and LORA.early:
+        mine = bits_of(tokens, M, lora)
     if SPLITS == 1:
         first, last = 0, K
     else:
@@ -284,6 +286,8 @@ def _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, 
     if LORA is not None:
         y = acc.to(out.dtype.element_ty).to(tl.float32)  # rounded as the layer's own result is
         up = acc_up.to(out.dtype.element_ty).to(tl.float32)
+        if not LORA.early:
+            mine = bits_of(tokens, M, lora)
         held, held_up = adapter_factors(mine, start, N, lora, SWIGLU, LORA, BLOCK_N)
         wait_for_first_products(lora, first_programs)
         acc, acc_up = add_adapters(y, up, mine, rms, held, held_up, start, N, tokens, M, lora, SWIGLU, LORA, BLOCK_M,

@@ -2,7 +2,9 @@
 
 Step s appends one token to every branch of every sequence, at position ``seq_lens + s`` of the batch. Tensors on the device
 follow from the batch's by device work only and do not depend on the tokens that are drawn, so that several steps can be one
-CUDA graph.
+CUDA graph, where the backend can be captured. For a backend that plans, each is a ``Step`` with its ``number``; all are planned
+before the capture and before each replay, and the backend holds their plans side by side (``attn_ops/plans.py``). README, "What
+runs", says which do.
 """
 
 from __future__ import annotations

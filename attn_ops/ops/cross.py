@@ -43,7 +43,7 @@ def cross_attention(backend: AttentionBackend, q: Tensor, cache: PagedKVCache, l
         raise UnsupportedAttention(f"cross attention: layer {layer} of the cache is a latent one, without values of its own")
     site = AttentionSite(layer, q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3], q.dtype, scale, softcap=softcap)
     why = backend.capabilities.reasons_against(site, device=q.device, page_size=cache.page_size, kv_dtype=cache.dtype,
-                                               layout=cache.layout)
+                                               layout=cache.layout, fixed_scale=cache.fixed_scale)
     if why:
         raise UnsupportedAttention(f"cross attention of {site.needs()}: {backend.name} cannot: {'; '.join(why)}")
     given = [x is not None for x in (k, v, slot_mapping)]

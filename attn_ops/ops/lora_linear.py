@@ -26,6 +26,7 @@ from quire.attn_ops.library import define_op
 from quire.attn_ops.ops.lora_rows import adapters_fit, adapters_for, lora_rows_eager
 from quire.attn_ops.ops.small_linear import MAX_TOKENS, adapter_tiles, memory_of, norm_apart, small_linear_cuda
 from quire.attn_ops.tuning.launch_config import Config, by_rule, config_for
+from quire.attn_ops.tuning.small_linear import CANDIDATES
 
 
 def lora_linear_eager(
@@ -79,18 +80,32 @@ def lora_linear_cuda(
     x2, norm_weight = norm_apart(host.rows_contiguous(x[0]), norm_weight, eps, host.use_pdl(x.device, t))
     x, config = x2[None], config_for(t, rows, k, swiglu, x.device) or by_rule(t, rows, k, swiglu)
     if t > 1:
+        config = _few_waves(config, t, n, swiglu, x.device)
         lora, _ = adapters_for(x, a, b, starts, scaling, bits, _parts(a, t, n, k, swiglu, config, x.device),
                                _counter(x, counters))
         return small_linear_cuda(x, weight, bias, norm_weight, eps, residual, swiglu, config=config, pdl=pdl, lora=lora)
     pdl = host.use_pdl(x.device, 1) if pdl is None else pdl
     lora, _ = adapters_for(x, a, b, starts, scaling, bits, 1)
     base = small_linear_cuda(x, weight, bias, norm_weight, eps, None, swiglu, config=config, pdl=pdl, lora=lora)
-    tiles = adapter_tiles(lora, n, Config(64, 1, 4, 1), swiglu)
+    tiles = adapter_tiles(lora, n, Config(64, 1, 4, 1), swiglu, False)
     out = x.new_empty(1, 1, n)
     launch(host.kernel_module("kernels.lora").finish_kernel, (-(-n // 64),), base, lora,
            None if residual is None else residual.contiguous(), out, n, LORA=tiles, BLOCK_N=64, SWIGLU=swiglu,
            NORM=norm_weight is not None, pdl=pdl, num_warps=4)
     return out
+
+
+def _few_waves(config: Config, t: int, n: int, swiglu: bool, device: torch.device) -> Config:
+    """``config``, which is the fastest without adapters, or one of less than half as many waves of programs: adapters are added
+    when a program ends, and nothing overlaps that (``h200_lora_linear.json``)."""
+    memory = host.shared_memory(device)
+
+    def waves(config: Config) -> int:
+        return -(-n // (config.block_n * host.num_sms(device) * max(1, memory // memory_of(config, t, swiglu))))
+
+    fit = [c for c in CANDIDATES[False] if memory_of(c, t, swiglu) + 8192 <= memory]
+    fewest = min(fit, key=lambda c: (waves(c), c.block_n), default=config)
+    return fewest if waves(config) > 2 * waves(fewest) else config
 
 
 def _parts(a: Sequence[Tensor], t: int, n: int, k: int, swiglu: bool, config: Config, device: torch.device) -> int:

@@ -130,7 +130,7 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     if t > 1:
         first = host.first_products(t, block_r, 4, x2.element_size())
     launch(kernels.rows_shrink_kernel, (len(a) * (block_r // first["RANKS"]), parts, tiles), x2, lora, t, k, x2.stride(0),
-           **first, **options)
+           ONE_LOOP=host.one_loop(lora, t), **first, **options)
     out = bases[0].new_empty(1, t, sum(sizes))
     per = adapters_per_layer(lora)  # a tile ends where its layer does
     ranks = min(block_r, 32 if per <= 2 else 16)  # and columns: what is held in registers

@@ -94,7 +94,7 @@ def rope_kv_write_eager(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tenso
         k_cache, ..., v_scale: of PagedKVCache.of_layer.  slot_mapping: (T,) int64; a token with slot -1 is not written.
     """
     form = RopeForm(interleaved, half_tables, norm_after, norm_offset)
-    check_scales(k_cache, k_scale, v_scale)
+    check_scales(k_cache, k_scale, v_scale, fixed=True)
     write(k_cache, k_scale, norm_and_rotate(k, k_norm_weight, cos, sin, eps, form), slot_mapping)
     write(v_cache, v_scale, v, slot_mapping)
     return norm_and_rotate(q, q_norm_weight, cos, sin, eps, form).contiguous()
@@ -116,7 +116,7 @@ def rope_kv_write_cuda(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
     out = q.new_empty(q.shape)
     if not num_tokens:
         return out
-    check_scales(k_cache, k_scale, v_scale)
+    check_scales(k_cache, k_scale, v_scale, fixed=True)
     host.check_cache_strides("rope_kv_write", caches)
     q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     # Few tokens: many small programs fill the GPU. Many tokens: larger programs, as launching programs costs, too.

@@ -145,7 +145,7 @@ def small_linear_cuda(
     pointers = (x2, weight, scale, bias, norm_weight, res, out)
     rows = -(-n // config.block_n)
     if lora is not None:
-        options["LORA"] = tiles = adapter_tiles(lora, n, config, swiglu)
+        options["LORA"] = tiles = adapter_tiles(lora, n, config, swiglu, norm_weight is not None)
         rows += tiles.adapters * (tiles.block_r // tiles.ranks) * tiles.parts
     if m == 1 and (scale is None or config.block_n < 16):
         launch(kernels.vector_kernel, (rows,), *pointers, n, k, weight.stride(0), eps, lora, **options)
@@ -167,7 +167,7 @@ def small_linear_cuda(
     return out.view(*x.shape[:-1], width)
 
 
-def adapter_tiles(lora: host.Adapters, n: int, config: Config, swiglu: bool) -> host.AdapterTiles:
+def adapter_tiles(lora: host.Adapters, n: int, config: Config, swiglu: bool, norm: bool) -> host.AdapterTiles:
     """How the programs of a layer of n columns, launched with ``config``, compute ``lora``. Those of first products take as
     much shared memory as the others do, unless two iterations need more, so that as many run at once as without adapters."""
     adapters, parts, t, block_r = lora.shrunk.shape
@@ -178,7 +178,10 @@ def adapter_tiles(lora: host.Adapters, n: int, config: Config, swiglu: bool) -> 
     first = {"RANKS": 2, "SLICES": 1, "STAGES": 1} if t == 1 else host.first_products(
         t, block_r, num_warps, 2, memory_of(config, t, swiglu))
     held = max(1, min(per, 1024 * num_warps // (block_q * block_n * operands)))  # 32 numbers per thread
-    return host.AdapterTiles(adapters, per, parts, block_r, block_q, held, first["RANKS"], first["SLICES"], first["STAGES"])
+    # A large loop with a norm has no registers left for what is kept meanwhile: qkv's of 32 tokens took 4 us more.
+    early = not norm or padded(t) * config.block_k // (32 * num_warps) <= 32
+    return host.AdapterTiles(adapters, host.one_loop(lora, t), per, parts, block_r, block_q, held, early, first["RANKS"],
+                             first["SLICES"], first["STAGES"])
 
 
 def memory_of(config: Config, tokens: int, swiglu: bool) -> int:

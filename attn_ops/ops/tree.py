@@ -157,7 +157,7 @@ def tree_attention(backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, c
     attend: Any = backend.state_op
     prefix = attend(q, k, v, k_cache, v_cache, k_scale, v_scale, *tables, prepared, scale=scale, softcap=softcap, causal=False)
     if cache.quantized:  # drafts too are attended to as they read back
-        k, v = (dequantize(*quantize(x, cache.dtype)) for x in (k, v))
+        k, v = (dequantize(*quantize(x, cache.dtype, s)) for x, s in ((k, k_scale), (v, v_scale)))
     own = tree_attention_state(q, k, v, start, mask, scale=scale, softcap=softcap)
     if sinks is None:
         return merge_state(*prefix, *own)[0]

@@ -253,8 +253,8 @@ class TracedGraph:
         fused ones. Raises UnsupportedAttention if no backend, or not the chosen one, can serve it, ValueError if the options
         and the step's cache differ."""
         target, selection = self._target(step)
-        key = (target.backend.name, target.page_size, target.kv_dtype or self.sites[0].dtype, target.layout, fusions,
-               target.latent, target.shared)
+        key = (target.backend.name, target.page_size, target.kv_dtype or self.sites[0].dtype, target.fixed_scale, target.layout,
+               fusions, target.latent, target.shared)
         if key not in self.compilations:  # by the backend's name: "auto" and that name share a compilation
             self.compilations[key] = self._compile(target, selection, self.options.fusions if fusions else "none")
         return self.compilations[key]
@@ -263,24 +263,27 @@ class TracedGraph:
         options = self.options
         attention: Any = options.attention
         page_size, kv_dtype, layout = options.page_size, options.kv_cache_dtype, options.layout or "NHD"
+        fixed = bool(options.fixed_kv_scale)
         if step is not None:
             if step.attention != "auto":
                 attention = step.attention
             page_size, kv_dtype, layout = step.cache.page_size, step.cache.dtype, step.cache.layout
+            fixed = step.cache.fixed_scale
             for option, given, found in (("page_size", options.page_size, page_size), ("layout", options.layout, layout),
-                                         ("kv_cache_dtype", options.kv_cache_dtype, kv_dtype)):
+                                         ("kv_cache_dtype", options.kv_cache_dtype, kv_dtype),
+                                         ("fixed_kv_scale", options.fixed_kv_scale, fixed)):
                 if given is not None and given != found:
                     raise ValueError(f"the model is compiled with {option}={given}, and the step's cache has {found}; leave "
                                      "the option out, or make a cache that goes with it")
         assert page_size is not None
         sites = self.sites if step is None else self._sites_in(step)
         latent, shared = _latent_and_shared(sites)
-        key = (attention.name if isinstance(attention, AttentionBackend) else attention, page_size, kv_dtype, layout, latent,
-               shared)
+        key = (attention.name if isinstance(attention, AttentionBackend) else attention, page_size, kv_dtype, fixed, layout,
+               latent, shared)
         if key not in self._selected:
             select = select_latent_or_dense if step is None else select_backend
             self._selected[key] = select(attention, sites, device=self._query.device, page_size=page_size, kv_dtype=kv_dtype,
-                                         layout=layout)
+                                         layout=layout, fixed_scale=fixed)
             if shared and step is None and self._selected[key].backend.every_step:  # what it keeps is of one layer
                 self._selected[key] = replace(self._selected[key], sites=tuple(map(_unshared, self._selected[key].sites)))
         selection = self._selected[key]
@@ -290,7 +293,7 @@ class TracedGraph:
                              "step's cache have theirs in common; use quire.Engine")
         backend = selection.backend
         tables = options.window_tables and (backend.plan is None or backend.plans_windows)
-        return LoweringTarget(backend, page_size, kv_dtype, layout, latent, tables, shared), selection
+        return LoweringTarget(backend, page_size, kv_dtype, layout, latent, tables, shared, fixed), selection
 
     def _sites_in(self, step: Step) -> list[AttentionSite]:
         """The sites as the step's cache holds them: latent or not, keys and values in common or not. Raises ValueError."""

@@ -39,6 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
+from quire.attn_ops.kv_quant import is_fixed
 from quire.attn_ops.step import Step
 from quire.passes.fake_values import any_sizes, fake_input
 from quire.passes.fx import add_input, fake_mode, placeholders, value
@@ -55,7 +56,8 @@ logger = logging.getLogger(__name__)
 class LoweringTarget:
     """What to lower to: the backend, and the static facts of the cache. ``latent``: MLA layers are on latent vectors.
     ``window_tables``: layers with a window or chunk have slots and a block table of their own, if others have neither.
-    ``shared``: layers that attend to another layer's keys and values read its cache, and store nothing."""
+    ``shared``: layers that attend to another layer's keys and values read its cache, and store nothing. ``fixed_scale``: the
+    cache has fixed scales."""
 
     backend: AttentionBackend
     page_size: int
@@ -64,6 +66,7 @@ class LoweringTarget:
     latent: bool = False
     window_tables: bool = False
     shared: bool = False
+    fixed_scale: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,10 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
     window_tables = tables if not own else [
         table("window_slot_mapping", torch.int64, tokens), table("window_block_table", torch.int32, reqs, width), *tables[2:]]
     shapes = PagedKVCache.for_sites(sites, num_pages=pages, page_size=target.page_size, device="meta", dtype=target.kv_dtype,
-                                    layout=target.layout)
+                                    layout=target.layout, kv_scales=1.0 if target.fixed_scale else None)
     names, layers = ("k_cache", "v_cache", "k_scale", "v_scale"), tuple(s.layer for s in sites if s.kv_source is None)
-    caches = {layer: [None if like is None else new_input(f"{name}_{layer}", like, (True, *[False] * (like.dim() - 1)))
+    caches = {layer: [None if like is None else
+                      new_input(f"{name}_{layer}", like, (not is_fixed(like), *[False] * (like.dim() - 1)))
                       for name, like in zip(names, shapes.of_layer(layer), strict=True)] for layer in layers}
     limits = gm.meta.get(LIMITS)
     if limits:

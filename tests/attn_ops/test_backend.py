@@ -12,6 +12,7 @@ from quire.attn_ops.registry import get_backend
 from tests.attn_ops.cases import EVERYTHING, SITE
 
 CPU = torch.device("cpu")
+FIXED = dict(fixed_scale_kv_dtypes=frozenset({torch.float8_e5m2}), kv_dtypes_note="one scale")
 
 
 @pytest.mark.parametrize("site, capabilities, cache, reasons", [
@@ -27,6 +28,14 @@ CPU = torch.device("cpu")
      ["KV cache dtype float16 (has the model's own dtype, float8_e4m3fn, int8)"]),
     ({}, dict(kv_dtypes=frozenset({torch.float16})), dict(kv_dtype=torch.float16), []),
     ({}, dict(kv_dtypes=frozenset({torch.float16})), {}, []),
+    ({}, FIXED, dict(kv_dtype=torch.float8_e5m2, fixed_scale=True), []),
+    ({}, FIXED, dict(kv_dtype=torch.float8_e4m3fn, fixed_scale=True),
+     ["KV cache of float8_e4m3fn with one fixed scale per layer, kv_scales (has float8_e5m2)"]),
+    ({}, dict(kv_dtypes=frozenset({torch.float8_e5m2})), dict(kv_dtype=torch.float8_e5m2, fixed_scale=True),
+     ["KV cache of float8_e5m2 with one fixed scale per layer, kv_scales (has none)"]),
+    ({}, FIXED, dict(kv_dtype=torch.float8_e5m2),
+     ["KV cache dtype float8_e5m2 (has the model's own dtype only: one scale; it serves one fixed scale per layer: give "
+      "kv_scales=, a number or {layer: (of keys, of values)})"]),
     (dict(head_dim_v=32), dict(head_dims=lambda d, dv: d == dv, head_dims_note="equal"), {},
      ["head dims 64/32 (has equal)"]),
     ({}, dict(page_sizes=lambda p: p % 16 == 0, page_sizes_note="multiples of 16"), dict(page_size=8),

@@ -55,6 +55,24 @@ def test_quantized(dtype, layout) -> None:
                                       strict=True))
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_fixed_scales(layout) -> None:
+    """Two numbers per layer, in no page: they take no memory by token, and copies of pages leave them alone."""
+    cache = make(dtype=torch.float8_e4m3fn, layout=layout, layer_ids=[3, 7], kv_scales={3: (0.5, 2), 7: (0.25, 1.0)})
+    assert cache.fixed_scale and cache.kv_scales == {3: (0.5, 2.0), 7: (0.25, 1.0)}
+    assert [(k.item(), v.item()) for k, v in zip(cache.k_scale, cache.v_scale, strict=True)] == [(0.5, 2.0), (0.25, 1.0)]
+    assert {t.shape for t in (*cache.k_scale, *cache.v_scale)} == {(1, 1, 1)}
+    assert cache.num_bytes == 2 * (2 * 5 * 4 * 3 * 8 + 2 * 4)
+    cache.k[1].view(torch.uint8).copy_(torch.arange(5)[:, None, None, None])
+    cache.copy_pages(torch.tensor([1, 2]), torch.tensor([3, 4]))
+    assert cache.k[1].view(torch.uint8)[:, 0, 0, 0].tolist() == [0, 1, 2, 1, 2] and cache.k_scale[1] == 0.25
+    assert make(dtype=torch.float8_e5m2, kv_scales=0.5).kv_scales == {0: (0.5, 0.5), 1: (0.5, 0.5)}
+    assert "float8_e4m3fn and a fixed scale per layer, cpu" in repr(cache)
+    assert not make(dtype=torch.float8_e4m3fn).fixed_scale and make(device="meta", kv_scales=1.0, dtype=torch.float8_e5m2).k
+    shared = make(dtype=torch.float8_e5m2, kv_sources={1: 0}, kv_scales={0: (0.5, 0.25)})
+    assert shared.k_scale[1] is shared.k_scale[0]
+
+
 def test_unquantized_has_no_scales() -> None:
     cache = make(layer_ids=[3, 7])
     assert not cache.quantized and cache.k_scale == cache.v_scale == [None, None]
@@ -67,6 +85,8 @@ def test_bytes_per_page_is_what_a_page_takes() -> None:
     for dtype in (None, torch.float32, torch.int8, torch.float8_e5m2):
         cache = PagedKVCache.for_sites(sites, num_pages=10, page_size=4, device="cpu", dtype=dtype)
         assert bytes_per_page(sites, 4, dtype) * 10 == cache.num_bytes
+    fixed = PagedKVCache.for_sites(sites, num_pages=10, page_size=4, device="cpu", dtype=torch.float8_e5m2, kv_scales=0.1)
+    assert bytes_per_page(sites, 4, torch.float8_e5m2, fixed_scale=True) * 10 == fixed.num_bytes - 2 * 2 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.bool, torch.float8_e4m3fnuz], ids=str)
@@ -118,6 +138,11 @@ def test_repr() -> None:
     (dict(head_dim=0), "head_dim must be a positive int or 2 of them, got 0"),
     (dict(head_dim_v=[4, -1]), r"head_dim_v must be a positive int or 2 of them, got \[4, -1\]"),
     (dict(layer_ids=[0]), "layer_ids has 1 entries for 2 layers"),
+    (dict(kv_scales=0.1), "kv_scales=0.1 are the fixed scales of an fp8 KV cache"),
+    (dict(dtype=torch.int8, kv_scales=0.1), "int8 has no NaN"),
+    (dict(dtype=torch.float8_e5m2, kv_scales={0: (1.0, 1.0)}), r"has scales for layers \[0\]; the layers .* are \[0, 1\]"),
+    (dict(dtype=torch.float8_e5m2, kv_scales=0.0), "kv_scales must be numbers between"),
+    (dict(dtype=torch.float8_e5m2, num_kv_heads=1, latent=True, kv_scales=0.1), "latent layers .MLA. have a scale for each"),
 ])
 def test_errors(options, message) -> None:
     with pytest.raises(ValueError, match=message):

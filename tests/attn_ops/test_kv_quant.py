@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 import pytest
@@ -9,7 +10,17 @@ import torch
 
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.backends.torch_native import BACKEND
-from quire.attn_ops.kv_quant import ALIASES, FORMATS, QUANTIZED_KV_DTYPES, check_scales, dequantize, quantize
+from quire.attn_ops.kv_quant import (
+    ALIASES,
+    FIXED_SCALE_KV_DTYPES,
+    FORMATS,
+    QUANTIZED_KV_DTYPES,
+    check_kv_scales,
+    check_scales,
+    dequantize,
+    quantize,
+)
+from quire.attn_ops.registry import get_backend
 from tests.attn_ops.cases import bits, check_output, make_case, run_case
 from tests.attn_ops.oracle import quantized
 
@@ -102,6 +113,75 @@ def test_scales_must_go_with_the_cache() -> None:
     made.cache.v_scale[0] = None
     with pytest.raises(ValueError, match="needs k_scale and v_scale"):
         run_case(BACKEND, made)
+
+
+# Fixed scales.
+
+FP8 = pytest.mark.parametrize("kv_dtype", sorted(FIXED_SCALE_KV_DTYPES, key=str), ids=str)
+
+
+def fixed(value: float) -> torch.Tensor:
+    return torch.full((1, 1, 1), value)
+
+
+@FP8
+@pytest.mark.parametrize("scale", [1.0, 0.0137, 3.7e4])
+def test_codes_of_a_fixed_scale_are_the_nearest(kv_dtype, scale) -> None:
+    """Bit for bit what a search through all codes finds, ties to the even one; NaN where no code is near enough, and there
+    alone: a user who gives too small a scale gets no wrong number."""
+    code, numbers = FORMATS[kv_dtype], torch.arange(128, dtype=torch.uint8).view(kv_dtype).double()
+    table = numbers[numbers.isfinite()]  # codes 0, 1, ... in order
+    torch.manual_seed(0)
+    x = (torch.randn(4000, 3, 16) * torch.exp(3 * torch.randn(4000, 3, 16)) * scale)
+    ties = ((table[1:] + table[:-1]) / 2).float()[: len(table) // 2 * 2 - 2].view(-1, 1, 2) * scale
+    special = torch.tensor([math.nan, math.inf, -math.inf, -0.0, code.qmax * scale, -code.qmax * scale,
+                            math.nextafter(code.qmax, math.inf) * scale * (1 + 2**-20), 3e38]).view(-1, 1, 2)
+    for given in (x, ties, -ties, special):
+        codes, returned = quantize(given, kv_dtype, fixed(scale))
+        ratio = (given.double() / torch.tensor(scale).double()).float().double()
+        distance = (ratio.abs()[..., None] - table).abs()
+        nearest = distance.nan_to_num(math.inf).min(-1)
+        later = distance.flip(-1).nan_to_num(math.inf).min(-1)  # the upper one of two that are equally near
+        upper = len(table) - 1 - later.indices
+        wanted = torch.where(upper % 2 == 0, upper, nearest.indices)
+        wanted = torch.where((ratio < 0) & (wanted != 0), wanted + 128, wanted)
+        wanted = torch.where(ratio.abs() <= code.qmax, wanted, 0x7F)
+        assert torch.equal(codes.view(torch.uint8).long(), wanted)
+        back = dequantize(codes, returned)
+        assert torch.equal(back.isnan(), ~(ratio.abs() <= code.qmax)) and back.shape == given.shape
+
+
+def test_scales_that_cannot_be_fixed() -> None:
+    with pytest.raises(ValueError, match="int8 has no NaN, which says that a number does not fit.*set kv_cache_dtype='fp8'"):
+        check_kv_scales(0.1, torch.int8)
+    with pytest.raises(ValueError, match="kv_scales=0.1 are the fixed scales of an fp8 KV cache: set kv_cache_dtype='fp8'"):
+        check_kv_scales(0.1, None)
+    for wrong in (0.0, -1.0, math.nan, math.inf, 1e31, {0: (0.1, 0.0)}, {0: (0.1,)}, {0: 0.1}):
+        with pytest.raises(ValueError, match="kv_scales must be numbers between 1e-30 and 1e30, one for keys and one for val"):
+            check_kv_scales(wrong, torch.float8_e5m2)
+    with pytest.raises(ValueError, match=r"has scales for layers \[0, 2\]; the layers that have keys and values of their own"):
+        check_kv_scales({0: (1.0, 1.0), 2: (1.0, 1.0)}, torch.float8_e5m2, [0, 1])
+    assert check_kv_scales({3: (0.5, 2)}, torch.float8_e5m2, [3]) == {3: (0.5, 2.0)}
+    assert check_kv_scales(0.1, torch.float8_e4m3fn, [1, 4])[4] == (float(torch.tensor(0.1)),) * 2, "as kernels get it"
+
+
+def test_a_backend_that_does_not_serve_fixed_scales_refuses_them() -> None:
+    """Also where a cache and a step are made by hand: its kernels would read the codes of NaN as numbers."""
+    codes = torch.zeros(2, 4, 2, 8, dtype=torch.float8_e4m3fn)
+    check_scales(codes, fixed(1.0), fixed(2.0), fixed=True)
+    with pytest.raises(ValueError, match="one fixed scale per layer .kv_scales., which these kernels do not serve"):
+        check_scales(codes, fixed(1.0), fixed(2.0))
+    for cache, v_scale in ((codes, torch.ones(2, 4, 2)), (codes.view(torch.int8), fixed(1.0))):
+        with pytest.raises(ValueError, match="fixed scales are those of keys and values of an fp8 KV cache"):
+            check_scales(cache, fixed(1.0), v_scale, fixed=True)
+    made = case([1], [5], kv_dtype=torch.float8_e4m3fn, kv_scales=0.1)
+    for name in ("flex_attention", "triton"):
+        if importlib.util.find_spec("triton") is None and name == "triton":
+            continue
+        before = made.cache.k[0].clone()
+        with pytest.raises(ValueError, match="which these kernels do not serve"):
+            run_case(get_backend(name), made)
+        assert torch.equal(bits(made.cache.k[0]), bits(before)), "nothing was stored"
 
 
 # torch_native: its numbers are checked by the kit (tests/attn_ops/conformance), on each of these caches.

@@ -17,7 +17,7 @@ from quire.attn_ops import kv_store
 from quire.attn_ops.backends import aiter, cudnn, flash_attention, flashinfer_mla, flashmla, trtllm_mha, trtllm_mla
 from quire.attn_ops.conformance.batches import lay_out, planned, prepared
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.kv_quant import write_kv
+from quire.attn_ops.kv_quant import is_fixed, write_kv
 from quire.attn_ops.kv_store import store_kv, store_latent
 from quire.attn_ops.mla import write_latent
 from quire.attn_ops.step import Step, StepLimits, running
@@ -35,11 +35,12 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "has_kernel", lambda device_type: True)
 
 
-def caches(dtype: torch.dtype, layout: str, heads: int, dim: int, dim_v: int, latent: bool = False) -> PagedKVCache:
-    cache = PagedKVCache(num_layers=1, num_pages=4, page_size=8, num_kv_heads=heads, head_dim=dim, head_dim_v=dim_v,
-                         dtype=dtype, device=DEVICE, layout=layout, latent=latent)
+def caches(dtype: torch.dtype, layout: str, heads: int, dim: int, dim_v: int, latent: bool = False, **options: Any
+           ) -> PagedKVCache:
+    cache = PagedKVCache(num_layers=1, page_size=8, num_kv_heads=heads, head_dim=dim, head_dim_v=dim_v, dtype=dtype,
+                         device=DEVICE, layout=layout, latent=latent, **{"num_pages": 4, **options})
     for t in cache.of_layer(0):
-        if t is not None:
+        if t is not None and not is_fixed(t):
             (t.view(torch.int8) if t.dtype.itemsize == 1 else t).copy_(torch.randint(-9, 9, t.shape))
     return cache
 
@@ -64,6 +65,28 @@ def test_stores_what_the_definition_stores(kernel, layout, dtype, kv_dtype, head
         assert (one is None) == (other is None) and (one is None or torch.equal(bits(one), bits(other)))
     store_kv(None, None, *mine.of_layer(0), slots)
     assert torch.equal(bits(mine.k[0]), bits(theirs[0])), "a layer that shares a cache writes nothing"
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_stores_by_a_fixed_scale_what_the_definition_stores(kernel, layout, dtype, kv_dtype) -> None:
+    """Every number of float16, in random order, and some of float32: codes, ties, what is too small, what does not fit, NaN and
+    infinities. A code that differs would be another key on another backend; the scales stay."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16).to(dtype)
+    every = every[torch.randperm(len(every), generator=torch.Generator().manual_seed(0))]
+    if dtype == torch.float32:
+        every = every * (1 + 2**-12 * torch.randn(len(every), generator=torch.Generator().manual_seed(1)))
+    k, v = (x.view(64, 8, 64).to(DEVICE) for x in every.view(2, -1))
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(2)).to(DEVICE) + 8
+    slots[5] = -1
+    mine = caches(kv_dtype, layout, 8, 64, 64, num_pages=10, kv_scales={0: (0.37, 0.002)})
+    theirs = tuple(t.clone() for t in mine.of_layer(0))
+    store_kv(k, v, *mine.of_layer(0), slots)
+    write_kv(k, v, *theirs, slots)
+    for one, other in zip(mine.of_layer(0), theirs, strict=True):
+        assert torch.equal(bits(one), bits(other))
+    assert 0.01 < mine.v[0].float().isnan().float().mean() < 0.9, "some do not fit"
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float16, torch.int8], ids=str)

@@ -122,7 +122,7 @@ def test_layers_of_the_rest_may_leave_graphs_too() -> None:
     rest = dataclasses.replace(REST, without_graph=lambda sites, *args: (100.0 * len(sites), 10.0 * len(sites)))
     rule = PrefillRule(PrefillTime(0, 0, 0), PrefillTime(600, 0, 0), graph=PrefillTime(700, 0, 0))
     lacking = dataclasses.replace(PROMPTS, prefill=PrefillPart(lambda *args: "no compiler here", PROMPTS.make_state))
-    cache = SimpleNamespace(device=CPU, page_size=16, dtype=torch.float32, layout="NHD")
+    cache = SimpleNamespace(device=CPU, page_size=16, dtype=torch.float32, layout="NHD", fixed_scale=False)
     sites = [SITE, dataclasses.replace(SITE, layer=1, chunk=8)]
     for name, prompts, expected in (("able", PROMPTS, (800.0, 10.0)), ("lacking", lacking, (200.0, 20.0))):
         backend = long_prefill.make(f"long_with_{name}", prompts, rest, rule=lambda *args, **where: rule)
@@ -155,11 +155,19 @@ def test_quantized_caches() -> None:
     backend = long_prefill.make("copies_for_test", dataclasses.replace(PROMPTS, prefill=part), REST,
                                 rule=lambda *args, **where: rules.append(where["kv_dtype"]) or ALWAYS)
     assert ("prompts", 14) in _run_quantized(backend) and rules == [None]
+    # With fixed scales nothing is measured, so REST serves all, whatever the other declares.
+    fp8 = frozenset({torch.float8_e4m3fn})
+    able = dataclasses.replace(PROMPTS.capabilities, fixed_scale_kv_dtypes=fp8)
+    part = dataclasses.replace(part, kv_dtypes=fp8)
+    backend = long_prefill.make("fixed_for_test", dataclasses.replace(PROMPTS, prefill=part, capabilities=able), REST,
+                                rule=lambda *args, **where: ALWAYS)
+    fixed = _run_quantized(backend, kv_dtype=torch.float8_e4m3fn, kv_scales=0.1)
+    assert fixed and all(name == "rest" for name, _ in fixed)
 
 
-def _run_quantized(backend) -> list[tuple[str, int]]:
+def _run_quantized(backend, **cache) -> list[tuple[str, int]]:
     calls.clear()
-    case = lay_out(SITE, [5, 9], [5, 20], page_size=4, kv_dtype=torch.int8)
+    case = lay_out(SITE, [5, 9], [5, 20], page_size=4, **{"kv_dtype": torch.int8, **cache})
     with in_step(backend, case):
         backend.op(*case.arguments(prepared(backend, case)), **case.options)
     return list(calls)
@@ -310,7 +318,7 @@ def test_auto_gives_it_the_measured_rule(monkeypatch) -> None:
     """Of an 8 B model with an H200's times: large chunks, and neither a short prompt nor a short chunk of a long one."""
     measured(monkeypatch)
     sites = [dataclasses.replace(LARGE, layer=i) for i in range(32)]
-    cache = SimpleNamespace(device=CPU, page_size=16, dtype=torch.float32, layout="NHD")
+    cache = SimpleNamespace(device=CPU, page_size=16, dtype=torch.float32, layout="NHD", fixed_scale=False)
     state = auto(*sites).backend.make_state(sites, cache, None)
     for query, seq, wins in ((8192, 8192, True), (8192, 16384, True), (1024, 1024, False), (64, 16384, False)):
         assert bool(state.won(np.array([query]), np.array([seq]))) == wins, (query, seq)

@@ -20,6 +20,7 @@ from quire.attn_ops.mla import absorb_query, expand_output, mla_attention, split
 from quire.attn_ops.registry import backends, get_backend
 from quire.attn_ops.selection import select_latent_or_dense
 from quire.attn_ops.step import Step, StepLimits
+from tests.attn_ops.backends.flashinfer_mla_stand_in import Wrapper, attend
 
 V3 = AttentionSite(layer=0, num_heads=128, num_kv_heads=128, head_dim=192, head_dim_v=128, dtype=torch.bfloat16,
                    scale=192**-0.5, latent=Latent(512, 64))
@@ -143,40 +144,6 @@ def test_the_kit_sees(change: Callable[[dict[str, Any]], Any], check: str) -> No
 
 
 # The vendors' kernels, each as a stand-in in PyTorch with its published signature.
-
-
-def attend(q: torch.Tensor, keys: torch.Tensor, scale: float, causal: bool = True) -> torch.Tensor:
-    """q (n, H, 576), the last of the tokens of the latent keys (L, 576) -> (n, H, 512)."""
-    out = attention_eager(q.transpose(0, 1)[None], keys[None, None], keys[None, None, :, :512], None, layer=0, scale=scale,
-                          window=None, softcap=None, chunk=None, causal=causal)
-    return out[0].transpose(0, 1)
-
-
-class Wrapper:
-    """flashinfer.mla.BatchMLAPagedAttentionWrapper of flashinfer-python 0.6.18."""
-
-    def __init__(self, float_workspace_buffer, use_cuda_graph=False, qo_indptr=None, kv_indptr=None, kv_indices=None,
-                 kv_len_arr=None, backend="auto") -> None:
-        assert float_workspace_buffer.dtype is torch.uint8
-
-    def plan(self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe, page_size, causal,
-             sm_scale, q_data_type, kv_data_type, use_profiler=False) -> None:
-        assert all(t.dtype is torch.int32 for t in (qo_indptr, kv_indptr, kv_indices, kv_len_arr))
-        assert len(qo_indptr) == len(kv_indptr) == len(kv_len_arr) + 1 and len(kv_indices) == kv_indptr[-1]
-        assert (head_dim_ckv, head_dim_kpe) == (512, 64) and q_data_type == kv_data_type
-        self.given = (qo_indptr.tolist(), kv_indptr.tolist(), kv_indices.clone(), kv_len_arr.tolist(), causal, sm_scale)
-
-    def run(self, q_nope, q_pe, ckv_cache, kpe_cache, out=None, lse=None, return_lse=False, profiler_buffer=None,
-            kv_len=None, page_table=None) -> torch.Tensor:
-        starts, pages, indices, lens, causal, scale = self.given
-        assert ckv_cache.dim() == kpe_cache.dim() == 3 and len(q_nope) == starts[-1] and causal
-        for r, length in enumerate(lens):
-            own = slice(starts[r], starts[r + 1])
-            rows = indices[pages[r] : pages[r + 1]].long()
-            c, k = (x[rows].flatten(0, 1)[:length] for x in (ckv_cache, kpe_cache))
-            if own.stop > own.start:
-                out[own] = attend(torch.cat([q_nope[own], q_pe[own]], dim=-1), torch.cat([c, k], dim=-1), scale)
-        return out
 
 
 def flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None,

@@ -110,7 +110,7 @@ def fake(name: str, *, reason: str | None = None, priority: dict[str, int] | Non
 FAKES = {b.name: b for b in (
     fake("on_request"),
     fake("second", priority={"cpu": 10, "cuda": 1}, dtypes=frozenset({torch.float16, torch.bfloat16}), window=True,
-         sinks=True, kv_dtypes=frozenset({torch.int8, torch.float32}),
+         sinks=True, kv_dtypes=frozenset({torch.int8, torch.float32}), fixed_scale_kv_dtypes=frozenset({torch.float8_e5m2}),
          head_dims_note="64, 128", page_sizes_note="16", cudagraph_support=CudagraphSupport.ALWAYS),
     fake("missing", priority={"cpu": 5}, reason="package x is not installed: pip install x"),
     fake("gpu_only", priority={"cuda": 0}, devices=frozenset({"cuda", "xpu"}), reason="never asked on a CPU"),
@@ -152,6 +152,7 @@ broken      no
 missing: not usable on cpu: package x is not installed: pip install x
 gpu_only: not usable on cpu: runs on cuda, xpu
 broken: not usable on cpu: failed to load: ImportError: no module y
+KV cache of float8_e5m2 with one fixed scale per layer (kv_scales): second
 attention="auto" goes by the order above: nothing is measured on this device (run `quire bench attention --save`)""")
     assert repr(backends("cpu")) == str(backends("cpu"))
 

@@ -7,7 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from quire import UnsupportedAttention, register_backend
+from quire import CudagraphSupport, UnsupportedAttention, register_backend
+from quire.attn_ops.composite import common_capabilities
+from quire.attn_ops.registry import get_backend
 from quire.attn_ops.selection import select_backend
 from tests.attn_ops.cases import SITE, make_backend
 
@@ -48,6 +50,25 @@ def test_a_forced_backend_that_does_not_fit_says_who_does(empty) -> None:
         "attention='bad' cannot serve this model on cpu with page_size=16. attention site 3 (model.layers.3.self_attn) "
         "needs GQA 8:2x64, float32. Why not:\n  bad: page size 16 (has none); KV layout HND (has NHD)"
         "\nCan serve it here: good (or attention='auto').")
+
+
+def test_fixed_scales_are_served_by_who_declares_them(empty) -> None:
+    """Also by "auto", and by a backend made of others only if each of them does; the refusal says what to give instead."""
+    fp8 = frozenset({torch.float8_e4m3fn})
+    register_backend(make_backend("by_token", priority={"cpu": 0}, kv_dtypes=fp8))
+    register_backend(make_backend("fixed", priority={"cpu": 1}, fixed_scale_kv_dtypes=fp8))
+    where = dict(device=CPU, page_size=16, kv_dtype=torch.float8_e4m3fn)
+    assert select_backend("auto", [SITE], **where).backend.name == "by_token"
+    assert select_backend("auto", [SITE], **where, fixed_scale=True).backend.name == "fixed"
+    with pytest.raises(UnsupportedAttention, match=r"per layer, kv_scales \(has none\)\nCan serve it here: fixed"):
+        select_backend("by_token", [SITE], **where, fixed_scale=True)
+    with pytest.raises(UnsupportedAttention, match="give kv_scales=, a number or .*\nCan serve it here: by_token"):
+        select_backend("fixed", [SITE], **where)
+    parts = [get_backend("by_token"), get_backend("fixed")]
+    both = common_capabilities(parts, lambda site: parts, CudagraphSupport.NEVER)
+    assert both.fixed_scale_kv_dtypes == frozenset()
+    assert both.reasons_against(SITE, **where, fixed_scale=True) == [
+        "by_token: KV cache of float8_e4m3fn with one fixed scale per layer, kv_scales (has none)"]
 
 
 def test_a_forced_backend_is_never_replaced(empty) -> None:

@@ -190,7 +190,8 @@ def page() -> str:
         "methods of its own or a forward that reads the mask or the cache, embeddings as input, and sequences longer than the",
         "engine's `max_model_len`. They run in the model's own dtype, also where the engine has another one",
         "(`quire.paged(model, dtype=...)`).", "",
-        f"Of {len(rows)} fields {share:.0%} are *same*.", ""]
+        f"Of {len(rows)} fields {share:.0%} are *same*. Of these, {sum(row.acts for row in rows)} change the result of a call",
+        "by themselves, and are tested with values that do; the others concern speed, memory, or other fields.", ""]
     for title, table in (("Fields of GenerationConfig", FIELDS), ("Arguments of generate", ARGUMENTS)):
         lines += [f"## {title}", "", "| | | |", "|---|---|---|"]
         lines += [f"| `{name}` | {row.status} | {row.note} |" for name, row in table.items()] + [""]

@@ -38,6 +38,11 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
     (dict(kv_layout="DNH"), "kv_layout must be 'NHD' or 'HND' or None, got 'DNH'"),
     (dict(kv_cache_dtype="float7"), "kv_cache_dtype 'float7' is not 'auto', a torch dtype"),
     (dict(kv_cache_dtype=8), "kv_cache_dtype must be a string or a torch dtype, got 8"),
+    (dict(kv_scales=0.1), "kv_scales=0.1 are the fixed scales of an fp8 KV cache: set kv_cache_dtype='fp8' or 'fp8_e5m2'"),
+    (dict(kv_scales=0.1, kv_cache_dtype="int8"), "int8 has no NaN"),
+    (dict(kv_scales="0.1"), "kv_scales must be a number or a dictionary of two numbers for each layer or None, got '0.1'"),
+    (dict(kv_scales={0: 0.1}), "kv_scales must be a number or a dictionary of two numbers for each layer or None"),
+    (dict(kv_scales={0: (0.1, -1.0)}, kv_cache_dtype="fp8"), "kv_scales must be numbers between .*; layer 0 has .0.1, -1.0."),
     (dict(cudagraph_capture_sizes=[1, "x"]), "cudagraph_capture_sizes must be a list of integers or 'sglang'"),
     (dict(compiler="gcc"), "compiler must be one of inductor, inductor-whole, eager; got 'gcc'"),
     (dict(fusions=["all_of_it"]), r"unknown fusions \['all_of_it'\]; there are \['quantized'"),
@@ -84,7 +89,8 @@ def test_options_of_the_passes() -> None:
     config = EngineConfig(attention="triton", page_size=8, kv_layout="HND", kv_cache_dtype="fp8", max_model_len=64)
     options = config.compile_options(CPU)
     assert (options.attention, options.page_size, options.layout, options.max_model_len) == ("triton", 8, "HND", 64)
-    assert options.kv_cache_dtype is torch.float8_e4m3fn
+    assert options.kv_cache_dtype is torch.float8_e4m3fn and options.fixed_kv_scale is False
+    assert EngineConfig(kv_cache_dtype="fp8", kv_scales={0: (1, 0.5)}).compile_options(CPU).fixed_kv_scale
 
 
 def test_kv_dtype() -> None:
@@ -100,6 +106,7 @@ def test_kv_dtype() -> None:
 @pytest.mark.parametrize(("text", "parsed"), [
     ("num_pages=512", ("num_pages", 512)), ("attention=triton", ("attention", "triton")),
     ("fusions=['rope']", ("fusions", ["rope"])),
+    ("kv_scales=0.02", ("kv_scales", 0.02)), ("kv_scales={0: (0.1, 2)}", ("kv_scales", {0: (0.1, 2)})),
     ("num_pages=None", ("num_pages", None)), ("attention=a=b", ("attention", "a=b")),
 ])
 def test_parse_option(text, parsed) -> None:

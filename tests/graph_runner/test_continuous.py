@@ -175,6 +175,9 @@ def test_what_has_no_effect_is_logged(model, caplog) -> None:
     assert "max_blocks_per_request=3 has no effect" in caplog.text
     model.init_continuous_batching(GenerationConfig(max_length=10))
     assert "max_length=10 has no effect in continuous batching, as in transformers; set max_new_tokens" in caplog.text
+    model.init_continuous_batching(GenerationConfig(**GREEDY), ContinuousBatchingConfig(max_memory_percent=0.5), {"rows": 3})
+    assert "max_memory_percent=0.5 has no effect in quire, where num_pages is set" in caplog.text
+    assert "workload_hints has no effect" in caplog.text
     caplog.clear()
     assert engine_options(ContinuousBatchingConfig(page_size=8)) == {"page_size": 8} and not caplog.text
 

@@ -122,6 +122,23 @@ def test_prompts_share_their_pages(pair) -> None:
     model.generate.close()
 
 
+def test_statistics_count_these_calls(pair, batch) -> None:
+    """Who watches a training run would take rollouts with a penalty for none at all."""
+    engine, seen = pair[1].generate.engine, []
+    before = engine.stats()
+
+    def watches(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(engine.stats().running)
+        return scores
+
+    pair[1].generate(**batch, max_new_tokens=5, eos_token_id=None, logits_processor=[watches])
+    after = engine.stats()
+    assert seen == [3] * 5 and after.running == 0
+    assert after.generated_tokens - before.generated_tokens == 15 and after.finished - before.finished == 3
+    assert after.prompt_tokens - before.prompt_tokens == int(batch["attention_mask"].sum())
+    assert after.busy_seconds > before.busy_seconds
+
+
 def test_beams_beside_other_requests(pair, batch) -> None:
     """A stream goes on while beams run; after an error in a processor too, which is the caller's, of beams or not."""
     model, params = pair[1], quire.SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

@@ -173,6 +173,36 @@ def test_adapted_layers_are_compiled_once(monkeypatch, caplog) -> None:
     assert found and all("4 pieces, 3 different" in message for message in found)
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_switched_adapters_are_traced_once(kind, caplog) -> None:
+    """A reference policy is the adapter switched off: a trace at each switch would cost more than what is generated with it."""
+    plain = load_model(num_layers=1)
+    model = quire.paged(load_model(num_layers=1), num_pages=40, max_num_seqs=2, max_model_len=128, cudagraph_capture_sizes=[])
+    pair = [get_peft_model(m, copy.deepcopy(ADAPTERS[kind])) for m in (plain, model)]
+    for peft in pair:
+        peft.add_adapter("two", copy.deepcopy(ADAPTERS[kind]))
+        fill(peft, "default", 3)
+        fill(peft, "two", 9)
+    with paged_only():
+        want = [generated(pair[0])]
+        pair[0].set_adapter("two")
+        want.append(generated(pair[0]))
+        with pair[0].disable_adapter():
+            want.append(generated(pair[0]))
+        assert len(set(map(str, want))) == 3
+        traces = []
+        for _ in range(2):
+            for name, expected in zip(("default", "two"), want, strict=False):
+                pair[1].set_adapter(name)
+                assert generated(pair[1]) == expected
+                traces.append(caplog.text.count("tracing it again"))
+            with pair[1].disable_adapter():
+                assert generated(pair[1]) == want[2]
+            traces.append(caplog.text.count("tracing it again"))
+    assert traces == [0, 1, 1, 1, 1, 1]
+    model.generate.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_a_life_with_adapters(kind) -> None:

@@ -112,7 +112,9 @@ def test_log_probabilities_are_the_trainers(tmp_path) -> None:
     """The ratio of a policy step is exp of their difference: an importance correction needs them equal."""
     trainer, _ = trained(tmp_path, steps=3, rate=1e-3, layers=2, bf16=False, temperature=0.7, rollout_func=rollout_func)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    found = rollout_func([*PROMPTS, [{"role": "user", "content": "hi"}]][:4], trainer)
+    trainer.processing_class.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    found = rollout_func([*PROMPTS[:3], [{"role": "user", "content": "hi"}]], trainer)
+    assert found["prompt_ids"][3] == trainer.processing_class(text="user: hi\n")["input_ids"]
     for prompt, completion, logprobs in zip(found["prompt_ids"], found["completion_ids"], found["logprobs"], strict=True):
         assert len(completion) == len(logprobs) > 0
         ids = torch.tensor([prompt + completion])

@@ -2,11 +2,19 @@
 
 FlashInfer divides a batch's work among the GPU's processors on the host, for all layers of a Group: ``plan`` does that once per
 step. Sequences of one token at the head of a batch go to the decode kernel, all others to the prefill kernel: schedule decodes
-first. Sinks follow from the log-sum-exp. Quantized caches are served for long prompts only, whose keys are copied as they read
-back (``contiguous.py``): a decode reads each key once, and a copy would read and write it twice more.
+first. Sinks follow from the log-sum-exp. The kernels read fp8 caches with one fixed scale per layer (``kv_scales``). Those with
+a scale for each token are served for long prompts only, whose keys are copied as they read back (``contiguous.py``): a decode
+reads each key once, and a copy would read and write it twice more.
+
+NOTE [NaN codes and float16]: A code of NaN must give NaN. With queries in bfloat16 these kernels widen codes by moving bits,
+which makes the NaN of e4m3 480. With float16 they use the GPU's converter on compute capability 9.0 and newer, and for e5m2,
+whose bits are float16's first, bytes anywhere; both keep NaN. So over fp8 caches queries are in float16, and results too: of
+bfloat16 that is exact from 6e-5 to 65504, and below within 3e-8. Codes, and so sums over them by weights of a softmax, are
+within float16's range; the scale of values multiplies results as they are stored in the model's dtype.
 
 Only batches of one token per sequence are captured in CUDA graphs. A graph's kernels read persistent buffers, which ``plan``
-refills before each replay, allocating nothing. See NOTE [Padding]: rows without tokens give zeros.
+refills before each replay, allocating nothing. A graph may hold several steps: the plans of all are made before, each with
+buffers of its own, and the op takes that of ``Step.number``. See NOTE [Padding]: rows without tokens give zeros.
 """
 
 from __future__ import annotations
@@ -27,8 +35,8 @@ from quire.attn_ops.backend import (
     define_paged_op,
 )
 from quire.attn_ops.backends.flashinfer.modules import begin, ready
-from quire.attn_ops.backends.flashinfer.state import FlashInferState, Group
-from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
+from quire.attn_ops.backends.flashinfer.state import FlashInferState
+from quire.attn_ops.kv_quant import FIXED_SCALE_KV_DTYPES, QUANTIZED_KV_DTYPES, is_fixed
 from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, current_step
@@ -57,32 +65,42 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
                     softcap: float | None, chunk: int | None) -> Tensor:
     if chunk is not None:
         raise UnsupportedAttention("the flashinfer backend has no chunked attention")
-    step = current_step()
+    step, fixed = current_step(), is_fixed(k_scale)
     state = None if step is None else step.states.get(NAME)
-    if k_scale is not None and not (state is not None and state.prompts_only):
+    if k_scale is not None and fixed == (state is not None and state.prompts_only):
         raise UnsupportedAttention(f"the flashinfer backend has no quantized KV cache: {ONE_SCALE}. Use attention='auto' or "
-                                   "kv_cache_dtype='auto'; beside another backend (NAME@long of `quire backends`) its kernels "
-                                   "serve long prompts of such a cache")
-    if step is None or state is None or state.step is None or state.step() is not step:
+                                   "kv_cache_dtype='auto', or kv_scales=, one fixed scale per layer of an fp8 cache, which it "
+                                   "serves; beside another backend (NAME@long of `quire backends`) its kernels serve long "
+                                   "prompts of a cache with a scale for each token")
+    planned = None if step is None or state is None else state.plans.of(step)
+    if step is None or state is None or planned is None:
         raise RuntimeError("flashinfer_paged_attention needs a paged step that was planned: run the model inside `with "
-                           "quire.step(cache, metadata)`, or call plan(metadata, step) first")
+                           "quire.step(cache, metadata)`, or call plan(metadata, step) first"
+                           + ("" if step is None or state is None else state.plans.missing(step)))
     num_tokens, heads, dim = q.shape
-    if num_tokens != state.num_tokens:
-        raise RuntimeError(f"flashinfer: the step was planned for {state.num_tokens} tokens, q has {num_tokens}")
-    segments = state.segments(Group(heads, k_cache.shape[2], dim, q.dtype, scale, window, softcap))
+    if num_tokens != planned.num_tokens:
+        raise RuntimeError(f"flashinfer: the step was planned for {planned.num_tokens} tokens, q has {num_tokens}")
+    segments = state.segments(planned, state.group(heads, k_cache.shape[2], dim, q.dtype, scale, window, softcap))
+    given: dict[str, Any] = {}
+    if fixed:
+        given = {"k_scale": state.key_scale(k_cache)}
+    elif k_scale is not None:
+        given = {"scales": (k_scale, v_scale)}
     with torch.cuda.device_of(q):
         store_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
         pages = (k_cache, v_cache) if state.layout == "NHD" else (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
+        out, done = q.new_empty(num_tokens, heads, dim), 0
+        if fixed:
+            q = q.to(torch.float16)
         if q.stride(2) != 1 or q.requires_grad:  # FlashInfer takes neither
             q = q.detach().contiguous()
-        out, done = q.new_empty(num_tokens, heads, dim), 0
-        given: dict[str, Any] = {} if k_scale is None else {"scales": (k_scale, v_scale)}
+        unscaled = q.new_empty(out.shape) if fixed else out
         for wrapper, begin, done in segments:
-            if sinks is None:
-                wrapper.run(q[begin:done], pages, out=out[begin:done], **given)
-            else:
-                lse = torch.empty(done - begin, heads, dtype=torch.float32, device=q.device)
-                wrapper.run(q[begin:done], pages, out=out[begin:done], lse=lse, return_lse=True, **given)
+            lse = None if sinks is None else torch.empty(done - begin, heads, dtype=torch.float32, device=q.device)
+            wrapper.run(q[begin:done], pages, out=unscaled[begin:done], lse=lse, return_lse=sinks is not None, **given)
+            if v_scale is not None and fixed:
+                torch.mul(unscaled[begin:done], v_scale, out=out[begin:done])
+            if lse is not None and sinks is not None:
                 out[begin:done] *= keys_share(lse, sinks)[..., None]
         if done < num_tokens:  # padding tokens
             out[done:].zero_()
@@ -100,7 +118,8 @@ BACKEND = AttentionBackend(
     capabilities=AttentionCapabilities(
         devices=frozenset({"cuda"}), dtypes=frozenset({torch.float16, torch.bfloat16}),
         head_dims=lambda d, dv: d == dv and d in (64, 128, 256), head_dims_note="64, 128 and 256, the same for values",
-        kv_dtypes_note=ONE_SCALE, min_compute_capability=(8, 0), window=True, softcap=True, sinks=True,
+        kv_dtypes_note=ONE_SCALE, fixed_scale_kv_dtypes=FIXED_SCALE_KV_DTYPES, min_compute_capability=(8, 0),
+        min_kv_compute_capability={torch.float8_e4m3fn: (9, 0)}, window=True, softcap=True, sinks=True,
         cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE,
     ),
     available=available,

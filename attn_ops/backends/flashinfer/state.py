@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from quire.attn_ops.backends.flashinfer.modules import HOPPER
 from quire.attn_ops.backends.flashinfer.pages import PageTable, leading_decodes
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.plans import StepPlan, StepPlans
 from quire.attn_ops.step import Step, StepLimits
 
 MIN_WORKSPACE = 128 << 20  # bytes; FlashInfer's recommendation
@@ -35,12 +37,13 @@ class Group(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
+    kv_dtype: torch.dtype | None = None  # of an fp8 cache; None: that of q
 
     @property
     def options(self) -> dict[str, Any]:
         """Arguments common to FlashInfer's plan functions. Its ``window_left`` does not count the query itself."""
         return {"window_left": -1 if self.window is None else self.window - 1, "logits_soft_cap": self.softcap or 0.0,
-                "sm_scale": self.scale, "q_data_type": self.dtype, "kv_data_type": self.dtype}
+                "sm_scale": self.scale, "q_data_type": self.dtype, "kv_data_type": self.kv_dtype or self.dtype}
 
     def workspace_bytes(self, rows: int, processors: int) -> int:
         """Room for the partial results of the worst plan: (H, tiles, queries per tile, D + 1) float32. A tile is 16, 64 or 128
@@ -53,9 +56,41 @@ class Group(NamedTuple):
         return 4 * self.heads * queries * (self.dim + 1) + 4096
 
 
+Segments = list[tuple[Any, int, int]]  # (wrapper, first token, token after the last)
+
+
+class FlashInferPlan(StepPlan):
+    """The plan of one step, and what graphs read of it: ``tables`` by window, and ``workspaces`` of integers by group. Graphs
+    share these, because each is planned anew before its replay. ``copied`` is needed because torch's allocator does not know
+    of FlashInfer's own copies from pinned memory."""
+
+    def __init__(self, device: torch.device, groups: Iterable[Group], number: int) -> None:
+        super().__init__(number, torch.cuda.Event())
+        self.device = device
+        self.tables: dict[int | None, PageTable] = {}
+        self.workspaces: dict[Group, torch.Tensor] = {}
+        for group in groups:
+            self.add(group)
+
+    def add(self, group: Group) -> None:
+        self.workspaces[group] = torch.empty(INT_WORKSPACE, dtype=torch.uint8, device=self.device)
+
+    def begin(self, metadata: CommonAttentionMetadata, step: Step) -> None:
+        """What of the step all groups have in common; no group is planned."""
+        starts = metadata.query_start_loc_cpu.numpy()
+        self.metadata, self.num_tokens, self.key, self.capturing = (
+            metadata, metadata.num_tokens, step.graph_key, step.capturing)
+        self.window_metadata = step.window_metadata or metadata  # of layers with a window: the same but for the pages
+        self.decodes, self.rows = leading_decodes(starts), metadata.num_reqs
+        self.last_token = 0  # of the rows that are planned, set when their number is known
+        self.filled: set[int | None] = set()
+        self.segments: dict[Group, Segments] = {}
+
+
 class FlashInferState:
-    """Workspace, buffers and plans of one engine. ``prompts_only``: decodes at the head of a batch are another backend's, and
-    nothing is compiled in a step (``PrefillPart``)."""
+    """Workspace, wrappers and plans of one engine. ``prompts_only``: decodes at the head of a batch are another backend's, and
+    nothing is compiled in a step (``PrefillPart``). ``key_scales``: of a cache with fixed scales, by the address of a layer's
+    keys: the kernels take a number, and the op must not read one from the GPU."""
 
     def __init__(self, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits, prompts_only: bool = False
                  ) -> None:
@@ -65,86 +100,98 @@ class FlashInferState:
         # Caches have the logical shape (pages, page, Hkv, D); FlashInfer calls it HND if heads lie outside tokens.
         self.layout = "HND" if k_cache.stride(2) > k_cache.stride(1) else "NHD"
         self.gpu = torch.cuda.get_device_properties(self.device)
-        # Recorded after the last copy from pinned memory: torch's allocator does not know of FlashInfer's own copies.
-        self.copied = torch.cuda.Event()
         self.workspace = torch.zeros(MIN_WORKSPACE, dtype=torch.uint8, device=self.device)
-        self.groups: dict[Group, torch.Tensor] = {}
+        self.fixed_kv_dtype = cache.dtype if cache.fixed_scale else None
+        self.key_scales = {cache.of_layer(layer)[0].data_ptr(): scale for layer, (scale, _) in (cache.kv_scales or {}).items()}
+        self.groups: dict[Group, None] = {}  # in the order in which they were met
+        self.plans = StepPlans(functools.partial(FlashInferPlan, self.device, self.groups))
         for s in sites:
-            self._add(Group(s.num_heads, s.num_kv_heads, s.head_dim, s.dtype, s.scale, s.window, s.softcap))
-        self.tables: dict[int | None, PageTable] = {}
-        self.wrappers: dict[Any, Any] = {}
-        self.graph_rows: dict[Any, int] = {}
-        self.step: weakref.ref[Step] | None = None
+            self._add(self.group(s.num_heads, s.num_kv_heads, s.head_dim, s.dtype, s.scale, s.window, s.softcap))
+        self.wrappers: dict[Any, Any] = {}  # by kernel, group, graph and number of the step
+        self.graph_rows: dict[tuple[Any, int], int] = {}  # by graph and number of the step
+
+    def group(self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, scale: float, window: int | None,
+              softcap: float | None) -> Group:
+        """The group of a site; over an fp8 cache the kernels get queries in float16, see NOTE [NaN codes and float16]."""
+        if self.fixed_kv_dtype is not None:
+            dtype = torch.float16
+        return Group(heads, kv_heads, dim, dtype, scale, window, softcap, self.fixed_kv_dtype)
+
+    def key_scale(self, k_cache: torch.Tensor) -> float:
+        """The fixed scale of these keys. Raises RuntimeError for those of another cache."""
+        if k_cache.data_ptr() not in self.key_scales:
+            raise RuntimeError("flashinfer: the state was made for another KV cache than the one with these fixed scales")
+        return self.key_scales[k_cache.data_ptr()]
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # pinned memory must outlive the copies from it
-            self.copied.synchronize()
+            for plan in self.plans.held.values():
+                plan.wait()
 
     def _add(self, group: Group) -> None:
-        """All wrappers share one float workspace. A group's graphs share an integer workspace too, because each is planned
-        anew before its replay."""
+        """All wrappers share one float workspace: it is written while kernels run, one after the other, and by no plan."""
         if group not in self.groups:
             size = group.workspace_bytes(self.limits.max_num_seqs, self.gpu.multi_processor_count)
             if size > self.workspace.shape[0]:
                 self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            self.groups[group] = torch.empty(INT_WORKSPACE, dtype=torch.uint8, device=self.device)
+            self.groups[group] = None
+            for plan in self.plans.held.values():
+                plan.add(group)
 
     def plan(self, metadata: CommonAttentionMetadata, step: Step) -> None:
-        """Plan every known group, after the copies of the last plan are done. The GPU makes those before the forward that
-        follows, so the host can prepare one step while the GPU runs the previous one."""
-        self.step = None
+        """Plan every known group, after the copies of the last plan of this number are done. The GPU makes those before the
+        forward that follows, so the host can prepare one step while the GPU runs the previous one."""
+        plan = self.plans.begin(step)
+        plan.begin(metadata, step)
         starts = metadata.query_start_loc_cpu.numpy()
-        self.metadata, self.num_tokens, self.key, self.capturing = (
-            metadata, metadata.num_tokens, step.graph_key, step.capturing)
-        self.window_metadata = step.window_metadata or metadata  # of layers with a window: the same but for the pages
-        self.decodes, self.rows = leading_decodes(starts), metadata.num_reqs
-        if self.key is not None:
-            self._check_graph(int(starts[-1]), min(starts.shape[0] - 1, self.num_tokens))
-        self.last_token = int(starts[self.rows])
-        self.filled: set[int | None] = set()
-        self.planned: dict[Group, list[tuple[Any, int, int]]] = {}
-        self.copied.synchronize()
+        if plan.key is not None:
+            self._check_graph(plan, int(starts[-1]), min(starts.shape[0] - 1, plan.num_tokens))
+        plan.last_token = int(starts[plan.rows])
+        plan.wait()
         for group in self.groups:
-            self._plan_group(group)
-        self.step = weakref.ref(step)
+            self._plan_group(plan, group)
+        plan.step = weakref.ref(step)
 
-    def _check_graph(self, tokens: int, rows: int) -> None:
-        """A graph is for one number of rows, its padding rows included."""
-        if tokens != self.decodes:
-            raise RuntimeError(f"flashinfer plans CUDA graphs for one token per sequence; graph {self.key!r} has "
-                               f"{tokens} tokens of {self.rows} sequences")
-        if not self.capturing and self.key not in self.graph_rows:
-            raise RuntimeError(f"CUDA graph {self.key!r} was not captured with a plan of flashinfer; these were: "
-                               f"{', '.join(map(repr, self.graph_rows)) or 'none'}")
-        self.rows = self.graph_rows.setdefault(self.key, rows)
-        if rows != self.rows:
-            raise RuntimeError(f"CUDA graph {self.key!r} was captured for {self.rows} sequences, padding included; the "
+    def _check_graph(self, plan: FlashInferPlan, tokens: int, rows: int) -> None:
+        """A step of a graph is for one number of rows, its padding rows included."""
+        place, name = (plan.key, plan.number), f"{plan.key!r}" + (f" (step number {plan.number})" if plan.number else "")
+        if tokens != plan.decodes:
+            raise RuntimeError(f"flashinfer plans CUDA graphs for one token per sequence; graph {name} has "
+                               f"{tokens} tokens of {plan.rows} sequences")
+        if not plan.capturing and place not in self.graph_rows:
+            known = [repr(key) for key, number in self.graph_rows if number == plan.number]
+            raise RuntimeError(f"CUDA graph {name} was not captured with a plan of flashinfer; these were: "
+                               f"{', '.join(known) or 'none'}")
+        plan.rows = self.graph_rows.setdefault(place, rows)
+        if rows != plan.rows:
+            raise RuntimeError(f"CUDA graph {name} was captured for {plan.rows} sequences, padding included; the "
                                f"batch has {rows}")
 
-    def _plan_group(self, group: Group) -> None:
-        if self.key is not None and not self.capturing and (group, self.key) not in self.wrappers:
+    def _plan_group(self, plan: FlashInferPlan, group: Group) -> None:
+        if plan.key is not None and not plan.capturing and (group, plan.key, plan.number) not in self.wrappers:
             return  # first seen after this graph was captured: the graph does not run it
-        if group.window not in self.tables:
-            self.tables[group.window] = PageTable(self.limits, self.device)
-        table = self.tables[group.window]
+        if group.window not in plan.tables:
+            plan.tables[group.window] = PageTable(self.limits, self.device)
+        table = plan.tables[group.window]
         try:
             if self.copies:
-                self.planned[group] = self._plan_copies(group)
+                plan.segments[group] = self._plan_copies(plan, group)
                 return
-            if group.window not in self.filled:
-                metadata = self.metadata if group.window is None else self.window_metadata
-                table.fill(metadata, self.rows, self.decodes, group.window)
-                self.filled.add(group.window)
-            n = self.decodes if self.key is None else self.rows
-            segments = [(self._plan_decode(group, table, n), 0, n)] if n and not self.prompts_only else []
-            if self.last_token > n:
-                segments.append((self._plan_prefill(group, table, n), n, self.last_token))
+            if group.window not in plan.filled:
+                metadata = plan.metadata if group.window is None else plan.window_metadata
+                table.fill(metadata, plan.rows, plan.decodes, group.window)
+                plan.filled.add(group.window)
+            n = plan.decodes if plan.key is None else plan.rows
+            segments = [(self._plan_decode(plan, group, table, n), 0, n)] if n and not self.prompts_only else []
+            if plan.last_token > n:
+                segments.append((self._plan_prefill(plan, group, table, n), n, plan.last_token))
         finally:
-            self.copied.record(torch.cuda.current_stream(self.device))
-        self.planned[group] = segments
+            plan.copied.record(torch.cuda.current_stream(self.device))
+        plan.segments[group] = segments
 
-    def _plan_decode(self, group: Group, table: PageTable, rows: int) -> Any:
-        wrapper, graph = self.wrappers.get((group, self.key)), self.key is not None
+    def _plan_decode(self, plan: FlashInferPlan, group: Group, table: PageTable, rows: int) -> Any:
+        place, graph = (group, plan.key, plan.number), plan.key is not None
+        wrapper = self.wrappers.get(place)
         args = (table.host[0, : rows + 1], table.indices[:0] if graph else table.indices, table.host[1, :rows],
                 group.heads, group.kv_heads, group.dim, self.page_size)
         if wrapper is not None and graph:  # a plan without its copies: the graph reads ``table``
@@ -156,61 +203,63 @@ class FlashInferState:
                 "use_cuda_graph": True, "paged_kv_indptr_buffer": table.device[0, : rows + 1],
                 "paged_kv_indices_buffer": table.indices, "paged_kv_last_page_len_buffer": table.device[1, :rows]}
             # Tensor cores pay off from four query heads per key head; the other kernel has few group sizes above that.
-            wrapper = self.wrappers[group, self.key] = self.lib.BatchDecodeWithPagedKVCacheWrapper(
+            wrapper = self.wrappers[place] = self.lib.BatchDecodeWithPagedKVCacheWrapper(
                 self.workspace, self.layout, use_tensor_cores=group.heads // group.kv_heads >= 4, **buffers)
             if graph:
-                wrapper.reset_workspace_buffer(self.workspace, self.groups[group])
+                wrapper.reset_workspace_buffer(self.workspace, plan.workspaces[group])
         wrapper.plan(*args, **group.options)
         return wrapper
 
-    def _plan_prefill(self, group: Group, table: PageTable, first: int, kernels: str = "fa3") -> Any:
-        """Plan the rows from ``first`` on. Kernels are fa3 on Hopper GPUs if they build, else fa2."""
+    def _plan_prefill(self, plan: FlashInferPlan, group: Group, table: PageTable, first: int, kernels: str = "fa3") -> Any:
+        """Plan the rows from ``first`` on. Kernels are fa3 on Hopper GPUs if they build, else fa2, as over an fp8 cache: fa3
+        takes it with fp8 queries alone."""
         if self.prompts_only and group.window is None and self.gpu.major == HOPPER and contiguous.spares(
-                *contiguous.lengths(self.metadata, first, self.rows), group.heads, group.kv_heads, group.dim):
-            return self._contiguous(group, first, self.rows)
-        wrapper = self.wrappers.get(("prefill", group))
+                *contiguous.lengths(plan.metadata, first, plan.rows), group.heads, group.kv_heads, group.dim):
+            return self._contiguous(plan, group, first, plan.rows)
+        place = "prefill", group, plan.number
+        wrapper = self.wrappers.get(place)
         if wrapper is None:
-            kernels = kernels if self.gpu.major == HOPPER else "fa2"
+            kernels = kernels if self.gpu.major == HOPPER and group.kv_dtype is None else "fa2"
             logger.info("flashinfer: %s prefill kernel for %s%s", kernels, group,
                         "" if self.prompts_only else " (compiled at its first use on a machine)")
             wrapper = self.lib.BatchPrefillWithPagedKVCacheWrapper(self.workspace, self.layout, backend=kernels)
         try:
             wrapper.plan(
-                table.host[3, first : self.rows + 1], table.host[0, first : self.rows + 1], table.indices,
-                table.host[1, first : self.rows], group.heads, group.kv_heads, group.dim, self.page_size, causal=True,
-                max_token_per_sequence=self.metadata.max_query_len, **group.options)
+                table.host[3, first : plan.rows + 1], table.host[0, first : plan.rows + 1], table.indices,
+                table.host[1, first : plan.rows], group.heads, group.kv_heads, group.dim, self.page_size, causal=True,
+                max_token_per_sequence=plan.metadata.max_query_len, **group.options)
         except Exception as error:
-            if kernels == "fa2" or ("prefill", group) in self.wrappers or self.prompts_only:
+            if kernels == "fa2" or place in self.wrappers or self.prompts_only:
                 raise
             logger.warning("flashinfer: fa2 prefill for %s, as fa3 failed: %s: %s", group, type(error).__name__, error)
-            return self._plan_prefill(group, table, first, "fa2")
-        self.wrappers["prefill", group] = wrapper
+            return self._plan_prefill(plan, group, table, first, "fa2")
+        self.wrappers[place] = wrapper
         return wrapper
 
-    def _plan_copies(self, group: Group) -> list[tuple[Any, int, int]]:
+    def _plan_copies(self, plan: FlashInferPlan, group: Group) -> Segments:
         """The prompts of a quantized cache, whose keys are copied: in parts that have room."""
-        starts, n, found = self.metadata.query_start_loc_cpu.numpy(), self.decodes, list[tuple[Any, int, int]]()
-        parts = contiguous.parts(*contiguous.lengths(self.metadata, n, self.rows), group.kv_heads, group.dim)
-        for number, (first, end) in enumerate((n + a, n + b) for a, b in parts):
+        starts, n, found = plan.metadata.query_start_loc_cpu.numpy(), plan.decodes, Segments()
+        parts = contiguous.parts(*contiguous.lengths(plan.metadata, n, plan.rows), group.kv_heads, group.dim)
+        for part, (first, end) in enumerate((n + a, n + b) for a, b in parts):
             if starts[end] > starts[first]:
-                found.append((self._contiguous(group, first, end, number), int(starts[first]), int(starts[end])))
+                found.append((self._contiguous(plan, group, first, end, part), int(starts[first]), int(starts[end])))
         return found
 
-    def _contiguous(self, group: Group, first: int, rows: int, number: int = 0) -> contiguous.Contiguous:
-        """Plan the rows from ``first`` to ``rows`` by contiguous keys. Plans of one step are of different ``number``s."""
-        key, kernels = ("contiguous", group, number), "fa3" if self.gpu.major == HOPPER else "fa2"
+    def _contiguous(self, plan: FlashInferPlan, group: Group, first: int, rows: int, part: int = 0) -> contiguous.Contiguous:
+        """Plan the rows from ``first`` to ``rows`` by contiguous keys. Plans of one step are of different ``part``s."""
+        key, kernels = ("contiguous", group, part, plan.number), "fa3" if self.gpu.major == HOPPER else "fa2"
         if key not in self.wrappers:
             logger.info("flashinfer: %s prefill kernel for %s, by contiguous keys", kernels, group)
             self.wrappers[key] = self.lib.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, "NHD", backend=kernels)
-        return contiguous.plan(self.wrappers[key], self.metadata, first, rows, group.heads, group.kv_heads, group.dim,
+        return contiguous.plan(self.wrappers[key], plan.metadata, first, rows, group.heads, group.kv_heads, group.dim,
                                self.layout == "HND", **group.options)
 
-    def segments(self, group: Group) -> list[tuple[Any, int, int]]:
-        """[(wrapper, first token, token after the last)]. A new group is planned now."""
-        if torch.cuda.is_current_stream_capturing() and (self.key is None or group not in self.planned):
+    def segments(self, plan: FlashInferPlan, group: Group) -> Segments:
+        """What the step runs for a group. A new group is planned now."""
+        if torch.cuda.is_current_stream_capturing() and (plan.key is None or group not in plan.segments):
             raise RuntimeError(f"flashinfer: a CUDA graph is being captured, but none was planned for {group}; call plan with "
                                "graph_key and capturing=True, and run a forward, before the capture")
-        if group not in self.planned:
+        if group not in plan.segments:
             self._add(group)
-            self._plan_group(group)
-        return self.planned[group]
+            self._plan_group(plan, group)
+        return plan.segments[group]

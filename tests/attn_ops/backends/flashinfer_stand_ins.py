@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import sys
+from types import SimpleNamespace
 
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 
 from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import AttentionBackend
+from quire.attn_ops.backends import flashinfer
+from quire.attn_ops.backends.flashinfer import pages, state
+from quire.attn_ops.conformance.batches import bits
+from quire.attn_ops.kv_quant import FIXED_SCALE_KV_DTYPES as FP8
 from quire.attn_ops.ops.varlen import varlen_attention_eager
 from tests.attn_ops.oracle import oracle_attention
 
@@ -27,15 +36,20 @@ class _Wrapper:
         pages = indptr.diff()
         assert (pages >= 1).all(), "the decode planner miscounts rows without pages"
         assert (last_page_len <= page_size).all() and (last_page_len >= 0).all()
-        assert kv_data_type == q_data_type
+        fp8 = kv_data_type in FP8  # with queries in bfloat16 the library's kernels read the NaN of e4m3 as 480
+        assert kv_data_type == q_data_type or fp8 and q_data_type == torch.float16
+        self.dtypes = q_data_type, kv_data_type
         self.planned = indptr.tolist(), last_page_len.tolist()
         self.shape = heads, kv_heads, dim, page_size
         self.mask = dict(scale=sm_scale, window=None if window_left < 0 else window_left + 1,
                          softcap=logits_soft_cap or None)
         self.plans = getattr(self, "plans", 0) + 1
 
-    def _attend(self, q, caches, out, query_start, lse, return_lse):
+    def _attend(self, q, caches, out, query_start, lse, return_lse, k_scale):
         assert (lse is not None) == return_lse
+        assert (q.dtype, caches[0].dtype) == (out.dtype, caches[1].dtype) == self.dtypes
+        assert (type(k_scale) is float) == (caches[0].dtype in FP8), "a number: a tensor would be read on the host"
+        mask = {**self.mask, "scale": self.mask["scale"] * (k_scale or 1.0)}
         heads, kv_heads, dim, page_size = self.shape
         k_cache, v_cache = caches
         assert k_cache.is_contiguous() and v_cache.is_contiguous() and out.is_contiguous() and q.stride(2) == 1
@@ -54,11 +68,11 @@ class _Wrapper:
                 if return_lse:
                     lse[own] = -math.inf
                 continue
-            keys, values = (c[pages].flatten(0, 1)[:length] for c in (k_cache, v_cache))
-            out[own] = oracle_attention(q[own], keys, values, **self.mask).to(out.dtype)
+            keys, values = (bits(c)[pages].view(c.dtype).flatten(0, 1)[:length].to(q.dtype) for c in (k_cache, v_cache))
+            out[own] = oracle_attention(q[own], keys, values, **mask).to(out.dtype)
             if return_lse:  # to base 2, as FlashInfer's kernels
                 starts = [torch.tensor([0, n], dtype=torch.int32) for n in (len(q[own]), length)]
-                lse[own] = varlen_attention_eager(q[own], keys, values, *starts, causal=True, **self.mask)[1] / math.log(2)
+                lse[own] = varlen_attention_eager(q[own], keys, values, *starts, causal=True, **mask)[1] / math.log(2)
 
 
 class Decode(_Wrapper):
@@ -88,9 +102,9 @@ class Decode(_Wrapper):
         self._keep(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, window_left,
                    logits_soft_cap, sm_scale, q_data_type, kv_data_type)
 
-    def run(self, q, paged_kv_cache, *, out=None, lse=None, return_lse=False):
+    def run(self, q, paged_kv_cache, *, k_scale=None, out=None, lse=None, return_lse=False):
         assert q.shape[0] == len(self.last_page_len)
-        self._attend(q, paged_kv_cache, out, range(q.shape[0] + 1), lse, return_lse)
+        self._attend(q, paged_kv_cache, out, range(q.shape[0] + 1), lse, return_lse, k_scale)
 
 
 class Prefill(_Wrapper):
@@ -102,6 +116,7 @@ class Prefill(_Wrapper):
     def plan(self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
              head_dim_qk, page_size, *, causal=False, sm_scale=None, window_left=-1, logits_soft_cap=None,
              q_data_type="float16", kv_data_type=None, max_token_per_sequence=None):
+        assert self.backend == "fa2" or kv_data_type == q_data_type, "fa3 takes fp8 keys with fp8 queries only"
         if self.backend in self.broken:
             raise RuntimeError("no such kernel")
         assert causal and qo_indptr[0] == 0 and qo_indptr.dtype == torch.int32
@@ -112,8 +127,8 @@ class Prefill(_Wrapper):
         self._keep(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim_qk,
                    page_size, window_left, logits_soft_cap, sm_scale, q_data_type, kv_data_type)
 
-    def run(self, q, paged_kv_cache, *, out=None, lse=None, return_lse=False):
-        self._attend(q, paged_kv_cache, out, self.query_start, lse, return_lse)
+    def run(self, q, paged_kv_cache, *, k_scale=None, out=None, lse=None, return_lse=False):
+        self._attend(q, paged_kv_cache, out, self.query_start, lse, return_lse, k_scale)
 
 
 def fast_decode_plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *,
@@ -148,3 +163,19 @@ class Ragged:
         out.copy_(found)
         if return_lse:
             lse.copy_(own_lse / math.log(2))
+
+
+def stand_in(monkeypatch) -> AttentionBackend:
+    """The backend on a CPU: ``Decode`` and ``Prefill`` for FlashInfer, the interpreter for its Triton kernels."""
+    library = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Decode, BatchPrefillWithPagedKVCacheWrapper=Prefill,
+                              fast_decode_plan=fast_decode_plan)
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    monkeypatch.setattr(pages, "gather_pages", InterpretedFunction(pages.gather_pages.fn))
+    event = SimpleNamespace(synchronize=lambda: None, record=lambda stream: None)
+    gpu = SimpleNamespace(multi_processor_count=8, major=9)
+    for name, value in (("Event", lambda: event), ("get_device_properties", lambda device: gpu),
+                        ("current_stream", lambda device: None), ("is_current_stream_capturing", lambda: False)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(state, "MIN_WORKSPACE", 16)
+    monkeypatch.setattr(Prefill, "broken", ())
+    return dataclasses.replace(flashinfer.BACKEND, op=flashinfer.paged_attention)

@@ -13,27 +13,25 @@ import logging
 import math
 import shutil
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from triton.runtime.interpreter import InterpretedFunction
 
 from quire import AttentionSite, CommonAttentionMetadata, UnsupportedAttention
 from quire.attn_ops import long_prefill
 from quire.attn_ops.backends import flashinfer, torch_native
-from quire.attn_ops.backends.flashinfer import BACKEND, FlashInferState, Group, contiguous
-from quire.attn_ops.backends.flashinfer import pages as page_kernels
+from quire.attn_ops.backends.flashinfer import BACKEND, FlashInferState, contiguous
 from quire.attn_ops.backends.flashinfer import state as state_module
 from quire.attn_ops.backends.flashinfer.pages import leading_decodes, page_table
+from quire.attn_ops.backends.flashinfer.state import Group
 from quire.attn_ops.conformance.batches import check, lay_out, planned
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.step import Step, StepLimits, running
 from quire.attn_ops.tuning.prefill import PrefillRule, PrefillTime
-from tests.attn_ops.backends.flashinfer_stand_ins import Decode, Prefill, Ragged, fast_decode_plan, site
+from tests.attn_ops.backends.flashinfer_stand_ins import Decode, Prefill, Ragged, fast_decode_plan, site, stand_in
 from tests.attn_ops.cases import check_case, check_output, make_case, pass_kit
 from tests.attn_ops.oracle import oracle_attention
 
@@ -43,19 +41,7 @@ SMALL = dict(num_heads=4, num_kv_heads=2, head_dim=16, page_size=4)
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """The backend on a CPU: ``Decode`` and ``Prefill`` for FlashInfer, the interpreter for its Triton kernels."""
-    library = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Decode, BatchPrefillWithPagedKVCacheWrapper=Prefill,
-                              fast_decode_plan=fast_decode_plan)
-    monkeypatch.setitem(sys.modules, "flashinfer", library)
-    monkeypatch.setattr(page_kernels, "gather_pages", InterpretedFunction(page_kernels.gather_pages.fn))
-    event = SimpleNamespace(synchronize=lambda: None, record=lambda stream: None)
-    gpu = SimpleNamespace(multi_processor_count=8, major=9)
-    for name, value in (("Event", lambda: event), ("get_device_properties", lambda device: gpu),
-                        ("current_stream", lambda device: None), ("is_current_stream_capturing", lambda: False)):
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(state_module, "MIN_WORKSPACE", 16)
-    monkeypatch.setattr(Prefill, "broken", ())
-    return dataclasses.replace(BACKEND, op=flashinfer.paged_attention)
+    return stand_in(monkeypatch)
 
 
 # What it declares.
@@ -137,10 +123,13 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("only", ["batch", pytest.param("", marks=pytest.mark.slow)])
-def test_the_kit_passes_on_the_stand_ins(on_cpu, only) -> None:
+@pytest.mark.parametrize("only, dtype", [
+    ("batch", torch.float32), ("fixed scale", torch.float16), ("fixed scale", torch.bfloat16),
+    pytest.param("", torch.float16, marks=pytest.mark.slow)], ids=str)
+def test_the_kit_passes_on_the_stand_ins(on_cpu, only, dtype) -> None:
+    """With fixed scales too: keys and values by numbers of their own, NaN for what does not fit, in either dtype."""
     capabilities = dataclasses.replace(
-        BACKEND.capabilities, devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32}),
+        BACKEND.capabilities, devices=frozenset({"cpu"}), dtypes=frozenset({dtype}),
         head_dims=lambda d, dv: d == dv == 16, page_sizes=lambda size: size in (1, 4, 32))
     backend = dataclasses.replace(on_cpu, capabilities=capabilities, available=lambda device: None)
     pass_kit(backend, only)  # but opcheck: the op here is a plain function
@@ -167,7 +156,7 @@ def planned_step(case, *more: AttentionSite, rows: int = 8) -> tuple[FlashInferS
 def test_decode_rows_at_the_head_go_to_the_decode_kernel(on_cpu) -> None:
     case = make_case(*BATCHES["mixed"], num_heads=8, num_kv_heads=2, head_dim=16, page_size=16)
     state, step = planned_step(case)
-    (segments,) = state.planned.values()
+    (segments,) = state.plans.held[0].segments.values()
     assert [(type(w), begin, end) for w, begin, end in segments] == [(Decode, 0, 2), (Prefill, 2, 30)]
     assert segments[0][0].tensor_cores and segments[1][0].backend == "fa3"
     with running(step):
@@ -189,11 +178,11 @@ def test_layers_share_plans_and_groups_are_met_late(on_cpu) -> None:
     with running(step):
         for case in (local, full, local, full):
             check_output(flashinfer.paged_attention(*case.arguments(), **case.options), case)
-    assert len(state.groups) == 2 and len(state.tables) == 2
+    assert len(state.groups) == 2 and len(state.plans.held[0].tables) == 2
     assert [w.plans for w in state.wrappers.values()] == [1, 1, 1, 1]
     assert len({w.workspace.data_ptr() for w in state.wrappers.values() if isinstance(w, Decode)}) == 1
-    windowed = state.tables[8].host[0, 1]
-    assert windowed == 2 and state.tables[None].host[0, 1] == 10, "pages before the window are left out"
+    windowed, whole = (state.plans.held[0].tables[window].host[0, 1] for window in (8, None))
+    assert windowed == 2 and whole == 10, "pages before the window are left out"
     BACKEND.plan(local.metadata, step)
     assert [w.plans for w in state.wrappers.values()] == [2, 2, 2, 2], "a group met late is planned with the others"
 
@@ -219,7 +208,7 @@ def test_groups_of_one_window_share_its_page_table(on_cpu, monkeypatch) -> None:
     step = Step(case.cache, case.metadata, states={"flashinfer": state})
     for _ in range(2):
         BACKEND.plan(case.metadata, step)
-        assert len(state.planned) == 3 and fills == [8, None]
+        assert len(state.plans.held[0].segments) == 3 and fills == [8, None]
         fills.clear()
 
 
@@ -265,8 +254,8 @@ def test_replay_reads_the_new_plan_from_the_same_buffers(on_cpu, window) -> None
     step = Step(cache, first, states={"flashinfer": state}, graph_key=("decode", 4), capturing=True)
     BACKEND.plan(first, step)
     (group,) = state.groups
-    wrapper = state.wrappers[group, ("decode", 4)]
-    assert wrapper.graph and wrapper.int_workspace is state.groups[group]
+    wrapper = state.wrappers[group, ("decode", 4), 0]
+    assert wrapper.graph and wrapper.int_workspace is state.plans.held[0].workspaces[group]
     with running(step):
         captured = flashinfer.paged_attention(
             q, None, None, *cache.of_layer(0), first.slot_mapping, first.block_table_tensor, first.query_start_loc,
@@ -289,7 +278,7 @@ def test_replay_reads_the_new_plan_from_the_same_buffers(on_cpu, window) -> None
         assert not out[len(lengths):].any(), "padding rows come out as zeros, whatever their queries are"
     assert addresses == [t.data_ptr() for t in (wrapper.indptr, wrapper.indices, wrapper.last_page_len)]
     assert wrapper.plans == 3 and wrapper.fast_plans == 2
-    assert state.wrappers == {(group, ("decode", 4)): wrapper}
+    assert state.wrappers == {(group, ("decode", 4), 0): wrapper}
 
 
 def test_graph_errors(on_cpu, monkeypatch) -> None:
@@ -341,8 +330,12 @@ def test_op_errors(on_cpu) -> None:
             flashinfer.paged_attention(arguments[0][:1], *arguments[1:], **options)
         with pytest.raises(UnsupportedAttention, match="no chunked attention"):
             flashinfer.paged_attention(*arguments, **(options | {"chunk": 8}))
-        with pytest.raises(UnsupportedAttention, match="no quantized KV cache: its kernels take one scale for a whole cache"):
+        with pytest.raises(UnsupportedAttention, match="one scale for a whole cache.*or kv_scales=, one fixed scale per layer"):
             flashinfer.paged_attention(*arguments[:5], torch.ones(1), torch.ones(1), *arguments[7:], **options)
+    mine, other = (make_case([1, 1], [9, 3], **SMALL, kv_dtype=torch.float8_e5m2, kv_scales=scale) for scale in (0.06, 0.5))
+    with running(planned_step(mine)[1]), pytest.raises(RuntimeError, match="for another KV cache than the one with these"):
+        flashinfer.paged_attention(*mine.arguments(), **mine.options)
+        flashinfer.paged_attention(*other.arguments(), **other.options)  # the number would be that of other keys
 
 
 def test_batches_larger_than_the_limits_leave_no_plan(on_cpu) -> None:

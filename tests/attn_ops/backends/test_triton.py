@@ -30,23 +30,26 @@ from quire.attn_ops.kernels import kv_write  # noqa: E402
 DecodeConfig, ExtendConfig = decode.DecodeConfig, extend.ExtendConfig
 SMALL = dict(num_heads=4, num_kv_heads=2, head_dim=16, page_size=4, device=DEVICE)
 FP32, FP16, INT8 = torch.float32, torch.float16, torch.int8
-CHECKS = [(name, FP32, None) for name, _ in Kit(BACKEND, DEVICE, FP32).checks()]
-CHECKS += [(name, FP16, None) for name in ("decode batch", "mixed batch", "features together")]
+REAL = "real shapes"  # of which the quick kit's cases
+CHECKS = [(name, FP32, None) for quick in (False, True) for name, _ in Kit(BACKEND, DEVICE, FP32, quick=quick).checks()
+          if name.startswith(REAL) == quick]
+CHECKS += [(name, FP16, None) for name in ("decode batch", "mixed batch", "features together", f"{REAL}: together")]
 CHECKS += [(name, FP32, INT8) for name in ("shared cache (no k, v)", "strided q, k, v", "garbage in unused slots", "padding",
-                                           "a batch in parts", "decode steps made ahead")]
+                                           "a batch in parts", "decode steps made ahead", f"{REAL}: together")]
 CHECKS += [(f"KV cache {name}", FP16, None) for name in ("int8", "float8_e4m3fn")]
 #: What others have: rotary: test_rope; heads and dims: test_heads_and_dims; shapes: test_split_extend; page size 4 and NHD: all
 #: checks; features: "features together", and windows and chunks also "chunks at page boundaries"; a quantized cache: "KV cache
-#: int8", and float8 test_quantized_splits; padding: "features together" and "stale metadata in padding".
+#: int8", and float8 test_quantized_splits; padding: "features together" and "stale metadata in padding"; real shapes: those of
+#: all features together.
 SLOW = re.compile(r"(head dims|query heads|page size (4|32|64|128|256)|layout NHD|rotary|states|padding|opcheck|windows at)\b|"
                   r"shape (.*(large|medium|encoder)|single_prefill)|feature |.* together torch.float16|"
-                  r"KV cache (float8|int8 torch.float16)|.* torch.int8$")
+                  r"KV cache (float8|int8 torch.float16)|real shapes: (?!together)|.* torch.int8$")
 
 
 @pytest.mark.parametrize(("name", "dtype", "kv_dtype"), [
     pytest.param(*check, marks=[pytest.mark.slow] * bool(SLOW.match(" ".join(map(str, check))))) for check in CHECKS], ids=str)
 def test_conformance(name, dtype, kv_dtype):
-    run_check(Kit(BACKEND, DEVICE, dtype, kv_dtype), name)
+    run_check(Kit(BACKEND, DEVICE, dtype, kv_dtype, quick=name.startswith(REAL)), name)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "dim_v", "dtype"), [

@@ -214,6 +214,10 @@ def test_a_broken_backend_fails(name) -> None:
     assert caught_by <= set().union(*(failures(broken(change), check) for check in caught_by))
 
 
+BY_TOKEN = {"KV cache int8", "KV cache float8_e4m3fn", "KV cache float8_e5m2"}
+FIXED = {"KV cache float8_e4m3fn, fixed scale", "KV cache float8_e5m2, fixed scale"}
+
+
 def scale_of_one(given):
     """Codes without their scales: what an fp8 cache without calibration does."""
     if given["k_scale"] is not None and given["k"] is not None:
@@ -248,8 +252,7 @@ def truncate(given):
 
 @pytest.mark.parametrize("change", [scale_of_one, newest_as_it_was, hide_nan, truncate], ids=lambda f: f.__name__)
 def test_a_backend_that_quantizes_in_its_own_way_fails(change) -> None:
-    names = {"KV cache int8", "KV cache float8_e4m3fn", "KV cache float8_e5m2"}
-    assert failures(broken(change), "KV cache") == names
+    assert failures(broken(change), "KV cache") == BY_TOKEN | FIXED
 
 
 QUANTIZED = pytest.mark.parametrize("kv_dtype", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.slow)])
@@ -274,9 +277,9 @@ def test_a_spoilt_backend_fails_on_a_quantized_cache(kv_dtype) -> None:
 
 def test_only_the_spoilt_feature_fails() -> None:
     assert failures(broken(spoil(window=lambda g: None))) == {
-        "feature window", "windows at page boundaries",
+        "feature window", "windows at page boundaries", "real shapes: window", "real shapes: together",
         "features together", "garbage in unused slots", "the last tokens of a step",  # all features
-        "KV cache int8", "KV cache float8_e4m3fn", "KV cache float8_e5m2"}
+        *BY_TOKEN, *FIXED}
 
 
 def test_wrong_with_one_layout_only() -> None:
@@ -298,12 +301,14 @@ def test_an_exception_is_a_failure_with_its_place() -> None:
 
 def test_undeclared_features_must_be_refused() -> None:
     plain = broken(lambda given: None, window=False, sinks=False, kv_dtypes=frozenset({torch.float8_e5m2}),
+                   fixed_scale_kv_dtypes=frozenset({torch.float8_e5m2}),
                    layouts=frozenset({"NHD"}),
                    page_sizes=lambda p: p == 16, page_sizes_note="16")
     results = {r.check: r for r in check_backend(plain, quick=True)}
     assert not [r for r in results.values() if r.status == "FAIL" and r.check != "opcheck"]
     assert results["KV cache float8_e5m2"].detail == ""
-    for name in ("feature window", "feature sinks", "layout HND", "page size 4", "KV cache int8"):
+    for name in ("feature window", "feature sinks", "layout HND", "page size 4", "KV cache int8",
+                 "KV cache float8_e4m3fn, fixed scale"):
         assert results[name].detail == "not declared: refused"
 
     class Careless(AttentionCapabilities):
@@ -313,7 +318,7 @@ def test_undeclared_features_must_be_refused() -> None:
     fields = {f.name: getattr(plain.capabilities, f.name) for f in dataclasses.fields(AttentionCapabilities)}
     careless = dataclasses.replace(plain, capabilities=Careless(**fields))
     assert {"feature window", "feature sinks", "layout HND", "page size 4", "non-causal",
-            "KV cache int8"} <= failures(careless)
+            "KV cache int8", "KV cache float8_e4m3fn, fixed scale"} <= failures(careless)
     assert "non-causal" in failures(broken(lambda given: None, non_causal=True), "non-causal")
 
 

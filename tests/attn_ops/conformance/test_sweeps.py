@@ -213,7 +213,9 @@ def test_a_run_that_ends_early_goes_on(tmp_path, capsys) -> None:
     kept = run["results"][1] = {**run["results"][1], "detail": "of the first run"}
     made = page.page([record])
     assert "not run" in made
-    assert "No quantized cache with `flashinfer`, `trtllm_mha`: its kernels take one scale for a whole cache" in made
+    assert "No quantized cache with `trtllm_mha`: its kernels take one scale for a whole cache" in made
+    assert "No quantized cache but with a fixed scale with `flashinfer`: its kernels take one scale for a whole" in made
+    assert "`flashinfer` | cuda | bfloat16, float16 | float8_e4m3fn (fixed scale), float8_e5m2 (fixed scale), model's |" in made
     first.write_text(json.dumps(record))
     assert main([*arguments, "--resume", str(first), "--json", str(second)]) == 0
     (run,) = json.loads(second.read_text())["runs"]

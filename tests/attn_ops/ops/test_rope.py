@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.kv_quant import is_fixed
 from quire.attn_ops.ops.rope import PLAIN, RopeForm, rope_kv_write, rope_kv_write_cuda, rope_kv_write_eager
+from tests.attn_ops.cases import bits
 
 triton = pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -14,7 +18,7 @@ PAGES, PAGE = 7, 4
 
 
 def case(tokens=5, heads=4, kv_heads=2, dim=16, dim_v=None, rotary=None, norm=False, dtype=torch.float32, layout="NHD",
-         kv_dtype=None, half_tables=False, seed=0):
+         kv_dtype=None, half_tables=False, kv_scales=None, seed=0):
     """Arguments whose q, k and v are parts of one projection, as the projection fusion leaves them; slot 1 is padding. All
     angles of a token are different: a full table need not hold one twice."""
     torch.manual_seed(seed)
@@ -25,8 +29,8 @@ def case(tokens=5, heads=4, kv_heads=2, dim=16, dim_v=None, rotary=None, norm=Fa
     angles = torch.rand(tokens, rotary // 2 if half_tables else rotary, device=DEVICE).mul(6.3)
     weights = [torch.rand(dim, **made) + 0.5 if norm else None for _ in range(2)]
     cache = PagedKVCache(num_layers=1, num_pages=PAGES, page_size=PAGE, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v,
-                         dtype=kv_dtype or dtype, device=DEVICE, layout=layout)
-    for tensor in (t for t in cache.of_layer(0) if t is not None):
+                         dtype=kv_dtype or dtype, device=DEVICE, layout=layout, kv_scales=kv_scales)
+    for tensor in (t for t in cache.of_layer(0) if t is not None and not is_fixed(t)):
         tensor.copy_(torch.randn(tensor.shape) * 9)
     slots = torch.randperm(PAGES * PAGE - PAGE, device=DEVICE)[:tokens] + PAGE
     if tokens > 1:
@@ -138,15 +142,20 @@ def test_quantized_caches(run, kv_dtype) -> None:
     check(run, case(tokens=7, norm=True, kv_dtype=kv_dtype, layout="HND"))
 
 
-def test_codes_are_those_of_the_definition() -> None:
-    """Both forms store the same bits where they rotate to the same float32 numbers: with angles of zero."""
+@pytest.mark.parametrize("kv_dtype, kv_scales", [
+    (torch.int8, None), (torch.float8_e4m3fn, {0: (0.004, 0.03)}), (torch.float8_e5m2, {0: (3e-5, 2e-4)})], ids=str)
+def test_codes_are_those_of_the_definition(kv_dtype, kv_scales) -> None:
+    """Both forms store the same bits where they rotate to the same float32 numbers: with angles of zero. With a fixed scale
+    some keys do not fit: a fused kernel that clamped them would give other tokens than one that does not."""
     stored = []
     for run in (rope_kv_write_eager, rope_kv_write_cuda):
-        args = case(tokens=7, kv_dtype=torch.int8)
+        args = case(tokens=7, kv_dtype=kv_dtype, kv_scales=kv_scales)
         args[3], args[4] = torch.ones_like(args[3]), torch.zeros_like(args[4])
+        args[2][0, 0, :3] = torch.tensor([math.nan, math.inf, -100.0])  # a value
         run(*args)
         stored.append(args[8:12])
-    assert all(torch.equal(a, b) for a, b in zip(*stored, strict=True))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(*stored, strict=True))
+    assert kv_scales is None or all(stored[0][i].float().isnan().any() for i in (0, 1))
 
 
 def test_a_cache_that_cannot_be_written() -> None:
