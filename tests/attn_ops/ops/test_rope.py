@@ -154,7 +154,8 @@ def test_codes_are_those_of_the_definition(kv_dtype, kv_scales) -> None:
         args[2][0, 0, :3] = torch.tensor([math.nan, math.inf, -100.0])  # a value
         run(*args)
         stored.append(args[8:12])
-    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(*stored, strict=True))
+    for a, b in zip(*stored, strict=True):  # NaN scales have other bits on a GPU
+        assert torch.equal(bits(a), bits(b)) if a.itemsize == 1 else torch.equal(a.nan_to_num(-1.0), b.nan_to_num(-1.0))
     assert kv_scales is None or all(stored[0][i].float().isnan().any() for i in (0, 1))
 
 
