@@ -124,7 +124,7 @@ def test_engine(options, kind, half, prompts) -> None:
             found[name] = tokens(engine.generate(prompts, GREEDY))
             again = tokens(engine.generate(prompts, GREEDY))
             assert engine.stats().prefix_hits > 0 and engine.runner.graphs.stats.replayed > 0
-            assert not engine.runner.graphs.stats.fell_back
+            assert all("a prefill in the batch" in why for why in engine.runner.graphs.stats.fell_back)
             assert sum(a[:3] == b[:3] for a, b in zip(again, found[name], strict=True)) >= len(prompts) - 2
             engine.reset_prefix_cache()
             assert_idle(engine)
