@@ -109,13 +109,14 @@ def _few_waves(config: Config, t: int, n: int, swiglu: bool, device: torch.devic
 
 
 def _parts(a: Sequence[Tensor], t: int, n: int, k: int, swiglu: bool, config: Config, device: torch.device) -> int:
-    """Parts of the first products' sums: several, as long as each takes less time than a program of the weight, and all run at
-    once with those, if those alone do."""
+    """Parts of the first products' sums: so many that a program of them has half as many iterations as one of the weight at
+    most; fewer where not all programs would run at once, if those of the weight do. No more, as all parts are read by each
+    program, and a program that waits for a place makes the launch longer by all its time."""
     block_r = host.next_power_of_2(max(len(down) for down in a), 16)
     programs = len(a) * (block_r // min(block_r, 32))
     at_once = host.num_sms(device) * max(1, host.shared_memory(device) // memory_of(config, t, swiglu))
     free = at_once - -(-n // config.block_n)
-    return max(1, min(k // 1024, 4, free // programs if free > 0 else 4))
+    return max(1, min(k // 1024, -(-2 * config.block_k // (32 * config.num_warps)), free // programs if free > 0 else 4))
 
 
 #: Launches per forward that ``lora_counters`` has room for; and, by the address of a result of it that is alive, those that
