@@ -48,14 +48,17 @@ def step_ms(engine: quire.Engine, batch: int, names: list[str | None], context: 
 def main() -> None:
     parser = script(__doc__, "llama-8b", attention="auto", batch=[1, 8, 32], context=1024, rank=16,
                     sites=("all-linear", "all-linear, or names of layers: q_proj,k_proj,v_proj"),
-                    lora_dtype=("model,float32", "of the adapters' weights: model (the model's), float32"))
+                    lora_dtype=("model,float32", "of the adapters' weights: model (the model's), float32"),
+                    ways=("one,each", "one, each, or both"))
     args = parser.parse_args()
     kinds = args.lora_dtype.split(",")
+    if args.ways not in ("one", "each", "one,each"):
+        parser.error("--ways is one, each, or one,each")
     if unknown := sorted(set(kinds) - {"model", "float32"}):
         parser.error(f"unknown --lora-dtype {', '.join(unknown)}; there are: model, float32")
     record, length = started(args), args.context + (ROUNDS + 1) * STEPS
     model = model_of(args, positions=length)
-    todo = [("none", "model"), *((way, kind) for kind in kinds for way in ("one", "each"))]
+    todo = [("none", "model"), *((way, kind) for kind in kinds for way in args.ways.split(","))]
 
     def measure(way: str, of: Any, *requests: tuple[str, list[str | None]]) -> None:
         """Steps of an engine on ``of``; ``requests``: what they are called, and the adapters of requests in turn."""
@@ -85,8 +88,10 @@ def main() -> None:
         for name, p in adapted.named_parameters():
             if "lora_" in name:
                 p.data = p.data.to(torch.float32 if kind == "float32" else dtype_of(args))
-        measure("one", adapted, ("one", [None]))
-        measure("each", adapted, ("each", ["first", "second", BASE]), ("nobody", [BASE]))
+        if "one" in args.ways:
+            measure("one", adapted, ("one", [None]))
+        if "each" in args.ways:
+            measure("each", adapted, ("each", ["first", "second", BASE]), ("nobody", [BASE]))
 
 
 if __name__ == "__main__":
