@@ -99,7 +99,8 @@ def check_kv_scales(kv_scales: KVScales, dtype: torch.dtype | None, layers: Coll
         raise ValueError(f"kv_scales has scales for layers {sorted(kv_scales)}; the layers that have keys and values of their "
                          f"own are {sorted(layers)}")
     for layer, both in kv_scales.items():  # a code times its scale must stay in the range of float32's normal numbers
-        if not isinstance(both, Sequence) or len(both) != 2 or not all(1e-30 <= x <= 1e30 for x in both):
+        if not isinstance(both, Sequence) or len(both) != 2 or not all(
+                isinstance(x, (int, float)) and 1e-30 <= x <= 1e30 for x in both):
             raise ValueError("kv_scales must be numbers between 1e-30 and 1e30, one for keys and one for values; layer "
                              f"{layer} has {both!r}")
     rounded = {layer: torch.tensor(both, dtype=torch.float32).tolist() for layer, both in kv_scales.items()}

@@ -3,7 +3,7 @@
 With ``enable_lora=True``, or from the first request with ``adapter=`` or the first change of the model's active adapters on,
 which makes the engine trace its model again, each token has adapters of its own (``passes/capture/lora.py``): requests with
 different adapters, and with none, share steps, and changes of the active ones need no trace. A request keeps the adapters that
-it came with. Those without ``adapter=`` have the model's active ones.
+it came with: those without ``adapter=`` the model's active ones, or what was active when they drew their first token.
 """
 
 from __future__ import annotations
@@ -43,8 +43,19 @@ def choose(made: Sequence[Request], adapter: str | None, model: torch.nn.Module,
     return "a request came with an adapter of its own"
 
 
+def keep(requests: Iterable[Request], before: tuple[str, ...] | None, model: torch.nn.Module, traced: TokenAdapters) -> None:
+    """Give requests without adapters of their own the active ones; those that have drawn tokens get the ones that they drew
+    them with, ``before``, if the model still has them. What they have computed is forgotten."""
+    active = active_adapters(model)
+    if before is None or not set(before).issubset(traced.names):
+        before = active
+    for request in requests:
+        if request.adapters is None:
+            _assign([request], before if len(request.token_ids) > len(request.output.prompt_token_ids) else active)
+
+
 def _assign(requests: Iterable[Request], names: tuple[str, ...] | None) -> None:
-    """Keys and values depend on the adapters: the requests have computed none, or all pages are about to be forgotten."""
+    """Keys and values depend on the adapters: the requests have computed none, or they are forgotten."""
     for request in requests:
         request.adapters, request.root = names, b"" if names is None else "\0".join(("", *names)).encode()
         request.page_keys, request.num_keyed = [], 0
@@ -69,17 +80,16 @@ class TokenAdapters:
         return np.repeat(np.array(list(map(self._bits, own)), np.int64), [row.num_new for row in batch.rows])
 
 
-def after_trace(requests: Iterable[Request], model: torch.nn.Module, traced: TokenAdapters | None
-                ) -> list[tuple[Request, str]]:
+def after_trace(requests: Iterable[Request], model: torch.nn.Module, traced: TokenAdapters | None,
+                before: tuple[str, ...] | None) -> list[tuple[Request, str]]:
     """Requests that the model, traced again, cannot serve any more, and why. ``traced``: None if adapters cannot be chosen now;
-    requests that have the active ones then follow the model. Else those without adapters of their own get the active ones."""
+    requests that have the active ones then follow the model. Else ``keep``; ``before``: the adapters that were active."""
     requests = list(requests)
     own = [request for request in requests if request.adapters is not None]
     if traced is not None:
-        _assign([request for request in requests if request.adapters is None], active_adapters(model))
+        keep(requests, before, model, traced)
         return [(r, f"its adapter {', '.join(r.adapters)} was deleted") for r in own
                 if r.adapters is not None and not set(r.adapters).issubset(traced.names)]
-    active = active_adapters(model)
-    _assign([r for r in own if r.adapters == active], None)
+    _assign([r for r in own if r.adapters == active_adapters(model)], None)
     return [(r, "the model has changed, and adapters cannot be chosen for each request any more") for r in own
             if r.adapters is not None]

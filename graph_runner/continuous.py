@@ -11,11 +11,12 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import operator
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -276,9 +277,10 @@ class Manager:
         if max_new_tokens is not None:
             params = replace(params, max_tokens=max_new_tokens, min_tokens=min(params.min_tokens, max_new_tokens))
         if eos_token_id is not None:
-            ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
-            if isinstance(ids, str) or not all(isinstance(i, int) for i in ids):
-                raise TypeError(f"eos_token_id is a token id, or a list of such, got {eos_token_id!r}")
+            try:
+                ids = [operator.index(i) for i in (eos_token_id if isinstance(eos_token_id, Iterable) else [eos_token_id])]
+            except TypeError:
+                raise TypeError(f"eos_token_id is a token id, or a list of such, got {eos_token_id!r}") from None
             params = replace(params, stop_token_ids=[i for i in ids if i >= 0])
         return params
 

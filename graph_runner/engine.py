@@ -207,8 +207,9 @@ class Engine(EngineCalls, WeightUpdates):
         self._results.clear()
         self.scheduler.preempt_all()
         self._launch_failed = False
+        before = self._live.active
         self._live.trace_again(change, own_adapters)
-        for request, error in adapters.after_trace(self.requests.values(), self.model, self.runner.adapters):
+        for request, error in adapters.after_trace(self.requests.values(), self.model, self.runner.adapters, before):
             self._finish(request, FinishReason.ERROR, error=error)
         self.max_model_len = self._live.fit(self.scheduler)
 

@@ -29,7 +29,7 @@ class LiveModel:
     """The runner of a model, and the guard of what its trace read. ``config``: the options, with the lengths and the number of
     pages that were chosen. ``runner``: of the latest trace. ``cast``: the weights in the dtype that was asked for; None: the
     model's own are used. ``num_pages``: pages of the KV cache, the same for every trace. ``adapters``: whether each request has
-    adapters of its own."""
+    adapters of its own. ``names``, ``active``: of the model's adapters, and of those active, when it was traced."""
 
     def __init__(self, model: torch.nn.Module, config: EngineConfig) -> None:
         self.model, self.config = model, loading.limited(config, model)
@@ -53,7 +53,7 @@ class LiveModel:
             self.cast = None  # the old copies are freed before new ones are made
             self.cast = CastWeights(self.model, dtype) if isinstance(dtype, torch.dtype) else None
             self.adapters = self.adapters and can_choose(self.model)
-            self._had = adapter_names(self.model), active_adapters(self.model)
+            self.names, self.active = adapter_names(self.model), active_adapters(self.model)
             try:
                 with own_forward(self.model), self.cast.in_place() if self.cast is not None else contextlib.nullcontext():
                     self.runner = ModelRunner(self.model, self.config, self.adapters)
@@ -130,9 +130,8 @@ class LiveModel:
         RuntimeError if the model cannot be served any more. ``change`` then returns the same change; call this again."""
         logger.warning("%s changed (%s): tracing it again", type(self.model).__name__, change)
         self._stale, before = change, self.adapters
-        names, active = self._had
         # Who has switched adapters once will do so again: from now on that is data, not another graph.
-        switched = adapter_names(self.model) == names and active_adapters(self.model) != active
+        switched = adapter_names(self.model) == self.names and active_adapters(self.model) != self.active
         self.adapters |= own_adapters or switched and can_choose(self.model)
         self.runner.close()
         try:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quire.attn_ops.kv_cache import pages_for
+from quire.graph_runner.adapters import keep
 from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch, ScheduledRow
 from quire.graph_runner.sampling_params import SamplingParams
 
@@ -107,6 +108,8 @@ class Rows:
                 return False
             for row in self.requests:
                 row.slot = free.pop()
+            self._active = self.engine._live.active  # of the graph, while that has no adapters of each request
+            self._keep_adapters()
             self.engine.counters.advance_together(len(self.requests), sum(len(row.token_ids) for row in self.requests))
             return True
 
@@ -164,7 +167,8 @@ class Rows:
                         found |= {r.request_id: found[first.request_id] for r in others if not r.num_uncomputed}
             if self.engine.requests:
                 self.engine._step()
-        self.engine.counters.generated_tokens += len(self.requests)
+        with self.engine.lock.hold():
+            self.engine.counters.generated_tokens += len(self.requests)
         return torch.stack([found[row.request_id] for row in self.requests])
 
     def every_logits(self, take: Callable[[int, int, torch.Tensor], None], most: int) -> None:
@@ -223,7 +227,13 @@ class Rows:
         for row in self.requests:
             self.engine.scheduler.allocator.free(row.pages)
             row.num_computed, row.pages, row.window_pages, row.window_behind = 0, [], [], 0
+        self._keep_adapters()
         return True
+
+    def _keep_adapters(self) -> None:
+        """Rows keep the adapters that they have drawn tokens with, however often the model's are switched meanwhile."""
+        if self._runner.adapters is not None:
+            keep(self.requests, self._active, self.engine.model, self._runner.adapters)
 
     def _schedule(self, most: int | None = None, scored: bool = False) -> ScheduledBatch:
         """A step of new tokens, with pages for them, if need be those of the engine's other requests. ``most``: how many.

@@ -214,8 +214,9 @@ class Kit:
             batch = self.batch([(count, 20), (1, 7)])
             getattr(batch, which)[count - 1, 1, 0] = number
             out, others = run(self.backend, batch), slice(count, None)
-            broken = out[count - 1, 2:, : 1 if self.kv_scales is not None and which == "new_v" else None]
-            if not broken.isnan().all() or not out[count - 1, :2].isfinite().all():
+            alone = self.kv_scales is not None and which == "new_v"
+            broken, rest = out[count - 1, 2:].split([1, out.shape[2] - 1] if alone else [out.shape[2], 0], dim=-1)
+            if not broken.isnan().all() or not rest.isfinite().all() or not out[count - 1, :2].isfinite().all():
                 raise Failure(f"{number} in a token's key or value must make its output NaN for the heads that read it, and "
                               "for no other")
             if not ((out[others] - batch.expected[others]).abs() <= batch.bound[others]).all():

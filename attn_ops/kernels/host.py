@@ -123,7 +123,7 @@ def one_loop(lora: Adapters, t: int) -> bool:
     """Whether the programs of first products choose their adapter as they run. Each adapter has a loop of its own otherwise,
     which is faster with few adapters, by 2 us in a layer of one token; with many the code is long, and compiles for a minute.
     Needs adapters of one dtype."""
-    return t > 1 and len(lora.b) > 4 and len({up.dtype for up in lora.b}) == 1
+    return len(lora.b) > (4 if t > 1 else 12) and len({up.dtype for up in lora.b}) == 1
 
 
 def first_products(t: int, block_r: int, num_warps: int, item: int, memory: int = 96 * 1024) -> dict[str, Any]:

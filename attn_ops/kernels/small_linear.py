@@ -74,8 +74,8 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, 
     if LORA is not None:
         first = LORA.adapters * (LORA.block_r // LORA.ranks)
         if tl.program_id(0) < first:
-            shrink(tl.program_id(0), 0, tl.arange(0, 1), x, norm, lora, 1, K, K, LORA.adapters, False, 1, 1, LORA.block_r,
-                   LORA.ranks, 1, 1)
+            shrink(tl.program_id(0), 0, tl.arange(0, 1), x, norm, lora, 1, K, K, LORA.adapters, LORA.one_loop, 1, 1,
+                   LORA.block_r, LORA.ranks, 1, 1)
             let_next_start(PDL)
         else:
             _vector(tl.program_id(0) - first, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora.rms, BLOCK_N,

@@ -95,7 +95,7 @@ def lora_linear_cuda(
 
 def _parts(a: Sequence[Tensor], t: int, n: int, k: int, swiglu: bool, config: Config, device: torch.device) -> int:
     """Parts of the first products' sums: so many that a program of them has half as many iterations as one of the weight at
-    most, or fewer, so that all programs run at once, if those of the weight do. No more: gate and up of 32 tokens took 4 us
+    most, or fewer, so that all programs run at once, if those of the weight do. No more: gate and up of 32 tokens took 3 us
     longer with 16 programs of first products on 132 multiprocessors, of which those of the weight fill 112, than with four
     (``h200_lora_linear.json``, ``h200_lora_linear_parts.json``)."""
     block_r = host.next_power_of_2(max(len(down) for down in a), 16)

@@ -26,8 +26,11 @@ _PACKS = frozenset(("x.device.type == 'cpu'", "self.support_avx512bf16_for_cpu",
 
 def layers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """The layers in 4 bits, with their names."""
-    return [(name, m) for name, m in model.named_modules() if any(
-        cls.__name__ == "Linear4bit" and cls.__module__.startswith("bitsandbytes.") for cls in type(m).__mro__)]
+    return [(name, m) for name, m in model.named_modules() if _is_layer(m)]
+
+
+def _is_layer(module: torch.nn.Module) -> bool:
+    return any(cls.__name__ == "Linear4bit" and cls.__module__.startswith("bitsandbytes.") for cls in type(module).__mro__)
 
 
 def is_packed(layer: Any) -> bool:
@@ -43,8 +46,7 @@ def may_pack(layer: Any) -> bool:
 
 def keeps_mode(module: torch.nn.Module) -> bool:
     """Whether a module must be traced in the mode in which it is, for in the other one it would change its weight."""
-    return type(module).__module__.startswith("bitsandbytes.") and hasattr(module, "support_avx512bf16_for_cpu") \
-        and may_pack(module)
+    return _is_layer(module) and may_pack(module)
 
 
 @functools.lru_cache(maxsize=64)

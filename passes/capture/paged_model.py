@@ -31,7 +31,7 @@ from quire.attn_ops.selection import Selection, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, running
 from quire.passes.capture import four_bit
 from quire.passes.capture.errors import is_first_read, unwrapped
-from quire.passes.capture.evaluating import evaluating, without_backward
+from quire.passes.capture.evaluating import ChangedWhileTraced, evaluating, without_backward
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
 from quire.passes.capture.in_float32 import InFloat32
@@ -343,6 +343,8 @@ class PagedModel:
         packing = four_bit.Packing(self.model)
         try:
             self.by_itself(input_ids, position_ids)
+        except ChangedWhileTraced:
+            raise
         except Exception as error:
             raise UnsupportedAttention(f"{type(self.model).__name__}'s own forward fails before it is traced: "
                                        f"{type(error).__name__}: {error}") from error

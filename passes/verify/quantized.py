@@ -141,7 +141,7 @@ def _check_rows(product: _Product, where: str) -> None:
         raise UnsupportedAttention(f"{where}: its quantized weight ({product.kind}) cannot be multiplied on {product.device}: "
                                    f"{type(error).__name__}: {error}") from error
     # The same kernel on the same numbers: equal, unless rows meet. Some libraries' kernels add up in any order.
-    if (alone - beside).abs().max() > 0.01 * alone.abs().max():
+    if not (alone - beside).abs().max() <= 0.01 * alone.abs().max():  # NaN is not equal
         raise UnsupportedAttention(
             f"{where} mixes the tokens of the batch outside attention: its weight ({product.kind}) quantizes the activations "
             "of all tokens by one scale, so sequences of a packed batch would change each other. Quantize with a scale for "

@@ -203,6 +203,44 @@ def test_switched_adapters_are_traced_once(kind, caplog) -> None:
     model.generate.close()
 
 
+@pytest.mark.parametrize("before", [0, 1], ids=["first switch", "later switch"])
+def test_who_runs_keeps_the_adapter_that_it_came_with(before) -> None:
+    """Keys of one adapter under another give the tokens of neither, and nobody would notice."""
+    plain = load_model(num_layers=1)
+    model = quire.paged(load_model(num_layers=1), num_pages=60, max_num_seqs=4, max_model_len=128, cudagraph_capture_sizes=[])
+    pair = [get_peft_model(m, copy.deepcopy(ADAPTERS["lora"])) for m in (plain, model)]
+    for peft in pair:
+        peft.add_adapter("two", copy.deepcopy(ADAPTERS["lora"]))
+        fill(peft, "default", 3)
+        fill(peft, "two", 9)
+    ids, names = IDS[0].tolist(), ("default", "two")
+    params = quire.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    want = {}
+    for name in names:
+        pair[0].set_adapter(name)
+        want[name] = generated(pair[0])
+    assert want["default"] != want["two"]
+    for switch in range(before):
+        pair[1].set_adapter(names[1 - switch])
+        assert generated(pair[1]) == want[names[1 - switch]]
+    pair[1].set_adapter("default")
+    engine, got = engine_of(pair[1]), list[int]()
+    for turn, event in enumerate(engine.stream([ids], params)):
+        got += event.token_ids
+        if turn == 2:
+            pair[1].set_adapter("two")
+    assert got == want["default"] and generated(pair[1]) == want["two"]
+
+    def switches(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] == 7:
+            pair[1].set_adapter("default")
+        return scores
+
+    assert generated(pair[1], logits_processor=[switches]) == want["two"]  # rows that advance together
+    assert generated(pair[1]) == want["default"]
+    model.generate.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_a_life_with_adapters(kind) -> None:

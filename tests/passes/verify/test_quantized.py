@@ -23,8 +23,9 @@ from tests.steps import in_one_step
 
 class Int8(torch.Tensor):
     """A weight (N, K) as int8 with a scale a row, as quantization libraries make them. ``activations`` says what it does to its
-    input first: "none", "row" or "all": round it to 127 steps of the largest number of a row or of all of it; "23" and "23
-    when compiled": look at whether it has 23 rows; "no kernel": fail on real tensors."""
+    input first: "none", "row" or "all": round it to 127 steps of the largest number of a row or of all of it; "NaN": make all
+    of it NaN for one large number; "23" and "23 when compiled": look at whether it has 23 rows; "no kernel": fail on real
+    tensors."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, scale: torch.Tensor, activations: str) -> Any:
@@ -55,6 +56,8 @@ class Int8(torch.Tensor):
             if weight.activations in ("row", "all"):
                 step = (x.abs().amax(-1, keepdim=True) if weight.activations == "row" else x.abs().amax()) / 127
                 x = (x / step).round() * step
+            elif weight.activations == "NaN":
+                x = torch.where(x.abs().amax() > 100, float("nan"), x)
             elif weight.activations in ("23", "23 when compiled") and (
                     weight.activations == "23" or isinstance(x, FunctionalTensor)) and x.shape[-2] == 23:
                 x = x + 0
@@ -134,10 +137,11 @@ def test_paged_logits_are_those_of_plain_forwards(activations: str, compiler: st
     assert {n: (id(p), type(p)) for n, p in model.named_parameters()} == weights
 
 
-def test_activations_scaled_all_together_are_refused() -> None:
+@pytest.mark.parametrize("activations", ["all", "NaN"])
+def test_activations_scaled_all_together_are_refused(activations: str) -> None:
     with pytest.raises(UnsupportedAttention, match=r"layers.0.out mixes the tokens of the batch outside attention: its weight "
                                                    r"\(Int8\) quantizes the activations of all tokens by one scale"):
-        PagedModel(quantized("all"), QuireOptions(compiler="eager"))
+        PagedModel(quantized(activations), QuireOptions(compiler="eager"))
 
 
 def test_kernels_for_four_bits_are_tried_out() -> None:
