@@ -190,14 +190,18 @@ class Kit:
         """A decode and a mixed batch on a quantized cache, and a NaN. With --kv-dtype all checks run on one. With fixed scales:
         among pages full of NaN codes, as failed requests leave them, and what does not fit is a NaN too."""
         fixed, kit = kv_scales is not None, Kit(self.backend, self.device, self.dtype, kv_dtype, self.quick, kv_scales)
-        declared = kv_dtype in (self.caps.fixed_scale_kv_dtypes if fixed else self.caps.kv_dtypes)
-        refusals = self.caps.reasons_against(self.site(), device=self.device, kv_dtype=kv_dtype, fixed_scale=fixed)
-        if not declared and refusals:
+        which = "fixed_scale_kv_dtypes" if fixed else "kv_dtypes"
+        declared, serving = kv_dtype in getattr(self.caps, which), getattr(self.caps, "serving", lambda site: ())
+        parts = serving(self.site())  # of a composite: those that this site has may declare what others do not
+        by_parts = bool(parts) and not isinstance(parts, str) and all(
+            kv_dtype in getattr(part.capabilities, which) for part in parts)
+        if not declared and not by_parts:
             sweeps.ignored(kit, f"a cache of {dtype_name(kv_dtype)}{' with fixed scales' if fixed else ''}")
             return self.refused(self.site(), kv_dtype=kv_dtype, fixed_scale=fixed)
+        refusals = self.caps.reasons_against(self.site(), device=self.device, kv_dtype=kv_dtype, fixed_scale=fixed)
         if refusals:
             return f"refused: {'; '.join(refusals)}"
-        for features in ({}, kit.features) if declared else ({},):  # of a composite, a part may declare it
+        for features in ({}, kit.features) if declared else ({},):
             kit.exact(DECODE, MIXED, pad=(2, 1), fill=math.nan if fixed else None, **features)
         kit.not_finite(math.nan)
         if fixed and declared:
