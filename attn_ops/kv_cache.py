@@ -35,11 +35,11 @@ class PagedKVCache:
 
     With a quantized dtype (int8, float8_e4m3fn, float8_e5m2) ``k`` and ``v`` hold codes, and ``k_scale[i]``, ``v_scale[i]``
     (num_pages, page_size, Hkv) float32 their scales (``attn_ops/kv_quant.py``), with the heads outside the tokens in memory in
-    either layout: a kernel reads the scales of one head. With ``kv_scales`` each is one
-    number, (1, 1, 1), which nothing changes. Else both lists hold None. In a latent layer (MLA,
-    ``attn_ops/mla.py``) a token has one key of rank + R numbers, and ``v[i]`` is a view of the first rank of them: ``of_layer``
-    gives None for it. Quantized, ``k_scale[i]`` is that of these, and ``v_scale[i]`` of the other R. Layers may have page
-    numbers of their own: those with a window need fewer pages (``graph_runner/window_pages.py``).
+    either layout: a kernel reads the scales of one head. With ``kv_scales`` each is one number, (1, 1, 1), which nothing
+    changes. Else both lists hold None. In a latent layer (MLA, ``attn_ops/mla.py``) a token has one key of rank + R numbers,
+    and ``v[i]`` is a view of the first rank of them: ``of_layer`` gives None for it. Quantized, ``k_scale[i]`` is that of
+    these, and ``v_scale[i]`` of the other R. Layers may have page numbers of their own: those with a window need fewer pages
+    (``graph_runner/window_pages.py``).
 
     Args:
         num_pages: the null page included.  layer_pages: pages of each layer, where they differ.

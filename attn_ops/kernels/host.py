@@ -121,8 +121,8 @@ class AdapterTiles(NamedTuple):
 
 def one_loop(lora: Adapters, t: int) -> bool:
     """Whether the programs of first products choose their adapter as they run. Each adapter has a loop of its own otherwise,
-    which is faster with few adapters, by 2 us in a layer of one token; with many the code is long, and compiles for a minute.
-    Needs adapters of one dtype."""
+    which is faster with few adapters (of one token qkv by 2.4 us: ``h200_lora_linear_one_loop.json``); with many the code is
+    long to compile. Needs adapters of one dtype."""
     return len(lora.b) > (4 if t > 1 else 12) and len({up.dtype for up in lora.b}) == 1
 
 

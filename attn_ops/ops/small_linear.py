@@ -178,7 +178,8 @@ def adapter_tiles(lora: host.Adapters, n: int, config: Config, swiglu: bool, nor
     first = {"RANKS": 2, "SLICES": 1, "STAGES": 1} if t == 1 else host.first_products(
         t, block_r, num_warps, 2, memory_of(config, t, swiglu))
     held = max(1, min(per, 1024 * num_warps // (block_q * block_n * operands)))  # 32 numbers per thread
-    # A large loop with a norm has no registers left for what is kept meanwhile: qkv's of 32 tokens took 4 us more.
+    # A large loop with a norm has no registers left for what is kept meanwhile: qkv's of 32 tokens took 3 to 5 us more
+    # (h200_lora_linear_early.json).
     early = not norm or padded(t) * config.block_k // (32 * num_warps) <= 32
     return host.AdapterTiles(adapters, host.one_loop(lora, t), per, parts, block_r, block_q, held, early, first["RANKS"],
                              first["SLICES"], first["STAGES"])
