@@ -56,11 +56,11 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bnb.nn.modules, "has_avx512bf16", lambda: False)
 
 
-def load(num_layers: int = 1, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+def load(num_layers: int = 1, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any) -> Any:
     """The shipped model, quantized by transformers as it is loaded."""
     logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)  # layers that are left out
     model = AutoModelForCausalLM.from_pretrained(
-        str(TINY_MODEL), dtype=dtype, num_hidden_layers=num_layers, device_map="cpu",
+        str(TINY_MODEL), dtype=dtype, num_hidden_layers=num_layers, device_map=device,
         quantization_config=BitsAndBytesConfig(**(options or NF4)))
     assert four_bit.layers(model)
     return model.eval()
@@ -96,7 +96,7 @@ def paged_only() -> Iterator[None]:
 
 
 def generated(model: Any) -> list[int]:
-    ids = torch.tensor([IDS])
+    ids = torch.tensor([IDS], device=model.device)
     return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)[0, 4:].tolist()
 
 

@@ -21,33 +21,33 @@ QWEN3 = dict(depth=2, hidden_size=32, intermediate_size=32, num_heads=2, patch_s
              num_position_embeddings=64, deepstack_visual_indexes=[0])
 
 
-def qwen2() -> torch.nn.Module:
+def qwen2(width: int = 32) -> torch.nn.Module:
     return Qwen2VisionTransformerPretrainedModel(Qwen2VLVisionConfig(
-        depth=2, embed_dim=32, hidden_size=32, num_heads=2, patch_size=4, mlp_ratio=2))
+        depth=2, embed_dim=width, hidden_size=32, num_heads=2, patch_size=4, mlp_ratio=2))
 
 
-def qwen3() -> torch.nn.Module:
-    return Qwen3VLVisionModel(Qwen3VLVisionConfig(**QWEN3))
+def qwen3(width: int = 32) -> torch.nn.Module:
+    return Qwen3VLVisionModel(Qwen3VLVisionConfig(**{**QWEN3, "hidden_size": width}))
 
 
 def ragged(tower: torch.nn.Module) -> torch.Tensor:
     torch.manual_seed(1)
     pixels = torch.randn(int(GRID.prod(1).sum()), 3 * 2 * 4 * 4)
-    out = tower(pixels, GRID)
+    out = tower(pixels.to(next(tower.parameters())), GRID.to(next(tower.parameters()).device))
     return out.last_hidden_state if hasattr(out, "last_hidden_state") else out[0] if isinstance(out, tuple) else out
 
 
-def siglip() -> torch.nn.Module:
-    return transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**SIZES))
+def siglip(width: int = 32) -> torch.nn.Module:
+    return transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**{**SIZES, "hidden_size": width}))
 
 
-def clip() -> torch.nn.Module:
-    return transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**SIZES))
+def clip(width: int = 32) -> torch.nn.Module:
+    return transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**{**SIZES, "hidden_size": width}))
 
 
 def images(tower: torch.nn.Module) -> torch.Tensor:
     torch.manual_seed(1)
-    return tower(torch.randn(3, 3, 28, 28)).last_hidden_state
+    return tower(torch.randn(3, 3, 28, 28).to(next(tower.parameters()))).last_hidden_state
 
 
 @pytest.mark.parametrize("build, run", [(qwen2, ragged), (qwen3, ragged), (siglip, images), (clip, images)],
