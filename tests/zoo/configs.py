@@ -201,6 +201,10 @@ SERVED: dict[str, Served] = {
                              "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}),
                          vision_config=dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=64),
                          slow=True),
+    "kimi_k25": served("Kimi_K25Config", {}, text_config=dict(DEEPSEEK, vocab_size=72, model_type="deepseek_v3"),
+                       image_token_id=70, vision_config=dict(
+                           hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, patch_size=14),
+                       features={"head_dim": 24, "head_dim_v": 16}, slow=True),
     "gemma3_image": served("Gemma3Config", {}, text_config=dict(TEXT, head_dim=16, layer_types=ALTERNATING, sliding_window=8,
                                                                 num_hidden_layers=4),
                            vision_config=dict(CLIP, model_type="siglip_vision_model"), image_token_index=70, boi_token_index=68,

@@ -36,7 +36,7 @@ from tests.zoo.harness import TOLERANCE, Batch, error, reference, serve
 #: Those that the rope fusion leaves alone. No rotation (Flint: not in these layers), or one that it says why it leaves.
 UNROTATED = {"gpt2", "gpt2_per_layer_scale", "gpt_bigcode", "opt", "biogpt", "bert_decoder", "flint",
              "deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "axk1", "youtu", "mistral4", "longcat_flash",
-             "ministral3", "jetmoe"}
+             "kimi_k25", "ministral3", "jetmoe"}
 #: Some whose last layer is all row-wise behind its attention, and some with parts that are: products on B rows, head included.
 LAST_ROWS = {"llama": 5, "gpt2": 4, "gemma2": 5, "phi": 4, "opt": 4, "falcon": 4, "gemma4": 7, "mixtral": 1, "deepseek_v3": 4}
 TRITON = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4")
@@ -49,7 +49,7 @@ QUICK_EXPERTS = ("gpt_oss", "qwen3_moe")
 EXPERTS = (*INTERPRETED_EXPERTS, "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "mixtral", "phimoe", "granitemoe",
            "granitemoeshared", "olmoe", "flex_olmo", "minimax_m2", "glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe",
            "exaone_moe", "cohere2_moe", "afmoe", "mellum", "solar_open", "hy_v3", "laguna", "deepseek_v2", "glm4_moe_lite",
-           "kolibri1", "minimax_m3", "aria_text", "axk1", "mistral4")
+           "kolibri1", "minimax_m3", "aria_text", "axk1", "mistral4", "kimi_k25")
 #: Served by ``torch.compile`` from a prompt of one token too, which is a trace of its own.
 SHORT_BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral", "gemma2", "gpt_oss", "llama4", "deepseek_v3")
 #: Refused by ``torch.compile``: Dynamo cuts the forward where it reads the experts' counts, or which are in use.
@@ -115,8 +115,9 @@ def check_trial(paged: PagedModel) -> None:
 def test_sites(zoo: Specimen) -> None:
     """Each feature that the config asks for reaches an attention site, by the route expected. Every layer of an MLA model is on
     the latent cache, and no layer of another model."""
-    rank = zoo.entry.options.get("kv_lora_rank")
-    latents = {None} if rank is None else {Latent(rank, zoo.entry.options["qk_rope_head_dim"])}
+    text = zoo.entry.options.get("text_config", zoo.entry.options)
+    rank = text.get("kv_lora_rank")
+    latents = {None} if rank is None else {Latent(rank, text["qk_rope_head_dim"])}
     assert {s.latent for s in zoo.paged.sites} == latents
     assert {s.route for s in zoo.paged.sites} == {zoo.entry.route}
     for field, wanted in zoo.entry.features.items():
