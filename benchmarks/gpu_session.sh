@@ -22,8 +22,8 @@ SUITE="tests/gpu/test_states_gpu.py tests/gpu/test_requests_gpu.py tests/gpu/tes
        tests/gpu/test_engine_memory_gpu.py tests/gpu/test_weights_gpu.py tests/gpu/test_generate_gpu.py
        tests/gpu/test_devices_gpu.py tests/gpu/test_packing_check_gpu.py tests/gpu/test_kept_trace_gpu.py
        tests/gpu/test_triton_gpu.py tests/gpu/test_experts_gpu.py tests/gpu/test_sampler_gpu.py tests/gpu/test_small_linear_gpu.py
-       tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py tests/attn_ops/ops/test_lora.py
-       tests/attn_ops/ops/test_lora_rows.py tests/attn_ops/ops/test_lora_linear.py
+       tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py tests/attn_ops/ops/test_lora_rows.py
+       tests/attn_ops/ops/test_lora_linear.py
        tests/attn_ops/backends/test_triton_schedule.py tests/attn_ops/kernels/test_select.py
        tests/gpu/test_zoo_gpu.py tests/gpu/test_flashinfer_gpu.py tests/gpu/test_hybrid_gpu.py tests/gpu/test_kv_quant_gpu.py
        tests/gpu/test_kv_scales_gpu.py tests/gpu/test_qlora_gpu.py tests/gpu/test_encoder_attention_gpu.py

@@ -28,7 +28,6 @@ from quire.attn_ops.ops import lora_linear as lora_linear_module
 from quire.attn_ops.ops.experts import expert_linear_cuda, expert_swiglu_cuda
 from quire.attn_ops.ops.float_linear import float_linear_cuda
 from quire.attn_ops.ops.logprobs import token_logprobs_cuda
-from quire.attn_ops.ops.lora import lora_expand_cuda
 from quire.attn_ops.ops.lora_linear import lora_linear_cuda
 from quire.attn_ops.ops.lora_rows import lora_group_cuda
 from quire.attn_ops.ops.merge_state import merge_state_triton, merge_states_triton
@@ -204,14 +203,6 @@ def far_decode(heads: int, kv_heads: int, dim: int, rows: int, dtype: torch.dtyp
                       None)
 
 
-def lora(tokens: int, sizes: tuple[int, ...], rank: int, residual: bool) -> None:
-    """Adapters of sibling layers, whose first products lie beside the layers' own."""
-    n, starts = sum(sizes), [sum(sizes[:i]) for i in range(len(sizes))]
-    product = zeros(1, tokens, n + len(sizes) * rank)
-    lora_expand_cuda(product, product, zeros(n, rank), sizes, starts, [n + i * rank for i in range(len(sizes))],
-                     [2.0] * len(sizes), zeros(1, tokens, n) if residual else None)
-
-
 def lora_of_tokens(tokens: int, sizes: tuple[int, ...], rank: int, adapters: int, every: bool, own: torch.dtype) -> None:
     """Adapters of layers with one input: of every token, or of each token's own."""
     layers = [i for i in range(len(sizes)) for _ in range(adapters)]
@@ -293,10 +284,6 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"far decode as {model}", partial(far_decode, 32, 8, 128, 8, HALF, form)
     for shape, dtype in product(((28, 4, 128), (16, 8, 256)), (HALF, FULL)):
         yield f"lines of {shape[2]} {dtype}", partial(lines, *shape, dtype)
-    for (name, sizes, residual), (rank, tokens) in product(
-            (("qkv", (4096, 1024, 1024), False), ("gate_up", (14336, 14336), False), ("down", (4096,), True)),
-            ((4, 1), (16, 8), (64, 32), (128, 32))):
-        yield f"lora {name} {rank} {tokens}", partial(lora, tokens, sizes, rank, residual)
     for (name, sizes), (rank, tokens), (adapters, every), own in product(
             (("qkv", (4096, 1024, 1024)), ("down", (4096,))), ((16, 1), (128, 32)), ((1, True), (2, False)), (HALF, FULL)):
         yield f"lora rows {name} {rank} {tokens} {adapters} {own}", partial(

@@ -8,12 +8,13 @@ After, with w = [w_q; w_k; w_v] in one tensor, of which w_q, w_k and w_v are now
 
     q, k, v = split(linear(x, w, b), [Nq, Nk, Nv], dim=-1)
 
-One product reads x once, fills the GPU better than three small ones and saves two launches. LoRA's A is such a sibling of the
-layer that it adapts, where both have one dtype. Of quantized layers (passes/fusions/quantized_linear.py) the codes are fused
-into one tensor and the scales into another.
+One product reads x once, fills the GPU better than three small ones and saves two launches. Of quantized layers
+(passes/fusions/quantized_linear.py) the codes are fused into one tensor and the scales into another.
 
 Not fused: weights with a second user or that share memory (NOTE [Memory of fused parameters]), weights of different dtypes,
-siblings of which only some have a bias, other tensor subclasses, and siblings between which something is changed in place.
+siblings of which only some have a bias, other tensor subclasses, siblings between which something is changed in place, and
+LoRA's A and B of a layer that the kernels for small batches compute with its adapters (passes/fusions/lora_group.py): graphs
+for small and for large batches share the weights.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from quire.attn_ops.ops.small_linear import small_linear
 from quire.attn_ops.ops.small_linear_wide import is_int4, rows_of
 from quire.passes.fake_values import compute_value
 from quire.passes.fusions.base import Fusion, before_dropout, bias_of, columns
+from quire.passes.fusions.match.lora import adapted_layers
 from quire.passes.fx import LINEAR, is_function, is_method, only_user, replace_node, schema_arguments, value, written_between
 
 
@@ -43,8 +45,9 @@ _Tensors = dict[str, _Tensor]
 
 def fuse_projections(fusion: Fusion) -> int:
     siblings: dict[Any, list[tuple[fx.Node, _Tensors]]] = {}
+    of_adapters = {node for layer in adapted_layers(fusion) for node in layer.products}
     for node in fusion.graph.nodes:
-        tensors = _tensors(node, fusion)
+        tensors = None if node in of_adapters else _tensors(node, fusion)
         if tensors is not None:
             weight, scale = tensors["weight"].real, tensors.get("scale")
             groups = len(scale.real) if scale is not None and is_int4(weight) else None

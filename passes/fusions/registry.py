@@ -14,7 +14,6 @@ from quire.passes.fusions.base import FusedInputs, FusedWeights, Fusion
 from quire.passes.fusions.complex_product import real_products
 from quire.passes.fusions.float_linear import fuse_float_linear
 from quire.passes.fusions.last_tokens import last_tokens
-from quire.passes.fusions.lora import fuse_lora
 from quire.passes.fusions.lora_group import group_lora
 from quire.passes.fusions.lora_linear import fuse_lora_linear
 from quire.passes.fusions.projections import fuse_projections
@@ -47,7 +46,6 @@ FUSIONS = (
     FusionPass("router", fuse_router, batches="small"),
     FusionPass("routing", fuse_topk),
     FusionPass("last_tokens", last_tokens, batches="large"),
-    FusionPass("lora", fuse_lora, batches="small"),
     FusionPass("lora_group", group_lora, batches="small"),
     FusionPass("lora_linear", fuse_lora_linear, batches="small"),
     FusionPass("small_linear", fuse_small_linear, batches="small"),

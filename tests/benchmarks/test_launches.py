@@ -29,3 +29,21 @@ def test_a_layer_with_experts(name: str, experts: list[str]) -> None:
     assert ours[start + 1 :][: len(experts)] == experts
     rest = ours[start + 1 + len(experts) :]
     assert rest == ["reduction", "pointwise", "small_linear", "sample_tokens"], "the sum of experts is unrolled into the norm"
+
+
+@pytest.mark.slow
+def test_a_layer_with_adapters() -> None:
+    """PEFT's LoRA, in float32 or the model's dtype, takes no launch of its own beside one per forward that zeroes counters."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs Triton")
+    peft = pytest.importorskip("peft", reason="pip install 'quire[integrations]'")
+    found = {}
+    for dtype in (None, "float32", "the model's"):
+        model = skeleton(ModelSpec("llama-1b", torch.bfloat16, torch.device("cpu"), 2)).to_empty(device="cpu").eval()
+        if dtype is not None:
+            peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.05),
+                                autocast_adapter_dtype=dtype == "float32")
+        calls = [call for program in programs(model, small=True, own_experts=False) for call in launches(program)]
+        found[dtype] = sorted({"lora_linear": "small_linear"}.get(call, call) for call in calls)
+        assert calls.count("lora_linear") == (0 if dtype is None else 2 * 4)
+    assert found["float32"] == found["the model's"] == sorted([*found[None], "lora_counters"])

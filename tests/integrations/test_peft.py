@@ -130,7 +130,7 @@ def test_prompt_tuning_falls_back_and_says_why() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "chosen", "line"), [
-    (torch.bfloat16, None, "lora: 14 matches"),  # seven layers in each of two
+    (torch.bfloat16, None, "lora_group: 14 matches"),  # seven layers in each of two
     (torch.float32, None, "lora_group: 14 matches"),
     (torch.float32, "default", "lora_group: 10 matches"),  # q, k, v, and gate, up; o and down have no sibling
 ], ids=["the model's dtype", "float32", "of each request"])
@@ -158,10 +158,43 @@ def test_an_adapter_in_the_fused_graph(dtype, chosen, line, tmp_path, caplog) ->
         assert torch.equal(p, peft.get_parameter(name)), name
 
 
-def test_adapted_layers_are_compiled_once(monkeypatch, caplog) -> None:
-    """Layers share what is made once for all adapters of a forward, and are alike all the same."""
+@pytest.mark.slow
+def test_active_adapters_of_different_dtypes(caplog) -> None:
+    """A trained one in float32 beside one loaded in the model's dtype, of other layers and ranks: a layer has the sum of both.
+    The prompt runs in the graph for large batches, which has PEFT's own products."""
+    peft = get_peft_model(load_model(num_layers=2, dtype=torch.bfloat16), copy.deepcopy(ADAPTERS["lora"]))
+    peft.add_adapter("loaded", LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"], use_rslora=True),
+                     autocast_adapter_dtype=False)
+    peft.base_model.set_adapter(["default", "loaded"])
+    fill(peft, "default", 3), fill(peft, "loaded", 4)
+    for name, p in peft.named_parameters():
+        if "lora_" in name:
+            assert p.dtype == (torch.bfloat16 if ".loaded." in name else torch.float32)
+    params = quire.SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)
+    ids = [5 + i % 90 for i in range(40)]
+    caplog.set_level("INFO", logger="quire")
+    with quire.Engine(peft.base_model.model, fusions="all", num_pages=40, max_num_seqs=2, max_model_len=128,
+                      cudagraph_capture_sizes=[]) as engine:
+        (out,) = engine.generate([ids], params)
+        with torch.no_grad():
+            want = peft(torch.tensor([[*ids, *out.token_ids]])).logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
+    assert "lora_group: 14 matches" in caplog.text and "lora_linear: 8 matches" in caplog.text
+    got = [next(iter(of.values())).logprob for of in out.logprobs or ()]
+    chosen = want.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0].tolist()
+    assert got == pytest.approx(chosen, abs=0.05)  # bf16 logits of other products: some 2**-8 of them
+    peft.base_model.set_adapter("default")
+    with torch.no_grad():
+        alone = peft(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+    assert abs(float(alone[out.token_ids[0]]) - got[0]) > 0.1, "the other adapter does something"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "the model's dtype"])
+def test_adapted_layers_are_compiled_once(dtype, monkeypatch, caplog) -> None:
+    """Layers share what is made once for all adapters of a forward, and are alike all the same. In either dtype each launch of
+    a layer computes its adapters too."""
     monkeypatch.setattr("quire.passes.compile.inductor.inductor", lambda gm, inputs: gm.forward)
-    peft = get_peft_model(load_model(num_layers=3, dtype=torch.bfloat16), copy.deepcopy(ADAPTERS["lora"]))
+    peft = get_peft_model(load_model(num_layers=3, dtype=torch.bfloat16), copy.deepcopy(ADAPTERS["lora"]),
+                          autocast_adapter_dtype=dtype == torch.float32)
     fill(peft, "default", 3)
     caplog.set_level("INFO", logger="quire")
     with quire.Engine(peft.base_model.model, fusions="all", compiler="inductor", num_pages=40, max_num_seqs=2,

@@ -25,18 +25,19 @@ WIDTH, RANK, TOKENS = 32, 4, 3
 
 
 class Adapted(nn.Linear):
-    """A layer of PEFT with adapters in float32: ``names`` is how many are active."""
+    """A layer as PEFT computes it, with an active adapter in each dtype of ``own``."""
 
-    def __init__(self, columns: int, scaling: float, names: int = 1, rank: int = RANK) -> None:
-        super().__init__(WIDTH, columns, bias=False, dtype=torch.bfloat16)
-        self.a = nn.ModuleList(nn.Linear(WIDTH, rank, bias=False) for _ in range(names))
-        self.b = nn.ModuleList(nn.Linear(rank, columns, bias=False) for _ in range(names))
+    def __init__(self, columns: int, scaling: float, own: tuple[torch.dtype, ...] = (torch.float32,), rank: int = RANK,
+                 bias: bool = False) -> None:
+        super().__init__(WIDTH, columns, bias=bias, dtype=torch.bfloat16)
+        self.a = nn.ModuleList(nn.Linear(WIDTH, rank, bias=False, dtype=dtype) for dtype in own)
+        self.b = nn.ModuleList(nn.Linear(rank, columns, bias=False, dtype=dtype) for dtype in own)
         self.drop, self.scaling = nn.Dropout(0.1), scaling
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result = super().forward(x)
         for a, b in zip(self.a, self.b, strict=True):
-            x = x.to(torch.float32)
+            x = x if x.dtype == a.weight.dtype else x.to(a.weight.dtype)
             result = result + b(a(self.drop(x))) * self.scaling
         return result.to(torch.bfloat16)
 
@@ -96,15 +97,35 @@ def fused(model: nn.Module, *before: Callable[[Fusion], int]) -> tuple[int, Coun
     return matches, Counter(names[n.target] for n in graph.nodes if is_function(n, tuple(names))), out, want
 
 
-@pytest.mark.parametrize("names", [1, 2])
-@pytest.mark.parametrize("kind", [Adapted, Chosen])
-def test_layers_with_one_input(kind, names) -> None:
+WIDE, HALF = torch.float32, torch.bfloat16
+#: Dtypes of a layer's active adapters: PEFT casts x before each that has another than the one before.
+OWN = [(WIDE,), (WIDE, WIDE), (HALF,), (HALF, HALF), (WIDE, HALF), (HALF, WIDE, HALF)]
+KINDS = [*((Adapted, own) for own in OWN), (Chosen, (WIDE,)), (Chosen, (HALF, WIDE))]
+
+
+@pytest.mark.parametrize(("kind", "own"), KINDS, ids=str)
+@pytest.mark.parametrize("bias", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_layers_with_one_input(kind, own, bias) -> None:
     """q, k and v are one op, o is another: four launches, where a decode step had a dozen. The numbers are the layers' own: one
-    rounding where they have one."""
-    matches, ops, got, want = fused(Layer(kind, names=names), fuse_projections)
+    rounding where they have one or several."""
+    model = Layer(kind, own=own, bias=bias)
+    before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    matches, ops, got, want = fused(model, fuse_projections)
     assert matches == (4 if kind is Adapted else 3)
     assert ops == ({"linear": 2, "group": 2} if kind is Adapted else {"linear": 2, "group": 1, "rows": 1})
-    torch.testing.assert_close(got, want, rtol=0, atol=float(want.abs().max()) * 2**-8)  # a product of another shape
+    # A product of another shape, and adapters' sums that bf16 rounds at each step.
+    torch.testing.assert_close(got, want, rtol=0, atol=float(want.abs().max()) * 2**(-8 if HALF not in own else -7))
+    for name, p in model.named_parameters():
+        assert id(p) == before[name][0] and torch.equal(p, before[name][1])
+
+
+def test_layers_of_adapters_in_different_dtypes() -> None:
+    """One op for q with float32, k with the model's dtype and v with both."""
+    model = Layer()
+    model.k, model.v = Adapted(16, 0.5, (HALF,)).eval(), Adapted(16, 1.0, (HALF, WIDE)).eval()
+    matches, ops, got, want = fused(model, fuse_projections)
+    assert matches == 4 and ops == {"linear": 2, "group": 2}
+    torch.testing.assert_close(got, want, rtol=0, atol=float(want.abs().max()) * 2**-7)
 
 
 def early(m: Layer, x: torch.Tensor) -> torch.Tensor:
@@ -123,6 +144,22 @@ def in_place(m: Layer, x: torch.Tensor) -> torch.Tensor:
     return q[..., :16] + m.k(x)
 
 
+def input_in_place(m: Layer, x: torch.Tensor) -> torch.Tensor:
+    """x changes between an adapter's products and the layer's own."""
+    x = x.clone()
+    added = m.q.b[0](m.q.a[0](x)) * 2.0
+    x.mul_(2)
+    return nn.Linear.forward(m.q, x) + added
+
+
+def base_in_place(m: Layer, x: torch.Tensor) -> torch.Tensor:
+    """The layer's own product changes before the adapter's is added."""
+    base = nn.Linear.forward(m.q, x)
+    added = m.q.b[0](m.q.a[0](x)) * 2.0
+    base.mul_(2)
+    return base + added
+
+
 def read(m: Layer, x: torch.Tensor) -> torch.Tensor:
     """An adapter's product is read elsewhere too."""
     added = m.k.b[0](m.k.a[0](x.to(torch.float32))) * 0.5
@@ -135,8 +172,11 @@ def layer(forward: Callable[..., torch.Tensor], of: type[nn.Module] = Layer, **o
 
 
 @pytest.mark.parametrize(("model", "groups"), [
-    (layer(early), 2), (layer(in_place), 2), (layer(read), 0), (Layer(rank=MAX_RANK + 1), 0)],
-    ids=["one needs the other", "written in place", "read elsewhere", "a large rank"])
+    (layer(early), 2), (layer(in_place), 2), (layer(in_place, own=(HALF,)), 2), (layer(input_in_place, own=(HALF,)), 0),
+    (layer(base_in_place, own=(HALF,)), 0), (layer(read), 0), (Layer(rank=MAX_RANK + 1), 0),
+    (Layer(own=(HALF,), rank=MAX_RANK + 1), 0)],
+    ids=["one needs the other", "written in place", "written in place, bf16", "the input in place", "the base in place",
+         "read elsewhere", "a large rank", "a large rank, bf16"])
 def test_what_is_not_computed_together(model, groups) -> None:
     matches, ops, got, want = fused(model)
     assert matches == ops["group"] == groups

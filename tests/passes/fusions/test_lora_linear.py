@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from quire.attn_ops.ops.lora_linear import lora_counters, lora_linear
 from quire.attn_ops.ops.lora_rows import lora_group, lora_rows
+from quire.passes.fusions.base import FusedWeights
 from quire.passes.fusions.lora_group import group_lora
 from quire.passes.fusions.lora_linear import fuse_lora_linear
 from quire.passes.fusions.projections import fuse_projections
+from quire.passes.fusions.registry import apply_fusions
 from quire.passes.fusions.small_linear import fuse_small_linear
-from quire.passes.fx import is_function, schema_arguments
-from tests.passes.fusions.test_lora_group import WIDTH, Adapted, Chosen, layer, rewritten
-from tests.passes.models import RMSNorm
+from quire.passes.fx import LINEAR, copy_graph, is_function, schema_arguments
+from tests.passes.fusions.test_lora_group import KINDS, OWN, WIDTH, Adapted, Chosen, layer, rewritten
+from tests.passes.models import RMSNorm, capture
 
 
 class Layer(nn.Module):
     """Half a decoder layer: q and k with a norm, gate and up with another and SwiGLU, down with the residual."""
 
-    def __init__(self, kind: type[Adapted], **options: int) -> None:
+    def __init__(self, kind: type[Adapted], **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.norms = nn.ModuleList(RMSNorm(WIDTH, torch.bfloat16) for _ in range(2))
@@ -67,17 +71,18 @@ def adapted(layer: Adapted, bare: torch.Tensor, x: torch.Tensor) -> torch.Tensor
 
 
 def fused(model: nn.Module) -> tuple[int, list[dict], int, torch.Tensor, torch.Tensor]:
-    """Matches, the arguments of the ops made, other ops of adapters left, the graph's result, and the model's."""
+    """Matches, the arguments of the ops made, other products left, the graph's result, and the model's."""
     (*_, matches, _), graph, out, want = rewritten(model, fuse_projections, group_lora, fuse_lora_linear, fuse_small_linear)
     made = [schema_arguments(n) for n in graph.nodes if is_function(n, (lora_linear,))]
-    return matches, made, sum(is_function(n, (lora_group, lora_rows)) for n in graph.nodes), out, want
+    return matches, made, sum(is_function(n, (lora_group, lora_rows, *LINEAR)) for n in graph.nodes), out, want
 
 
-@pytest.mark.parametrize("names", [1, 2])
-@pytest.mark.parametrize("kind", [Adapted, Chosen])
-def test_layers_keep_what_folds_into_them(kind, names) -> None:
-    """With adapters a layer is still one launch, its norm, SwiGLU and residual included."""
-    matches, made, left, got, want = fused(Layer(kind, names=names))
+@pytest.mark.parametrize(("kind", "own"), KINDS, ids=str)
+def test_layers_keep_what_folds_into_them(kind, own) -> None:
+    """With adapters, in PEFT's float32 or the model's dtype, a layer is still one launch, its norm, SwiGLU and residual
+    included."""
+    matches, made, left, got, want = fused(Layer(kind, own=own))
+    names = len(own)
     assert matches == 3 and left == 0
     qk, gate_up, down = made
     assert qk["norm_weight"] is not None and not qk["swiglu"] and sorted(qk["starts"]) == sorted([0, 48] * names)
@@ -87,6 +92,21 @@ def test_layers_keep_what_folds_into_them(kind, names) -> None:
     assert len({given["counters"] for given in made}) == 1  # zeroed once per forward
     # One rounding where the layer has several: of results up to ``want``, and of what SwiGLU makes of them.
     torch.testing.assert_close(got, want, rtol=0, atol=float(want.abs().max()) * 2**-6)
+
+
+@pytest.mark.parametrize("own", OWN, ids=str)
+def test_graphs_for_small_and_for_large_batches_have_the_same_weights(own) -> None:
+    """A layer's weight is fused with its siblings', and with no adapter's, whatever graph is made first: the other one would
+    find its parameters moved."""
+    model, x = Layer(Adapted, own=own), torch.randn(1, 3, WIDTH).bfloat16()
+    torch._dynamo.mark_dynamic(x, 1)
+    gm, inputs = capture(model, x)
+    want = {tuple(map(id, (first.weight, second.weight))) for first, second in ((model.q, model.k), (model.gate, model.up))}
+    weights = FusedWeights()
+    for small in (True, False, True):
+        apply_fusions(copy_graph(gm), inputs, "all", weights, small)
+        assert set(weights.fused) == want
+    weights.restore()
 
 
 @pytest.mark.parametrize("forward", [
