@@ -66,8 +66,9 @@ def lora_linear_cuda(
     swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],
     bits: Sequence[int], counters: Tensor | None = None, pdl: bool | None = None,
 ) -> Tensor:
-    """The op on CUDA: ``W x`` is rounded to x's dtype before the adapters' part, in float32, is added, as in PEFT. Runs the
-    definition outside the kernels' range. ``pdl``: as of ``small_linear_cuda``."""
+    """The op on CUDA: ``W x`` is rounded to x's dtype before the adapters' part, in float32, is added, as in PEFT for adapters
+    in float32. Those in x's dtype PEFT rounds more often: see ``lora_rows_cuda``. Runs the definition outside the kernels'
+    range. ``pdl``: as of ``small_linear_cuda``."""
     alike = all(t is None or t.dtype == x.dtype for t in (weight, bias, norm_weight, residual)) \
         and all(up.dtype in (x.dtype, torch.float32) for up in b)
     if not adapters_fit(x, a, b) or not 0 < x.shape[1] <= MAX_TOKENS or x.dtype not in (torch.bfloat16, torch.float16) \

@@ -90,8 +90,9 @@ def adapters_of(x: Tensor, bits: Sequence[int]) -> Tensor | None:
 
 def lora_rows_cuda(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float],
                    bits: Sequence[int]) -> Tensor:
-    """The op on CUDA: sums in float32, rounded once to the dtype of ``base``; ``A x`` is rounded to the adapter's dtype. Runs
-    the definition outside the kernels' range."""
+    """The op on CUDA: sums in float32, rounded once to the dtype of ``base``; ``A x`` is rounded to the adapter's dtype. An
+    adapter in the dtype of ``base`` has fewer roundings than in the definition, and PEFT: those of its products, of their
+    multiples and of each sum. Runs the definition outside the kernels' range."""
     if not _in_range([base], x, a, b):
         return lora_rows_eager(base, x, a, b, scaling, bits)
     return _launch([base], x, a, b, [0] * len(a), scaling, bits)
