@@ -69,9 +69,17 @@ def merge_states_triton(out: Tensor, lse: Tensor, dtype: torch.dtype | None = No
     return merged, total
 
 
-def merge_state_triton(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def merge_state_triton(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, merged: Tensor | None = None,
+                       binary: bool = False) -> tuple[Tensor, Tensor]:
+    """``merge_state`` as one kernel. ``merged``: what the output is written to, contiguous and no part of the states; None:
+    fresh memory. ``binary``: all logarithms, the result's too, are to base 2, as FlashInfer's."""
     _check_two(out_a, lse_a, out_b, lse_b)
-    merged, total = out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+    if merged is None:
+        merged = out_a.new_empty(out_a.shape)
+    elif merged.shape != out_a.shape or merged.dtype != out_a.dtype or not merged.is_contiguous():
+        raise ValueError(f"the merged output is contiguous and like the states, {tuple(out_a.shape)} {out_a.dtype}; got "
+                         f"{tuple(merged.shape)} {merged.dtype} with strides {merged.stride()}")
+    total = lse_a.new_empty(lse_a.shape)
     out_a, out_b = rows_contiguous(out_a), rows_contiguous(out_b)
     lse_a, lse_b = (x if x.stride(1) == 1 else x.contiguous() for x in (lse_a, lse_b))
 
@@ -79,12 +87,12 @@ def merge_state_triton(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tenso
         return (x.stride(0), 0, x.stride(1))
 
     _launch((out_a, out_b), (lse_a, lse_b), 2, strides(out_a), strides(out_b), (lse_a.stride(0), 0), (lse_b.stride(0), 0),
-            merged, total)
+            merged, total, binary)
     return merged, total
 
 
 def _launch(outs: tuple[Tensor, Tensor], lses: tuple[Tensor, Tensor], states: int, first: Any,
-            second: Any, lse_first: Any, lse_second: Any, merged: Tensor, total: Tensor) -> None:
+            second: Any, lse_first: Any, lse_second: Any, merged: Tensor, total: Tensor, binary: bool = False) -> None:
     """State 0 is read from the first tensors, the others from the second ones; strides are (token, state, head)."""
     tokens, heads, dim = merged.shape
     if not total.numel():
@@ -92,7 +100,7 @@ def _launch(outs: tuple[Tensor, Tensor], lses: tuple[Tensor, Tensor], states: in
     width = next_power_of_2(dim)
     step = max(1, min(next_power_of_2(states), 32, 4096 // width))
     launch(kernel_module("kernels.merge_state").merge_kernel, (tokens, heads), *outs, *lses, merged, total, states,
-           tuple(first), tuple(second), tuple(lse_first), tuple(lse_second), dim, step,
+           tuple(first), tuple(second), tuple(lse_first), tuple(lse_second), dim, step, binary,
            num_warps=1 if step * width <= 512 else 4)
 
 

@@ -35,6 +35,7 @@ from quire.attn_ops.backend import (
     define_paged_op,
 )
 from quire.attn_ops.backends.flashinfer.modules import begin, ready
+from quire.attn_ops.backends.flashinfer.own_keys import OwnKeys
 from quire.attn_ops.backends.flashinfer.state import FlashInferState
 from quire.attn_ops.kv_quant import FIXED_SCALE_KV_DTYPES, QUANTIZED_KV_DTYPES, is_fixed
 from quire.attn_ops.kv_store import store_kv
@@ -59,6 +60,14 @@ def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
     step.states[NAME].plan(metadata, step)
 
 
+def loadable(x: Tensor) -> Tensor:
+    """``x`` (T, H, D), or a copy of it: FlashInfer takes no gradient, and loads 16 bytes of a head at a time."""
+    size, x = x.element_size(), x.detach() if x.requires_grad else x
+    token, head, number = x.stride()
+    aligned = number == 1 and min(token, head) > 0 and not any(n % 16 for n in (x.data_ptr(), token * size, head * size))
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+
+
 def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
                     v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
                     seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
@@ -80,7 +89,8 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
     num_tokens, heads, dim = q.shape
     if num_tokens != planned.num_tokens:
         raise RuntimeError(f"flashinfer: the step was planned for {planned.num_tokens} tokens, q has {num_tokens}")
-    segments = state.segments(planned, state.group(heads, k_cache.shape[2], dim, q.dtype, scale, window, softcap))
+    group = state.group(heads, k_cache.shape[2], dim, q.dtype, scale, window, softcap)
+    segments = state.segments(planned, group, given=k is not None)
     given: dict[str, Any] = {}
     if fixed:
         given = {"k_scale": state.key_scale(k_cache)}
@@ -92,12 +102,14 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
         out, done = q.new_empty(num_tokens, heads, dim), 0
         if fixed:
             q = q.to(torch.float16)
-        if q.stride(2) != 1 or q.requires_grad:  # FlashInfer takes neither
-            q = q.detach().contiguous()
+        q = loadable(q)
         unscaled = q.new_empty(out.shape) if fixed else out
         for wrapper, begin, done in segments:
+            mine = given
+            if isinstance(wrapper, OwnKeys) and k is not None and v is not None:
+                mine = {"own": (loadable(k[begin:done]), loadable(v[begin:done]))}
             lse = None if sinks is None else torch.empty(done - begin, heads, dtype=torch.float32, device=q.device)
-            wrapper.run(q[begin:done], pages, out=unscaled[begin:done], lse=lse, return_lse=sinks is not None, **given)
+            wrapper.run(q[begin:done], pages, out=unscaled[begin:done], lse=lse, return_lse=sinks is not None, **mine)
             if v_scale is not None and fixed:
                 torch.mul(unscaled[begin:done], v_scale, out=out[begin:done])
             if lse is not None and sinks is not None:

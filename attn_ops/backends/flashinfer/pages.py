@@ -62,12 +62,14 @@ class PageTable:
         self.device = torch.zeros(4, rows + 1, dtype=torch.int32, device=device)
         self.indices = torch.zeros(rows * max(1, limits.max_pages_per_seq), dtype=torch.int32, device=device)
 
-    def fill(self, metadata: CommonAttentionMetadata, rows: int, decodes: int, window: int | None) -> None:
-        """Compute on the host, copy once, gather the page numbers on the device."""
+    def fill(self, metadata: CommonAttentionMetadata, rows: int, decodes: int, window: int | None,
+             seq_lens: np.ndarray | None = None) -> None:
+        """Compute on the host, copy once, gather the page numbers on the device. ``seq_lens``: (rows,) first tokens of each
+        sequence that are read; None: all."""
         starts, block_table, host = metadata.query_start_loc_cpu.numpy(), metadata.block_table_tensor, self.host.numpy()
         starts = starts[: rows + 1]
-        indptr, last, first = page_table(
-            metadata.seq_lens_cpu.numpy()[:rows], np.diff(starts), metadata.page_size, window)
+        seq_lens = metadata.seq_lens_cpu.numpy()[:rows] if seq_lens is None else seq_lens
+        indptr, last, first = page_table(seq_lens, np.diff(starts), metadata.page_size, window)
         counts = np.diff(indptr)
         longest, needed = (int(x.max(initial=0)) for x in (counts, counts + first))
         if rows >= host.shape[1] or indptr[-1] > self.indices.shape[0] or needed > block_table.shape[1]:

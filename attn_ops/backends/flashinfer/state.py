@@ -10,12 +10,15 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backends.flashinfer import contiguous
+from quire.attn_ops.backends.flashinfer import contiguous, routes
 from quire.attn_ops.backends.flashinfer.modules import HOPPER
+from quire.attn_ops.backends.flashinfer.own_keys import OwnKeys
 from quire.attn_ops.backends.flashinfer.pages import PageTable, leading_decodes
+from quire.attn_ops.backends.flashinfer.routes import Way
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.plans import StepPlan, StepPlans
@@ -23,6 +26,7 @@ from quire.attn_ops.step import Step, StepLimits
 
 MIN_WORKSPACE = 128 << 20  # bytes; FlashInfer's recommendation
 INT_WORKSPACE = 1 << 20  # bytes, of a graph's plan; about 13 per tile, and at most some thousand tiles
+PREFIX = "prefix"  # the page table of cached prefixes
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +64,14 @@ Segments = list[tuple[Any, int, int]]  # (wrapper, first token, token after the 
 
 
 class FlashInferPlan(StepPlan):
-    """The plan of one step, and what graphs read of it: ``tables`` by window, and ``workspaces`` of integers by group. Graphs
-    share these, because each is planned anew before its replay. ``copied`` is needed because torch's allocator does not know
-    of FlashInfer's own copies from pinned memory."""
+    """The plan of one step, and what graphs read of it: ``tables`` by window (and PREFIX), and ``workspaces`` of integers by
+    group. Graphs share these, because each is planned anew before its replay. ``copied`` is needed because torch's allocator
+    does not know of FlashInfer's own copies from pinned memory."""
 
     def __init__(self, device: torch.device, groups: Iterable[Group], number: int) -> None:
         super().__init__(number, torch.cuda.Event())
         self.device = device
-        self.tables: dict[int | None, PageTable] = {}
+        self.tables: dict[int | str | None, PageTable] = {}
         self.workspaces: dict[Group, torch.Tensor] = {}
         for group in groups:
             self.add(group)
@@ -83,8 +87,8 @@ class FlashInferPlan(StepPlan):
         self.window_metadata = step.window_metadata or metadata  # of layers with a window: the same but for the pages
         self.decodes, self.rows = leading_decodes(starts), metadata.num_reqs
         self.last_token = 0  # of the rows that are planned, set when their number is known
-        self.filled: set[int | None] = set()
-        self.segments: dict[Group, Segments] = {}
+        self.filled: set[int | str | None] = set()
+        self.segments: dict[tuple[Group, bool], Segments] = {}
 
 
 class FlashInferState:
@@ -103,10 +107,13 @@ class FlashInferState:
         self.workspace = torch.zeros(MIN_WORKSPACE, dtype=torch.uint8, device=self.device)
         self.fixed_kv_dtype = cache.dtype if cache.fixed_scale else None
         self.key_scales = {cache.of_layer(layer)[0].data_ptr(): scale for layer, (scale, _) in (cache.kv_scales or {}).items()}
-        self.groups: dict[Group, None] = {}  # in the order in which they were met
+        #: In the order in which they were met; of each, what ``own`` says of its layers.
+        self.groups: dict[Group, set[bool]] = {}
+        self.without_fa3: set[Group] = set()  # whose kernels for Hopper GPUs do not build
         self.plans = StepPlans(functools.partial(FlashInferPlan, self.device, self.groups))
         for s in sites:
-            self._add(self.group(s.num_heads, s.num_kv_heads, s.head_dim, s.dtype, s.scale, s.window, s.softcap))
+            group = self.group(s.num_heads, s.num_kv_heads, s.head_dim, s.dtype, s.scale, s.window, s.softcap)
+            self._add(group, self.own(group, s.kv_source is None))
         self.wrappers: dict[Any, Any] = {}  # by kernel, group, graph and number of the step
         self.graph_rows: dict[tuple[Any, int], int] = {}  # by graph and number of the step
 
@@ -116,6 +123,11 @@ class FlashInferState:
         if self.fixed_kv_dtype is not None:
             dtype = torch.float16
         return Group(heads, kv_heads, dim, dtype, scale, window, softcap, self.fixed_kv_dtype)
+
+    def own(self, group: Group, given: bool) -> bool:
+        """Whether a layer's own k and v may be read, where they are ``given``: they must read as those of the cache, and every
+        query must see all of its sequence's prefix."""
+        return given and group.window is None and self.fixed_kv_dtype is None and not self.copies
 
     def key_scale(self, k_cache: torch.Tensor) -> float:
         """The fixed scale of these keys. Raises RuntimeError for those of another cache."""
@@ -128,15 +140,16 @@ class FlashInferState:
             for plan in self.plans.held.values():
                 plan.wait()
 
-    def _add(self, group: Group) -> None:
+    def _add(self, group: Group, own: bool) -> None:
         """All wrappers share one float workspace: it is written while kernels run, one after the other, and by no plan."""
         if group not in self.groups:
             size = group.workspace_bytes(self.limits.max_num_seqs, self.gpu.multi_processor_count)
             if size > self.workspace.shape[0]:
                 self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            self.groups[group] = None
+            self.groups[group] = set()
             for plan in self.plans.held.values():
                 plan.add(group)
+        self.groups[group].add(own)
 
     def plan(self, metadata: CommonAttentionMetadata, step: Step) -> None:
         """Plan every known group, after the copies of the last plan of this number are done. The GPU makes those before the
@@ -170,24 +183,32 @@ class FlashInferState:
     def _plan_group(self, plan: FlashInferPlan, group: Group) -> None:
         if plan.key is not None and not plan.capturing and (group, plan.key, plan.number) not in self.wrappers:
             return  # first seen after this graph was captured: the graph does not run it
-        if group.window not in plan.tables:
-            plan.tables[group.window] = PageTable(self.limits, self.device)
-        table = plan.tables[group.window]
         try:
             if self.copies:
-                plan.segments[group] = self._plan_copies(plan, group)
+                plan.segments[group, False] = self._plan_copies(plan, group)
                 return
-            if group.window not in plan.filled:
-                metadata = plan.metadata if group.window is None else plan.window_metadata
-                table.fill(metadata, plan.rows, plan.decodes, group.window)
-                plan.filled.add(group.window)
+            table = self._table(plan, group.window)
             n = plan.decodes if plan.key is None else plan.rows
-            segments = [(self._plan_decode(plan, group, table, n), 0, n)] if n and not self.prompts_only else []
-            if plan.last_token > n:
-                segments.append((self._plan_prefill(plan, group, table, n), n, plan.last_token))
+            decodes = [(self._plan_decode(plan, group, table, n), 0, n)] if n and not self.prompts_only else []
+            prompts: dict[Way, Any] = {}
+            for own in self.groups[group] if plan.last_token > n else ():
+                prompt = self._plan_prompts(plan, group, table, n, own, prompts)
+                plan.segments[group, own] = [*decodes, (prompt, n, plan.last_token)]
+            if plan.last_token <= n:
+                plan.segments |= {(group, own): decodes for own in (True, False)}
         finally:
             plan.copied.record(torch.cuda.current_stream(self.device))
-        plan.segments[group] = segments
+
+    def _table(self, plan: FlashInferPlan, window: int | None, prefixes: np.ndarray | None = None) -> PageTable:
+        """The page table for a window, or of ``prefixes``, (rows,) tokens, filled once a step."""
+        name = window if prefixes is None else PREFIX
+        if name not in plan.tables:
+            plan.tables[name] = PageTable(self.limits, self.device)
+        if name not in plan.filled:
+            metadata = plan.metadata if window is None else plan.window_metadata
+            plan.tables[name].fill(metadata, plan.rows, plan.decodes, window, *(() if prefixes is None else (prefixes,)))
+            plan.filled.add(name)
+        return plan.tables[name]
 
     def _plan_decode(self, plan: FlashInferPlan, group: Group, table: PageTable, rows: int) -> Any:
         place, graph = (group, plan.key, plan.number), plan.key is not None
@@ -210,29 +231,64 @@ class FlashInferState:
         wrapper.plan(*args, **group.options)
         return wrapper
 
-    def _plan_prefill(self, plan: FlashInferPlan, group: Group, table: PageTable, first: int, kernels: str = "fa3") -> Any:
-        """Plan the rows from ``first`` on. Kernels are fa3 on Hopper GPUs if they build, else fa2, as over an fp8 cache: fa3
-        takes it with fp8 queries alone."""
-        if self.prompts_only and group.window is None and self.gpu.major == HOPPER and contiguous.spares(
-                *contiguous.lengths(plan.metadata, first, plan.rows), group.heads, group.kv_heads, group.dim):
-            return self._contiguous(plan, group, first, plan.rows)
-        place = "prefill", group, plan.number
-        wrapper = self.wrappers.get(place)
+    def _kernels(self, group: Group) -> str:
+        """fa3 on Hopper GPUs if they build, else fa2, as over an fp8 cache: fa3 takes it with fp8 queries alone."""
+        return "fa3" if self.gpu.major == HOPPER and group.kv_dtype is None and group not in self.without_fa3 else "fa2"
+
+    def _plan_prompts(self, plan: FlashInferPlan, group: Group, table: PageTable, first: int, own: bool,
+                      planned: dict[Way, Any]) -> Any:
+        """Plan the rows from ``first`` on, the way that takes least time, or take what is ``planned``."""
+        query_lens, seq_lens = contiguous.lengths(plan.metadata, first, plan.rows)
+        hopper = self._kernels(group) == "fa3"
+        runs = routes.runs(query_lens, whole_tiles=hopper) if own else []
+        way = routes.choose(query_lens, seq_lens, group.heads, group.kv_heads, group.dim, hopper=hopper, own_runs=len(runs),
+                            copies=self.prompts_only and hopper and group.window is None)
+        if way not in planned:
+            planned[way] = (
+                self._contiguous(plan, group, first, plan.rows) if way is Way.COPIES else
+                self._plan_own(plan, group, first, query_lens, seq_lens - query_lens, runs) if way is Way.OWN else
+                self._plan_pages(plan, group, table, first, causal=True))
+        return planned[way]
+
+    def _plan_own(self, plan: FlashInferPlan, group: Group, first: int, query_lens: np.ndarray, prefixes: np.ndarray,
+                  runs: list[tuple[int, int]]) -> OwnKeys:
+        """Plan the rows from ``first`` on, of (rows - first,) query tokens and cached tokens before them, by the step's own
+        keys in these runs, and the prefixes by pages."""
+        starts, planned = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32), []
+        for part, (begin, end) in enumerate(runs):
+            own = torch.from_numpy(starts[begin : end + 1] - starts[begin])
+            wrapper = self._planned(
+                ("own", group, part, plan.number), "BatchPrefillWithRaggedKVCacheWrapper", "NHD", group, own, own, group.heads,
+                group.kv_heads, group.dim, causal=True, **group.options)
+            planned.append((wrapper, int(starts[begin]), int(starts[end])))
+        if not prefixes.any():
+            return OwnKeys(planned, None)
+        table = self._table(plan, None, np.concatenate((np.zeros(first, prefixes.dtype), prefixes)))
+        return OwnKeys(planned, self._plan_pages(plan, group, table, first, causal=False))
+
+    def _plan_pages(self, plan: FlashInferPlan, group: Group, table: PageTable, first: int, causal: bool) -> Any:
+        """Plan the rows from ``first`` on by the pages of ``table``."""
+        return self._planned(
+            ("prefill" if causal else PREFIX, group, plan.number), "BatchPrefillWithPagedKVCacheWrapper", self.layout, group,
+            table.host[3, first : plan.rows + 1], table.host[0, first : plan.rows + 1], table.indices,
+            table.host[1, first : plan.rows], group.heads, group.kv_heads, group.dim, self.page_size, causal=causal,
+            max_token_per_sequence=plan.metadata.max_query_len, **group.options)
+
+    def _planned(self, place: tuple[Any, ...], kind: str, layout: str, group: Group, *args: Any, **options: Any) -> Any:
+        """The wrapper of a kind of FlashInfer's for prompts, kept at ``place``, after its ``plan`` with these arguments."""
+        wrapper, kernels = self.wrappers.get(place), self._kernels(group)
         if wrapper is None:
-            kernels = kernels if self.gpu.major == HOPPER and group.kv_dtype is None else "fa2"
             logger.info("flashinfer: %s prefill kernel for %s%s", kernels, group,
                         "" if self.prompts_only else " (compiled at its first use on a machine)")
-            wrapper = self.lib.BatchPrefillWithPagedKVCacheWrapper(self.workspace, self.layout, backend=kernels)
+            wrapper = getattr(self.lib, kind)(self.workspace, layout, backend=kernels)
         try:
-            wrapper.plan(
-                table.host[3, first : plan.rows + 1], table.host[0, first : plan.rows + 1], table.indices,
-                table.host[1, first : plan.rows], group.heads, group.kv_heads, group.dim, self.page_size, causal=True,
-                max_token_per_sequence=plan.metadata.max_query_len, **group.options)
+            wrapper.plan(*args, **options)
         except Exception as error:
             if kernels == "fa2" or place in self.wrappers or self.prompts_only:
                 raise
             logger.warning("flashinfer: fa2 prefill for %s, as fa3 failed: %s: %s", group, type(error).__name__, error)
-            return self._plan_prefill(plan, group, table, first, "fa2")
+            self.without_fa3.add(group)
+            return self._planned(place, kind, layout, group, *args, **options)
         self.wrappers[place] = wrapper
         return wrapper
 
@@ -254,12 +310,13 @@ class FlashInferState:
         return contiguous.plan(self.wrappers[key], plan.metadata, first, rows, group.heads, group.kv_heads, group.dim,
                                self.layout == "HND", **group.options)
 
-    def segments(self, plan: FlashInferPlan, group: Group) -> Segments:
-        """What the step runs for a group. A new group is planned now."""
-        if torch.cuda.is_current_stream_capturing() and (plan.key is None or group not in plan.segments):
+    def segments(self, plan: FlashInferPlan, group: Group, given: bool) -> Segments:
+        """What the step runs for a group, of layers whose k and v are ``given`` or not. A new group is planned now."""
+        own = self.own(group, given)
+        if torch.cuda.is_current_stream_capturing() and (plan.key is None or (group, own) not in plan.segments):
             raise RuntimeError(f"flashinfer: a CUDA graph is being captured, but none was planned for {group}; call plan with "
                                "graph_key and capturing=True, and run a forward, before the capture")
-        if group not in plan.segments:
-            self._add(group)
+        if (group, own) not in plan.segments:
+            self._add(group, own)
             self._plan_group(plan, group)
-        return plan.segments[group]
+        return plan.segments[group, own]

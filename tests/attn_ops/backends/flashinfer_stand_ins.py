@@ -25,6 +25,12 @@ def site(**changes) -> AttentionSite:
     return AttentionSite(**(facts | changes))
 
 
+def loads(x) -> bool:
+    """Whether FlashInfer's kernels can load this memory: rows of 16 bytes, which do not overlap."""
+    steps = [step * x.element_size() for step in x.stride()[:2]]
+    return x.stride(2) == 1 and not any(n % 16 or n <= 0 for n in (*steps, x.data_ptr()))
+
+
 class _Wrapper:
     """What both of FlashInfer's wrappers do: keep the plan; at run, read the page table from the *device* buffers."""
 
@@ -45,14 +51,14 @@ class _Wrapper:
                          softcap=logits_soft_cap or None)
         self.plans = getattr(self, "plans", 0) + 1
 
-    def _attend(self, q, caches, out, query_start, lse, return_lse, k_scale):
+    def _attend(self, q, caches, out, query_start, lse, return_lse, k_scale, causal=True):
         assert (lse is not None) == return_lse
         assert (q.dtype, caches[0].dtype) == (out.dtype, caches[1].dtype) == self.dtypes
         assert (type(k_scale) is float) == (caches[0].dtype in FP8), "a number: a tensor would be read on the host"
         mask = {**self.mask, "scale": self.mask["scale"] * (k_scale or 1.0)}
         heads, kv_heads, dim, page_size = self.shape
         k_cache, v_cache = caches
-        assert k_cache.is_contiguous() and v_cache.is_contiguous() and out.is_contiguous() and q.stride(2) == 1
+        assert k_cache.is_contiguous() and v_cache.is_contiguous() and out.is_contiguous() and loads(q)
         if self.layout == "HND":
             k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         assert k_cache.shape[1:] == (page_size, kv_heads, dim) and q.shape[1:] == (heads, dim) and out.shape == q.shape
@@ -69,10 +75,11 @@ class _Wrapper:
                     lse[own] = -math.inf
                 continue
             keys, values = (bits(c)[pages].view(c.dtype).flatten(0, 1)[:length].to(q.dtype) for c in (k_cache, v_cache))
-            out[own] = oracle_attention(q[own], keys, values, **mask).to(out.dtype)
-            if return_lse:  # to base 2, as FlashInfer's kernels
-                starts = [torch.tensor([0, n], dtype=torch.int32) for n in (len(q[own]), length)]
-                lse[own] = varlen_attention_eager(q[own], keys, values, *starts, causal=True, **mask)[1] / math.log(2)
+            starts = [torch.tensor([0, n], dtype=torch.int32) for n in (len(q[own]), length)]
+            found, own_lse = varlen_attention_eager(q[own], keys, values, *starts, causal=causal, **mask)
+            out[own] = oracle_attention(q[own], keys, values, **mask).to(out.dtype) if causal else found
+            if return_lse:
+                lse[own] = own_lse / math.log(2)  # to base 2, as FlashInfer's kernels
 
 
 class Decode(_Wrapper):
@@ -119,8 +126,9 @@ class Prefill(_Wrapper):
         assert self.backend == "fa2" or kv_data_type == q_data_type, "fa3 takes fp8 keys with fp8 queries only"
         if self.backend in self.broken:
             raise RuntimeError("no such kernel")
-        assert causal and qo_indptr[0] == 0 and qo_indptr.dtype == torch.int32
-        assert len(qo_indptr) == len(paged_kv_indptr)
+        assert qo_indptr[0] == 0 and qo_indptr.dtype == torch.int32
+        assert len(qo_indptr) == len(paged_kv_indptr) and (causal or window_left == -1)
+        self.causal = causal
         self.query_start = qo_indptr.tolist()
         self.indptr, self.indices, self.last_page_len = (
             paged_kv_indptr.clone(), paged_kv_indices, paged_kv_last_page_len.clone())
@@ -128,7 +136,7 @@ class Prefill(_Wrapper):
                    page_size, window_left, logits_soft_cap, sm_scale, q_data_type, kv_data_type)
 
     def run(self, q, paged_kv_cache, *, k_scale=None, out=None, lse=None, return_lse=False):
-        self._attend(q, paged_kv_cache, out, self.query_start, lse, return_lse, k_scale)
+        self._attend(q, paged_kv_cache, out, self.query_start, lse, return_lse, k_scale, self.causal)
 
 
 def fast_decode_plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *,
@@ -141,26 +149,37 @@ def fast_decode_plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_
 
 
 class Ragged:
-    """FlashInfer's wrapper for contiguous keys. Its layout is always (tokens, heads, D)."""
+    """FlashInfer's wrapper for contiguous keys. Its layout is always (tokens, heads, D). Kernels for Hopper GPUs load values in
+    tiles of 128 tokens, of which those past the end of the tensor are zeros, and multiply all of them by weights, which are 0
+    past a sequence's end."""
 
     def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, backend="auto"):
         assert kv_layout == "NHD" and not use_cuda_graph
-        self.backend = backend
+        self.workspace, self.backend = float_workspace_buffer, backend
 
     def plan(self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None, *, causal=False,
              window_left=-1, logits_soft_cap=None, sm_scale=None, q_data_type="float16", kv_data_type=None):
+        if self.backend in Prefill.broken:  # one compiled module has both kernels
+            raise RuntimeError("no such kernel")
         for tensor in (qo_indptr, kv_indptr):
             assert tensor.dtype == torch.int32 and tensor.device.type == "cpu" and tensor[0] == 0
         assert causal and window_left == -1 and kv_data_type == q_data_type and len(qo_indptr) == len(kv_indptr)
         self.starts, self.shape = (qo_indptr, kv_indptr), (num_qo_heads, num_kv_heads, head_dim_qk)
         self.options = dict(scale=sm_scale, window=None, softcap=logits_soft_cap or None)
+        self.plans = getattr(self, "plans", 0) + 1
 
     def run(self, q, k, v, *, out=None, lse=None, return_lse=False):
         heads, kv_heads, dim = self.shape
-        assert q.shape == out.shape == (self.starts[0][-1], heads, dim) and q.stride(2) == 1 and out.is_contiguous()
-        assert k.shape == v.shape == (self.starts[1][-1], kv_heads, dim) and k.is_contiguous() and v.is_contiguous()
+        assert q.shape == out.shape == (self.starts[0][-1], heads, dim) and out.is_contiguous()
+        assert k.shape == v.shape == (self.starts[1][-1], kv_heads, dim) and all(map(loads, (q, k, v)))
+        assert not any(x.requires_grad for x in (q, k, v)) and (lse is not None) == return_lse
         found, own_lse = varlen_attention_eager(q, k, v, *self.starts, causal=True, **self.options)
         out.copy_(found)
+        (queries, keys), group = (x.tolist() for x in self.starts), heads // kv_heads
+        for begin, end, first, last in zip(queries, queries[1:], keys, keys[1:], strict=False):
+            if end > begin and self.backend == "fa3":
+                behind = v[last : last + (first - last) % 128]
+                out[begin:end] += (0 * behind).sum(0).repeat_interleave(group, 0)
         if return_lse:
             lse.copy_(own_lse / math.log(2))
 
@@ -168,7 +187,7 @@ class Ragged:
 def stand_in(monkeypatch) -> AttentionBackend:
     """The backend on a CPU: ``Decode`` and ``Prefill`` for FlashInfer, the interpreter for its Triton kernels."""
     library = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Decode, BatchPrefillWithPagedKVCacheWrapper=Prefill,
-                              fast_decode_plan=fast_decode_plan)
+                              BatchPrefillWithRaggedKVCacheWrapper=Ragged, fast_decode_plan=fast_decode_plan)
     monkeypatch.setitem(sys.modules, "flashinfer", library)
     monkeypatch.setattr(pages, "gather_pages", InterpretedFunction(pages.gather_pages.fn))
     event = SimpleNamespace(synchronize=lambda: None, record=lambda stream: None)

@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.backends.flashinfer import contiguous
+from quire.attn_ops.kernels import gather_kv
+from quire.attn_ops.kernels.host import Caches
 from tests.attn_ops.backends.flashinfer_stand_ins import Ragged
 from tests.attn_ops.cases import make_case, run_case
 
@@ -34,27 +36,25 @@ def test_the_copy_follows_the_plan(layout: str, first: int) -> None:
     assert lse.isfinite().all()
 
 
-@pytest.mark.parametrize("query, keys, group, wins", [
-    ([8192], [16384], 4, True), ([16384], [16384], 1, True), ([8192], [8192], 1, False), ([512], [16384], 16, True),
-    ([512], [16384], 4, False), ([1024] * 64, [1024] * 64, 4, False), ([64], [65536], 8, False), ([1], [1], 8, False),
-    ([0], [0], 1, False)])
-def test_where_many_queries_read_each_key(query: list[int], keys: list[int], group: int, wins: bool) -> None:
-    assert contiguous.spares(np.array(query), np.array(keys), 8 * group, 8, 128) == wins
-
-
-def test_keys_that_stay_in_pages() -> None:
-    """512 MiB: 131,072 tokens of 8 heads of 128 in half precision."""
-    for keys, wins in ((131072, True), (131073, False)):
-        assert contiguous.spares(np.array([65536]), np.array([keys]), 32, 8, 128) == wins
-    for dim in (64, 128, 256):
-        assert contiguous.spares(np.array([8192]), np.array([16384]), 32, 8, dim) == (dim == 128)
+def test_what_lies_behind_a_sequence_is_zero() -> None:
+    """A user whose neighbour in the batch has a NaN, or whose pages hold one past the end: kernels multiply by what is there."""
+    case = make_case([1, 5, 7], [3, 131, 40], **SMALL, poison=float("nan"))
+    run_case(torch_native.BACKEND, case)
+    meta, caches = case.metadata, Caches(*case.cache.of_layer(0))
+    starts = gather_kv.kv_starts(meta.query_start_loc, meta.seq_lens, multiple_of=128)
+    assert starts.tolist() == [0, 128, 384, 512]
+    for copied, held in zip(gather_kv.gather_kv(caches, meta.block_table_tensor, starts, 512, torch.float16, padded=False,
+                                                seq_lens=meta.seq_lens), (case.keys, case.values), strict=True):
+        for begin, end, wanted in zip(starts.tolist(), starts.tolist()[1:], held, strict=False):
+            assert torch.equal(copied[begin : begin + len(wanted)], wanted)
+            assert not copied[begin + len(wanted) : end].any()
 
 
 def test_copies_of_a_quantized_cache_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many prompts do not take more memory than the copies may, and one that would is refused before anything runs."""
-    monkeypatch.setattr(contiguous.host, "MAX_GATHERED", 4 * 2 * 64 * 50)
-    query, keys = np.array([5, 9, 0, 40]), np.array([20, 30, 0, 50])
+    monkeypatch.setattr(contiguous.host, "MAX_GATHERED", 4 * 2 * 64 * 384)
+    query, keys = np.array([5, 9, 0, 40]), np.array([20, 130, 0, 384])  # of 1, 2, 0 and 3 tiles
     assert contiguous.parts(query, keys, 2, 64) == [(0, 3), (3, 4)]
     assert contiguous.parts(query[:0], keys[:0], 2, 64) == [(0, 0)]
-    with pytest.raises(ValueError, match="a sequence of 51 tokens in a quantized cache"):
-        contiguous.parts(np.array([1]), np.array([51]), 2, 64)
+    with pytest.raises(ValueError, match="a sequence of 385 tokens in a quantized cache"):
+        contiguous.parts(np.array([1]), np.array([385]), 2, 64)
