@@ -6,6 +6,8 @@ r"""Attention kernels over a grid of shapes, beside FlashInfer's and vLLM's on t
         --batches 1,8,32,128 --contexts 1024,8192 --only decode       # launch parameters of triton's kernel, for its rules
     python benchmarks/attention_grid.py --out extend.json --only extend --prefills 1x8192+8192,64x1024 --groups 4 --dims 128 \
         --kv bfloat16 --systems triton:mode=never,triton:mode=always,contiguous,contiguous-copy,fi-fa3,fi-ragged
+    python benchmarks/attention_grid.py --out prompts.json --only extend --groups 4,2 --dims 128 --kv bfloat16 \
+        --prefills 1x1024,1x8192,1x512+16384,1x2048+14336,1x8192+24576 --systems fi-fa3,fi-ragged,fi-copied,fi-merge
     python benchmarks/attention_grid.py --show grid.json other.json
 
 Cells: decode by query heads per key head (8 key heads), head dim, batch, context, cache format, and with windows at the longest
@@ -16,14 +18,16 @@ microseconds, bytes and their share of a copy's bandwidth, TFLOP/s, and how far 
 Systems: quire's backends by name, e.g. triton; triton:block_n=64+warps=8 sets launch parameters, triton:mode=never and
 mode=always whether keys of long prompts are copied to contiguous memory first (``extend_route.py``); contiguous: the kernel for
 such keys alone (contiguous:block_m=128+block_n=64+warps=8+stages=3), contiguous-copy: the copy; fi-fa2, fi-fa2-cores (without
-tensor cores), fi-fa3, fi-ragged (contiguous keys), fi-xqa: FlashInfer, which compiles for each shape at first use (20 to 80 s);
-vllm-fa3: FlashAttention 3 as vLLM builds it.
+tensor cores), fi-fa3, fi-ragged (contiguous keys), fi-copied (with their copy), fi-merge (the step's own keys, and those before
+them by pages), fi-xqa: FlashInfer, which compiles for each shape at first use (20 to 80 s); vllm-fa3: FlashAttention 3 as vLLM
+builds it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.util
 import json
 from collections.abc import Callable
@@ -117,12 +121,12 @@ def _no_codes(cell: Cell, formats: tuple[str, ...] = ("bfloat16",)) -> None:
         raise NotImplementedError(f"no {cell.kv} cache")
 
 
-def _pages(cell: Cell, batch: OpBatch) -> tuple[torch.Tensor, ...]:
-    """FlashInfer's page table: indptr, indices, last page's length."""
+def _pages(cell: Cell, batch: OpBatch, tokens: int) -> tuple[torch.Tensor, ...]:
+    """FlashInfer's page table of the first ``tokens`` of each sequence: indptr, indices, last page's length."""
     m = batch.metadata
-    count = -(-cell.context // PAGE)
+    count = -(-tokens // PAGE)
     indptr = torch.arange(cell.batch + 1, dtype=torch.int32) * count
-    last = torch.full((cell.batch,), cell.context - (count - 1) * PAGE, dtype=torch.int32)
+    last = torch.full((cell.batch,), tokens - (count - 1) * PAGE, dtype=torch.int32)
     return indptr, m.block_table_tensor[:, :count].reshape(-1).contiguous(), last
 
 
@@ -151,11 +155,13 @@ def contiguous_copy(cell: Cell, batch: OpBatch) -> Run:
     return lambda i: copy(i)[0]
 
 
-def flashinfer(cell: Cell, batch: OpBatch, kernels: str, tensor_cores: bool = True, ragged: bool = False) -> Run:
+def flashinfer(cell: Cell, batch: OpBatch, kernels: str, tensor_cores: bool = True, keys: str = "pages") -> Run:
+    """``keys``: of prefills, where they are: "pages", "contiguous", "copied" there in each call, or "own", those of the step,
+    merged with the pages of those before."""
     import flashinfer as lib
 
     _no_codes(cell, ("bfloat16", "fp8") if kernels == "fa2" else ("bfloat16",))
-    indptr, indices, last = _pages(cell, batch)
+    indptr, indices, last = _pages(cell, batch, cell.context)
     s, held, out = cell.site, batch.cache.k[0].dtype, torch.empty_like(batch.q)
     options = {"sm_scale": s.scale, "window_left": -1 if s.window is None else s.window - 1, "q_data_type": s.dtype,
                "kv_data_type": held}
@@ -167,14 +173,38 @@ def flashinfer(cell: Cell, batch: OpBatch, kernels: str, tensor_cores: bool = Tr
         wrapper.plan(indptr, indices, last, s.num_heads, s.num_kv_heads, s.head_dim, PAGE, **options)
         return lambda i: wrapper.run(batch.q, batch.caches[i % len(batch.caches)][:2], out=out)
     starts = torch.arange(cell.batch + 1, dtype=torch.int32) * cell.new
-    if ragged:
+    sizes = s.num_heads, s.num_kv_heads, s.head_dim
+    ragged, paged = (make(_workspace("float"), "NHD", backend=kernels) for make in (
+        lib.BatchPrefillWithRaggedKVCacheWrapper, lib.BatchPrefillWithPagedKVCacheWrapper))
+    if keys in ("contiguous", "copied"):
         copy, key_starts = copied(cell, batch)
-        wrapper, (keys, values) = lib.BatchPrefillWithRaggedKVCacheWrapper(_workspace("float"), "NHD", backend=kernels), copy(0)
-        wrapper.plan(starts.cuda(), key_starts, s.num_heads, s.num_kv_heads, s.head_dim, causal=True, **options)
-        return lambda i: wrapper.run(batch.q, keys, values, out=out)
-    wrapper = lib.BatchPrefillWithPagedKVCacheWrapper(_workspace("float"), "NHD", backend=kernels)
-    wrapper.plan(starts, indptr, indices, last, s.num_heads, s.num_kv_heads, s.head_dim, PAGE, causal=True, **options)
-    return lambda i: wrapper.run(batch.q, batch.caches[i % len(batch.caches)][:2], out=out)
+        ragged.plan(starts.cuda(), key_starts, *sizes, causal=True, **options)
+        once = copy(0)
+        return lambda i: ragged.run(batch.q, *(once if keys == "contiguous" else copy(i)), out=out)
+    if keys == "own":
+        return _own(cell, batch, ragged, paged, starts, options, out)
+    paged.plan(starts, indptr, indices, last, *sizes, PAGE, causal=True, **options)
+    return lambda i: paged.run(batch.q, batch.caches[i % len(batch.caches)][:2], out=out)
+
+
+def _own(cell: Cell, batch: OpBatch, ragged: Any, paged: Any, starts: torch.Tensor, options: dict[str, Any], out: torch.Tensor
+         ) -> Run:
+    """As the backend runs prompts by the step's own keys."""
+    own_keys, s, k, v = importlib.import_module("quire.attn_ops.backends.flashinfer.own_keys"), cell.site, batch.k, batch.v
+    if cell.window is not None or k is None or v is None:
+        raise NotImplementedError("no window")
+    sizes, prefix = (s.num_heads, s.num_kv_heads, s.head_dim), None
+    ragged.plan(starts, starts, *sizes, causal=True, **options)
+    if cell.before:
+        prefix = paged
+        prefix.plan(starts, *_pages(cell, batch, cell.before), *sizes, PAGE, causal=False, **options)
+    plan = own_keys.OwnKeys([(ragged, 0, len(batch.q))], prefix)
+
+    def run(i: int) -> torch.Tensor:
+        plan.run(batch.q, batch.caches[i % len(batch.caches)][:2], own=(k, v), out=out)
+        return out
+
+    return run
 
 
 def xqa(cell: Cell, batch: OpBatch) -> Run:
@@ -223,7 +253,9 @@ RIVALS: dict[str, Callable[[Cell, OpBatch], Run]] = {
     "fi-fa2": lambda cell, batch: flashinfer(cell, batch, "fa2"),
     "fi-fa2-cores": lambda cell, batch: flashinfer(cell, batch, "fa2", tensor_cores=False),
     "fi-fa3": lambda cell, batch: flashinfer(cell, batch, "fa3"),
-    "fi-ragged": lambda cell, batch: flashinfer(cell, batch, "fa3", ragged=True),
+    "fi-ragged": lambda cell, batch: flashinfer(cell, batch, "fa3", keys="contiguous"),
+    "fi-copied": lambda cell, batch: flashinfer(cell, batch, "fa3", keys="copied"),
+    "fi-merge": lambda cell, batch: flashinfer(cell, batch, "fa3", keys="own"),
     "fi-xqa": xqa,
     "vllm-fa3": vllm_fa3,
 }

@@ -98,7 +98,8 @@ def cases(kit: Kit) -> list[Case]:
 
 def batches(case: Case) -> list[list[tuple[int, int]]]:
     """Rows of each batch of a case: the longest sequence, those that a window or chunk just holds, and just does not. One
-    sequence after another, or 17 of them and one that waits."""
+    sequence after another, or 17 of them and one that waits. Of single ones that extend also a long prompt, and one with a
+    cached prefix of a window or chunk: some backends read a step's own keys and those before them in ways of their own."""
     kind, count = case["batch"]
     sizes = [value for name, value in bounds(case).items() if name in ("window", "chunk")] or [case["size"]]
     lens = [case["context"], *(size + n for size in sizes for n in (-1, 1, 0))]
@@ -108,6 +109,8 @@ def batches(case: Case) -> list[list[tuple[int, int]]]:
     for i, total in enumerate(lens):
         tokens = COUNTS[i] if i < len(COUNTS) else 2 + i % 4
         rows.append((1 if kind == "decode" or (kind == "mixed" and i % 2) else tokens or total, total))
+    if (kind, count) == ("extend", 1):
+        rows += [(CONTEXTS[0], CONTEXTS[0]), (CONTEXTS[0] - case["size"], CONTEXTS[0])]
     return [[row] for row in rows] if count == 1 else [[*rows, (0, 5)]]
 
 

@@ -37,14 +37,15 @@ def test_the_copy_follows_the_plan(layout: str, first: int) -> None:
 
 
 def test_what_lies_behind_a_sequence_is_zero() -> None:
-    """A user whose neighbour in the batch has a NaN, or whose pages hold one past the end: kernels multiply by what is there."""
+    """A user beside whom another one has a NaN, or whose pages hold one past the end: kernels multiply by what is there."""
     case = make_case([1, 5, 7], [3, 131, 40], **SMALL, poison=float("nan"))
     run_case(torch_native.BACKEND, case)
     meta, caches = case.metadata, Caches(*case.cache.of_layer(0))
     starts = gather_kv.kv_starts(meta.query_start_loc, meta.seq_lens, multiple_of=128)
     assert starts.tolist() == [0, 128, 384, 512]
-    for copied, held in zip(gather_kv.gather_kv(caches, meta.block_table_tensor, starts, 512, torch.float16, padded=False,
-                                                seq_lens=meta.seq_lens), (case.keys, case.values), strict=True):
+    both = gather_kv.gather_kv(caches, meta.block_table_tensor, starts, 512, torch.float16, padded=False,
+                               seq_lens=meta.seq_lens)
+    for copied, held in zip(both, (case.keys, case.values), strict=True):
         for begin, end, wanted in zip(starts.tolist(), starts.tolist()[1:], held, strict=False):
             assert torch.equal(copied[begin : begin + len(wanted)], wanted)
             assert not copied[begin + len(wanted) : end].any()

@@ -45,6 +45,8 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
     "sinks_of_heads_of_64": ("sinks", lambda g: g["q"].shape[2] >= 64),
     "softcap_of_groups_of_8": ("softcap", lambda g: g["q"].shape[1] == 8 * g["k_cache"].shape[2]),
     "window_of_many_rows": ("window", lambda g: len(g["seq_lens"]) > 16),
+    "softcap_of_long_prompts": ("softcap", lambda g: len(g["q"]) >= 500 and one(g)),
+    "window_after_a_prefix": ("window", lambda g: one(g) and 188 <= len(g["q"]) < longest(g)),
     "window_on_pages_of_16": ("window", lambda g: g["k_cache"].shape[1] >= 16),
     "sinks_on_pages_of_64": ("sinks", lambda g: g["k_cache"].shape[1] >= 64),
     "window_by_heads": ("window", lambda g: g["k_cache"].stride(1) < g["k_cache"].stride(2)),
@@ -118,10 +120,12 @@ def test_only_what_is_declared_is_asked_for() -> None:
 
 
 def test_batches_have_each_boundary() -> None:
-    """A window and a chunk, one token less and one more, and the longest context, in which both hide keys."""
+    """A window and a chunk, one token less and one more, and the longest context, in which both hide keys; a long prompt, and
+    one with a prefix."""
     case = dict(features=("window", "chunk"), size=128, context=2100)
     alone = real_shapes.batches({**case, "batch": ("extend", 1)})
-    assert alone == [[(16, 2100)], [(3, 127)], [(129, 129)], [(33, 128)], [(5, 255)], [(40, 257)], [(4, 256)]]
+    assert alone == [[(16, 2100)], [(3, 127)], [(129, 129)], [(33, 128)], [(5, 255)], [(40, 257)], [(4, 256)], [(700, 700)],
+                     [(572, 700)]]
     (mixed,) = real_shapes.batches({**case, "batch": ("mixed", 17)})
     assert len(mixed) == 18 and mixed[0] == (16, 2100) and mixed[-1] == (0, 5)
     assert {total for _, total in mixed} == {5, 2100, 127, 128, 129, 255, 256, 257}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -54,6 +56,23 @@ def test_many_states(states: int) -> None:
         assert merged.dtype == (dtype or torch.float32)
         torch.testing.assert_close(merged.float(), wanted[0], atol=error, rtol=1e-5)
         torch.testing.assert_close(total, wanted[1], atol=1e-5, rtol=1e-6)
+
+
+def test_binary_logarithms_into_given_memory() -> None:
+    """As FlashInfer's kernels give them: a prompt's own keys and its prefix are merged without a copy."""
+    generator = torch.Generator().manual_seed(0)
+    out, lse = torch.randn(2, 7, 3, 20, generator=generator), 3 * torch.randn(2, 7, 3, generator=generator)
+    out[1, 2], lse[1, 2], lse[:, 3] = float("nan"), float("-inf"), float("-inf")
+    wanted = merge_state.merge_state_eager(out[0], lse[0], out[1], lse[1])
+    held = torch.full((7, 3, 20), float("nan"))
+    binary = lse / math.log(2)
+    merged, total = merge_state.merge_state_triton(out[0], binary[0], out[1], binary[1], merged=held, binary=True)
+    assert merged is held
+    torch.testing.assert_close(merged, wanted[0], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(total * math.log(2), wanted[1], atol=1e-5, rtol=1e-6)
+    for wrong in (held[1:], held.half(), held.transpose(0, 1).contiguous().transpose(0, 1)):
+        with pytest.raises(ValueError, match="the merged output is contiguous and like the states"):
+            merge_state.merge_state_triton(out[0], binary[0], out[1], binary[1], merged=wrong)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
