@@ -15,7 +15,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from quire.attn_ops.backends.flashinfer import BACKEND
+from quire.attn_ops.backends.flashinfer import BACKEND, routes
+from quire.attn_ops.backends.flashinfer.routes import Way
 from quire.attn_ops.step import Step, StepLimits, running
 from tests.attn_ops.cases import Case, check_case, check_output, make_case, run_case
 
@@ -70,6 +71,89 @@ def test_prefill_and_mixed(features, heads, layout, backend) -> None:
     check_case(backend, case_of([1, 1, 1, 300, 1, 64, 2, 129], [4000, 33, 700, 900, 1, 64, 2000, 1129], heads,
                                 pad_tokens=14, pad_reqs=3, poison=float("nan"), **options))
     check_case(backend, case_of([300, 1, 0, 1], [900, 4000, 70, 33], heads, **options, strided=True))
+
+
+# Where prompts' keys are read, whatever takes the least time.
+
+WAYS = pytest.mark.parametrize("way", Way, ids=lambda way: way.value)
+#: Prompts without a prefix, whole tiles among them; with one, of one token and of whole pages too; behind decodes, with single
+#: tokens and idle rows; long ones.
+PROMPTS = [
+    ([1500], [1500]), ([256, 1024, 77], [256, 1024, 77]), ([64, 3, 128], [65, 2000, 1024]),
+    ([1, 1, 300, 0, 64, 1, 129], [4000, 33, 900, 70, 64, 2000, 1129]), ([2048], [6144]), ([512, 1], [8704, 1])]
+
+
+def forced(monkeypatch, way: Way) -> None:
+    monkeypatch.setattr(routes, "MOST_RUNS", 8)
+    monkeypatch.setattr(routes, "choose", lambda *sizes, **possible: way)
+
+
+@WAYS
+@LAYOUT
+@PREFILL
+@pytest.mark.parametrize("features", [
+    PLAIN, dict(sinks=True), pytest.param(dict(softcap=20.0, sinks=True), marks=pytest.mark.slow),
+    pytest.param(dict(dtype=torch.float16), marks=pytest.mark.slow),
+    pytest.param(dict(head_dim=64, dtype=torch.float16), marks=pytest.mark.slow),
+    pytest.param(dict(head_dim=256, softcap=30.0), marks=pytest.mark.slow)], ids=str)
+def test_each_way(monkeypatch, way, layout, backend, features) -> None:
+    forced(monkeypatch, way)
+    for heads in ((32, 8), (16, 8), (8, 1)):
+        for batch in PROMPTS:
+            check_case(backend, case_of(*batch, heads, layout=layout, poison=float("nan"), pad_tokens=9, pad_reqs=2,
+                                        **features))
+    check_case(backend, case_of(*PROMPTS[3], layout=layout, strided=True, **features))
+
+
+@WAYS
+@PREFILL
+def test_a_neighbours_nan_stays_where_it_is(monkeypatch, way, backend) -> None:
+    """Kernels for Hopper GPUs multiply what lies behind a sequence by 0, which is no help against a NaN."""
+    forced(monkeypatch, way)
+    for batch in (([77, 40, 130], [77, 40, 130]), ([77, 40, 130], [177, 340, 131])):
+        case = case_of(*batch)
+        case.v[77] = case.k[78] = float("nan")  # of the second sequence
+        out = run_case(backend, case)
+        assert out[79:117].isnan().all()
+        for own in (slice(0, 77), slice(117, 247)):
+            assert ((out[own].double() - case.expected[own]).abs() <= case.bound[own]).all()
+
+
+@WAYS
+def test_no_way_waits_for_the_gpu(monkeypatch, way) -> None:
+    forced(monkeypatch, way)
+    for batch in PROMPTS[1], PROMPTS[3]:
+        case = case_of(*batch, sinks=True)
+        check_case(BACKEND, case)  # compiles the kernels
+        state = BACKEND.make_state([case.site], case.cache, StepLimits(8, 2048, 512))
+        step = Step(case.cache, case.metadata, states={"flashinfer": state})
+        BACKEND.plan(case.metadata, step)
+        with running(step):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                out = BACKEND.op(*case.arguments(), **case.options)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        check_output(out, case)
+
+
+def test_steps_of_each_way_queued_behind_a_busy_gpu(monkeypatch) -> None:
+    """The wrappers of one way and the next one's share a workspace, and each way's plans go through pinned memory."""
+    cases = [(way, case_of(*batch, seed=n)) for n, batch in enumerate(PROMPTS[:4]) for way in Way]
+    state = BACKEND.make_state([cases[0][1].site], cases[0][1].cache, StepLimits(16, 4096, 1024))
+    for repeat in range(2):
+        outs = []
+        torch.cuda.synchronize()
+        if repeat:  # the kernels are compiled
+            torch.cuda._sleep(400_000_000)  # about 0.2 s
+        for way, case in cases:
+            forced(monkeypatch, way)
+            step = Step(case.cache, case.metadata, states={"flashinfer": state})
+            BACKEND.plan(case.metadata, step)
+            with running(step):
+                outs.append(BACKEND.op(*case.arguments(), **case.options))
+        for out, (_, case) in zip(outs, cases, strict=True):
+            check_output(out, case)
 
 
 def test_hopper_has_its_own_prefill() -> None:

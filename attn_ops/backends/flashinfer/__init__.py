@@ -2,9 +2,10 @@
 
 FlashInfer divides a batch's work among the GPU's processors on the host, for all layers of a Group: ``plan`` does that once per
 step. Sequences of one token at the head of a batch go to the decode kernel, all others to the prefill kernel: schedule decodes
-first. Sinks follow from the log-sum-exp. The kernels read fp8 caches with one fixed scale per layer (``kv_scales``). Those with
-a scale for each token are served for long prompts only, whose keys are copied as they read back (``contiguous.py``): a decode
-reads each key once, and a copy would read and write it twice more.
+first. That reads their keys from pages, from copies, or the step's own from the op's k and v (``routes.py``). Sinks follow from
+the log-sum-exp. The kernels read fp8 caches with one fixed scale per layer (``kv_scales``). Those with a scale for each token
+are served for long prompts only, whose keys are copied as they read back (``contiguous.py``): a decode reads each key once, and
+a copy would read and write it twice more.
 
 NOTE [NaN codes and float16]: A code of NaN must give NaN. With queries in bfloat16 these kernels widen codes by moving bits,
 which makes the NaN of e4m3 480. With float16 they use the GPU's converter on compute capability 9.0 and newer, and for e5m2,
