@@ -366,7 +366,11 @@ def test_the_stand_ins_have_the_signatures_of_the_library() -> None:
                          (Decode.plan, library.BatchDecodeWithPagedKVCacheWrapper._plan_impl),
                          (Decode.run, library.BatchDecodeWithPagedKVCacheWrapper.run),
                          (Prefill.plan, library.BatchPrefillWithPagedKVCacheWrapper.plan),
+                         (Prefill.__init__, library.BatchPrefillWithPagedKVCacheWrapper.__init__),
                          (Prefill.run, library.BatchPrefillWithPagedKVCacheWrapper.run),
+                         (Ragged.__init__, library.BatchPrefillWithRaggedKVCacheWrapper.__init__),
+                         (Ragged.plan, library.BatchPrefillWithRaggedKVCacheWrapper.plan),
+                         (Ragged.run, library.BatchPrefillWithRaggedKVCacheWrapper.run),
                          (fast_decode_plan, library.fast_decode_plan)):
         assert set(inspect.signature(ours).parameters) <= set(inspect.signature(theirs).parameters)
 

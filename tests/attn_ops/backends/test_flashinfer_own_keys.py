@@ -104,10 +104,11 @@ def test_what_is_read_from_where(on_cpu, forced, monkeypatch) -> None:
 
 
 def test_a_neighbours_nan_stays_where_it_is(on_cpu, forced, monkeypatch) -> None:
-    """A user beside whose prompt another one overflows: kernels for Hopper GPUs multiply what lies behind a sequence by 0."""
+    """A user beside whose prompt another one overflows: kernels for Hopper GPUs multiply what lies behind a sequence by 0. So
+    does what pages hold past its end."""
     for way in (Way.OWN, Way.COPIES):
         monkeypatch.setattr(routes, "choose", lambda *sizes, way=way, **possible: way)
-        case = make_case([5, 4, 3], [5, 9, 3], **SMALL)
+        case = make_case([5, 4, 3], [5, 9, 3], **SMALL, poison=float("nan"))
         case.v[5] = float("nan")  # of the second sequence
         with running(planned(case)[1]):
             out = flashinfer.paged_attention(*case.arguments(), **case.options)
