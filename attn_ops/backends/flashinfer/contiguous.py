@@ -6,6 +6,7 @@ caches have one for each token and head. See NOTE [Values behind a sequence]: th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -58,15 +59,16 @@ def lengths(metadata: CommonAttentionMetadata, first: int, rows: int) -> tuple[n
     return query_lens, np.where(query_lens > 0, metadata.seq_lens_cpu.numpy()[first:rows], 0)
 
 
-def plan(wrapper: Any, metadata: CommonAttentionMetadata, first: int, rows: int, heads: int, kv_heads: int, dim: int,
-         heads_first: bool, **options: Any) -> Contiguous:
-    """Plan the sequences ``first`` to ``rows`` of a batch. ``options``: further ones of FlashInfer's plan."""
+def plan(planned: Callable[..., Any], metadata: CommonAttentionMetadata, first: int, rows: int, heads: int, kv_heads: int,
+         dim: int, heads_first: bool, **options: Any) -> Contiguous:
+    """Plan the sequences ``first`` to ``rows`` of a batch. ``planned``: arguments of FlashInfer's plan -> the wrapper, planned;
+    ``options``: further ones."""
     query_lens, seq_lens = lengths(metadata, first, rows)
     ends = np.cumsum(padded(seq_lens))
     # After each sequence a row without queries, whose keys are the zeros behind it.
     key_ends = np.stack((ends - padded(seq_lens) + seq_lens, ends), axis=1).ravel()
     starts = [torch.from_numpy(np.concatenate(([0], x)).astype(np.int32)) for x in (np.cumsum(query_lens).repeat(2), key_ends)]
-    wrapper.plan(*starts, heads, kv_heads, dim, causal=True, **options)
+    wrapper = planned(*starts, heads, kv_heads, dim, causal=True, **options)
     lens = metadata.seq_lens[first:rows]
     key_starts = host.kernel_module("kernels.gather_kv").kv_starts(
         metadata.query_start_loc[first : rows + 1], lens, multiple_of=TILE)

@@ -27,6 +27,7 @@ from quire.attn_ops.step import Step, StepLimits
 MIN_WORKSPACE = 128 << 20  # bytes; FlashInfer's recommendation
 INT_WORKSPACE = 1 << 20  # bytes, of a graph's plan; about 13 per tile, and at most some thousand tiles
 PREFIX = "prefix"  # the page table of cached prefixes
+RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
 
 logger = logging.getLogger(__name__)
 
@@ -258,8 +259,8 @@ class FlashInferState:
         for part, (begin, end) in enumerate(runs):
             own = torch.from_numpy(starts[begin : end + 1] - starts[begin])
             wrapper = self._planned(
-                ("own", group, part, plan.number), "BatchPrefillWithRaggedKVCacheWrapper", "NHD", group, own, own, group.heads,
-                group.kv_heads, group.dim, causal=True, **group.options)
+                ("own", group, part, plan.number), RAGGED, "NHD", group, own, own, group.heads, group.kv_heads, group.dim,
+                causal=True, **group.options)
             planned.append((wrapper, int(starts[begin]), int(starts[end])))
         if not prefixes.any():
             return OwnKeys(planned, None)
@@ -303,11 +304,8 @@ class FlashInferState:
 
     def _contiguous(self, plan: FlashInferPlan, group: Group, first: int, rows: int, part: int = 0) -> contiguous.Contiguous:
         """Plan the rows from ``first`` to ``rows`` by contiguous keys. Plans of one step are of different ``part``s."""
-        key, kernels = ("contiguous", group, part, plan.number), "fa3" if self.gpu.major == HOPPER else "fa2"
-        if key not in self.wrappers:
-            logger.info("flashinfer: %s prefill kernel for %s, by contiguous keys", kernels, group)
-            self.wrappers[key] = self.lib.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, "NHD", backend=kernels)
-        return contiguous.plan(self.wrappers[key], plan.metadata, first, rows, group.heads, group.kv_heads, group.dim,
+        planned = functools.partial(self._planned, ("copies", group, part, plan.number), RAGGED, "NHD", group)
+        return contiguous.plan(planned, plan.metadata, first, rows, group.heads, group.kv_heads, group.dim,
                                self.layout == "HND", **group.options)
 
     def segments(self, plan: FlashInferPlan, group: Group, given: bool) -> Segments:

@@ -26,7 +26,13 @@ def test_the_copy_follows_the_plan(layout: str, first: int) -> None:
     want = run_case(torch_native.BACKEND, case)  # stores the new keys
     meta, (k, v, *_) = case.metadata, case.cache.of_layer(0)
     begin, rows = int(meta.query_start_loc_cpu[first]), meta.num_reqs
-    planned = contiguous.plan(Ragged(None), meta, first, rows, 4, 2, 64, layout == "HND", window_left=-1, sm_scale=64**-0.5,
+    wrapper = Ragged(None)
+
+    def plan(*args, **options) -> Ragged:
+        wrapper.plan(*args, **options)
+        return wrapper
+
+    planned = contiguous.plan(plan, meta, first, rows, 4, 2, 64, layout == "HND", window_left=-1, sm_scale=64**-0.5,
                               logits_soft_cap=20.0, q_data_type=torch.float16, kv_data_type=torch.float16)
     q = case.q[begin : int(meta.query_start_loc_cpu[rows])]
     out, lse = torch.empty_like(q), torch.empty(len(q), 4)
