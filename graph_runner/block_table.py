@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from quire.attn_ops.metadata import NULL_PAGE
+from quire.attn_ops.metadata.core import to_device
 
 logger = logging.getLogger(__name__)
 _NONE = np.zeros(0, np.int64)
@@ -27,12 +28,6 @@ _NONE = np.zeros(0, np.int64)
 def change_capacity(num_tokens: int, num_reqs: int, page_size: int) -> int:
     """Upper bound of a step's new pages: a row of n tokens needs at most ceil(n / page_size); the n sum to ``num_tokens``."""
     return min(num_tokens, (num_tokens + num_reqs * (page_size - 1)) // page_size)
-
-
-def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy to the device without waiting for it."""
-    host = torch.from_numpy(values)
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 class BlockTable:

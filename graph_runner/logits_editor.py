@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.graph_runner.block_table import to_device
+from quire.attn_ops.metadata.core import to_device
 from quire.graph_runner.logits_edits import LogitsEdits
 from quire.graph_runner.request import Request, ScheduledBatch, ScheduledRow
 from quire.graph_runner.sampler import Sampled, SamplingTensors, compiled_on_cuda, draw, without

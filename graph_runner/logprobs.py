@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from quire.attn_ops.metadata.core import to_device
 from quire.attn_ops.ops.logprobs import TokenLogprobs, token_logprobs
-from quire.graph_runner.block_table import to_device
 from quire.graph_runner.request import Logprob, Request, ScheduledBatch
 from quire.graph_runner.sampler import Sampled
 

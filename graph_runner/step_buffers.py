@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from quire.attn_ops.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from quire.attn_ops.metadata.core import to_device
 from quire.graph_runner.adapters import TokenAdapters
-from quire.graph_runner.block_table import BlockTable, change_capacity, to_device
+from quire.graph_runner.block_table import BlockTable, change_capacity
 from quire.graph_runner.forward_batch import ForwardBatch
 from quire.graph_runner.forward_mode import ForwardMode
 from quire.graph_runner.request import Request, ScheduledBatch

@@ -62,7 +62,12 @@ class Kit:
         # Not 1 where there is a choice: a decode does not depend on the order of its keys, so a page must hold several.
         self.usual_page_size = next((p for p in self.page_sizes if p > 1), 1)
         self.layouts = sorted(self.caps.layouts)
-        self.features = {name: values[0] for name, values in FEATURES.items() if getattr(self.caps, name)}
+        self.values = {name: values for name, values in FEATURES.items() if getattr(self.caps, name)}
+        usual, *others = FEATURES["chunk"]
+        if self.caps.chunk and self.dims:  # the first on usual pages, the others on any that divide them, if it must be so
+            usual = usual if self.page_for(chunk=usual) == self.usual_page_size else 2 * self.usual_page_size
+            self.values["chunk"] = (usual, *(n for n in others if self.page_for(chunk=n) is not None))
+        self.features = {name: values[0] for name, values in self.values.items()}
         self.op_name, self.op_options = "op", [{}, {"write": False}, self.features]  # what opcheck checks
 
     def checks(self) -> list[tuple[str, Callable[[], str | None]]]:
@@ -129,6 +134,16 @@ class Kit:
                        kv_scales=self.kv_scales, page_size=page_size or self.usual_page_size, layout=layout or self.layouts[0],  # type: ignore[arg-type]
                        fast_tanh=True, **options)
 
+    def page_for(self, wanted: int | None = None, **features: Any) -> int | None:
+        """The page size on which to check features that are declared: ``wanted`` (the usual one by default) if the backend
+        serves them there, else the largest on which it does; None if on none."""
+        def refused(size: int) -> bool:
+            with_them, without = (self.caps.reasons_against(self.site(**some), device=self.device, page_size=size)
+                                  for some in (features, {}))
+            return bool(set(with_them) - set(without))
+
+        return next((p for p in (wanted or self.usual_page_size, *reversed(self.page_sizes)) if not refused(p)), None)
+
     def exact(self, *batches: Rows, **options: Any) -> None:
         """Check batches of these rows; ``options``: of ``self.batch``."""
         for rows in batches:
@@ -146,13 +161,18 @@ class Kit:
         self.exact([(1, n) for n in lens], [(n, n) for n in lens], [(n, n + 3) for n in lens])
 
     def feature(self, name: str) -> str | None:
-        usual, *others = FEATURES[name]
+        usual, *others = self.values.get(name, FEATURES[name])
         if name not in self.features:
             sweeps.ignored(self, name, **{name: usual})
             return self.refused(self.site(**{name: usual}))
         self.exact(DECODE, PREFILL, MIXED, **{name: usual})
         for value in others:
-            self.exact(DECODE, MIXED, **{name: value})
+            self.exact(DECODE, MIXED, page_size=self.page_for(**{name: value}), **{name: value})
+        page = self.usual_page_size
+        for value in FEATURES[name]:
+            if self.page_for(**{name: value}) != page:
+                sweeps.ignored(self, f"{name}={value} on pages of {page} tokens", **{name: value})
+                self.refused(self.site(**{name: value}), page_size=page)
         return None
 
     def together(self) -> str:
@@ -269,7 +289,8 @@ class Kit:
     def garbage(self) -> None:
         """Pages are reused uncleared: NaN past a sequence's end, in the null page or in another's pages must not be seen."""
         for features in ({}, self.features):
-            self.exact(DECODE, MIXED, fill=math.nan, page_size=self.page_sizes[-1], pad=(2, 1), **features)
+            page = self.page_for(self.page_sizes[-1], **features)
+            self.exact(DECODE, MIXED, fill=math.nan, page_size=page, pad=(2, 1), **features)
         for rows in ([(1, 33), (1, 17)], [(5, 33), (12, 17)]):
             batch = self.batch(rows)
             first = batch.metadata.block_table_tensor[0, : -(-33 // batch.metadata.page_size)].long()

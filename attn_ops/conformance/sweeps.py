@@ -51,10 +51,11 @@ def edges(kit: Kit, feature: str) -> str:
         return kit.refused(kit.site(**options))
     page = kit.usual_page_size
     around = (page - 1, page, page + 1) if feature == "chunk" else (1, page - 1, page, page + 1, 2 * page)
-    sizes = sorted({n for n in around if n > 0})
-    for size in sizes:
+    sizes = {n: on for n in sorted(around) if n > 0 and (on := kit.page_for(**{feature: n})) is not None}
+    for size, on in sizes.items():
         lens = [n for n in (size - 1, size, size + 1, size + 2, 2 * size, 2 * size + 1) if n > 0]
-        kit.exact([(1, n) for n in lens], [(min(3, n), n) for n in lens] + [(n, n) for n in lens], **{feature: size})
+        rows = [(1, n) for n in lens], [(min(3, n), n) for n in lens] + [(n, n) for n in lens]
+        kit.exact(*rows, page_size=on, **{feature: size})
     return ", ".join(map(str, sizes))
 
 

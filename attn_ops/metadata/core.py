@@ -27,6 +27,12 @@ PAD_SLOT_ID = -1
 NULL_PAGE = 0
 
 
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """Copy to the device without waiting for it."""
+    host = torch.from_numpy(values)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class CommonAttentionMetadata:
     """Metadata of one ragged batch. Field names and units are vLLM's.
