@@ -63,7 +63,7 @@ deadline() {  # [at most]: the same for a script that ends by itself and writes 
 }
 
 # Families of backends have no backend of their own in "all"; with room for all keys the approximate ones are exact.
-KIT=all,hybrid:flashinfer+triton,hybrid:triton+flashinfer_mla,cascade:triton@1,two_batch:triton,double_sparsity:1048576:0:all,dual_chunk:1048576:524288
+KIT=all,hybrid:flashinfer+triton,hybrid:triton+flashinfer_mla,cascade:triton@1,two_batch:triton,local:flashinfer,local:triton,double_sparsity:1048576:0:all,dual_chunk:1048576:524288
 
 script() {  # name of the result, script, its arguments; ends by itself
     local name=$1 file=$2; shift 2

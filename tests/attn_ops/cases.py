@@ -59,6 +59,15 @@ def run_check(kit: Kit | MlaKit, name: str) -> None:
         pytest.skip(str(why))
 
 
+class ChunkKit(Kit):
+    """The kit with chunks in every batch, of at least 8 tokens, and of whole pages."""
+
+    def batch(self, rows: Any, *, page_size: int | None = None, **options: Any) -> Case:
+        page = page_size or self.usual_page_size
+        options.setdefault("chunk", max(8, page))
+        return super().batch(rows, page_size=page, **options)
+
+
 def shape_of_key(name: str) -> tuple[int, int, int, bool, torch.dtype | None]:
     """The arguments of ``launch_config.key``: tokens (padded), n, k, swiglu and codes."""
     shape, _, codes = name.partition(" ")
@@ -79,5 +88,5 @@ def make_backend(name: str, *, why: str | None = None, priority: dict[str, int] 
                             priority=priority)
 
 
-__all__ = ["Case", "EVERYTHING", "FEW", "OPCHECK", "SITE", "bits", "check_case", "check_output", "make_backend", "make_case",
-           "pass_kit", "run_case", "run_check"]
+__all__ = ["Case", "ChunkKit", "EVERYTHING", "FEW", "OPCHECK", "SITE", "bits", "check_case", "check_output", "make_backend",
+           "make_case", "pass_kit", "run_case", "run_check"]

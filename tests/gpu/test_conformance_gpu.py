@@ -25,7 +25,7 @@ COMBINATIONS = [
     *((name, BF16, None) for name in (
         "flashinfer", "flashinfer_mla", "trtllm_mha", "flash_attention", "flashmla", "flex_attention",
         "hybrid:flashinfer+triton", "hybrid:torch_native+triton", "hybrid:triton+flashinfer_mla",
-        "cascade:triton@1", "two_batch:triton",
+        "cascade:triton@1", "two_batch:triton", "local:flashinfer", "local:triton",
         "double_sparsity:1048576:0:all", "dual_chunk:1048576:4")),  # exact with room for all keys
     ("full=torch_native,window=triton", FP32, None), ("ops", BF16, None), ("ops", FP32, None),
 ]

@@ -14,7 +14,7 @@ from quire.attn_ops.backend import PrefillPart, define_paged_op, define_state_op
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.registry import all_backends, register_backend
 from quire.attn_ops.tuning.prefill import PrefillRule, PrefillTime
-from tests.tiny import small_llama
+from tests.tiny import hf_greedy, small_llama
 
 pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -41,6 +41,25 @@ def gemma2():
     torch.manual_seed(0)
     config = transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=5, query_pre_attn_scalar=64)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture(scope="module")
+def llama4():
+    """Three of four layers have chunks, the other sees everything."""
+    def op(*args, **options):
+        calls.append(("without_chunks", len(args[0]) <= len(args[10]), options["window"]))
+        assert options["chunk"] is None
+        return torch_native.paged_attention(*args, **options)
+
+    if "without_chunks" not in all_backends():
+        caps = dataclasses.replace(torch_native.BACKEND.capabilities, chunk=False)
+        register_backend(dataclasses.replace(torch_native.BACKEND, name="without_chunks", priority=None, capabilities=caps,
+                                             op=define_paged_op("without_chunks_for_test", op)))
+    torch.manual_seed(0)
+    sizes = SIZES | dict(num_hidden_layers=4, head_dim=16, attention_chunk_size=8, num_local_experts=2,
+                         intermediate_size_mlp=96)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Llama4TextConfig(**sizes, initializer_range=0.5))
+    return model.eval()
 
 
 def generate(model, attention, **options) -> list[list[int]]:
@@ -79,6 +98,28 @@ def test_long_prompts_by_another_backend(gemma2, expected) -> None:
     for options in ({}, dict(cudagraph_capture_sizes=[1, 2, 4], cudagraph_token_sizes=[8, 16, 32])):
         assert generate(gemma2, long_for_test(), **options) == expected
         assert calls and not any(decode for _, decode, _ in calls), options
+
+
+@pytest.mark.parametrize("attention", [
+    "local:torch_native", "local:without_chunks", {"full": "without_chunks", "chunk": "local:without_chunks"}], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(cudagraph_capture_sizes=[1, 2, 4], compiler="eager")], ids=["", "graphs"])
+def test_chunked_attention_as_virtual_sequences(llama4, attention, options) -> None:
+    """Layers with chunks and full ones, with pages of their own that are freed behind a chunk: the tokens are transformers'."""
+    prompts = [[*range(3, 24)], [7, 3], [*range(40, 25, -1)], [9, 8, 7, 6, 5, 4, 3]]
+    expected = [hf_greedy(llama4, prompt, 10) for prompt in prompts]
+    with quire.Engine(llama4, attention=attention, num_pages=64, page_size=4, max_num_seqs=4, max_model_len=48,
+                      max_num_batched_tokens=16, **options) as engine:
+        calls.clear()
+        found = [o.token_ids for o in engine.generate(prompts, quire.SamplingParams(max_tokens=10, temperature=0))]
+    assert found == expected
+    assert bool(calls) == (attention != "local:torch_native")
+
+
+def test_chunks_of_part_of_a_page_are_refused(llama4) -> None:
+    with pytest.raises(quire.UnsupportedAttention, match="chunks of 8 tokens on pages of 16.*choose a page_size that divides"):
+        quire.Engine(llama4, attention="local:torch_native", num_pages=8, page_size=16)
+    explained = str(quire.explain(llama4, attention="local:torch_native", page_size=4))
+    assert "torch_native_paged_attention on each chunk" in explained
 
 
 def test_explain_says_which_backend_serves_a_site(gemma2) -> None:

@@ -23,7 +23,7 @@ from quire.attn_ops.metadata import local as virtual
 from quire.attn_ops.registry import get_backend, register_backend
 from quire.attn_ops.selection import select_backend
 from quire.attn_ops.step import Step, StepLimits, ensure_planned, running
-from tests.attn_ops.cases import FEW, make_backend, pass_kit, run_check
+from tests.attn_ops.cases import FEW, ChunkKit, make_backend, pass_kit, run_check
 from tests.attn_ops.cases import SITE as SITE_3
 from tests.attn_ops.draft_steps import draft_batches, plan_steps, run_steps
 
@@ -71,15 +71,6 @@ def parts(entries) -> None:
     register_backend(SEEN)
     calls.clear()
     made_for.clear()
-
-
-class ChunkKit(Kit):
-    """Every batch has chunks, of at least 8 tokens, and of whole pages."""
-
-    def batch(self, rows, *, page_size=None, **options):
-        page = page_size or self.usual_page_size
-        options.setdefault("chunk", max(8, page))
-        return super().batch(rows, page_size=page, **options)
 
 
 @FEW
