@@ -137,12 +137,16 @@ class Kit:
     def page_for(self, wanted: int | None = None, **features: Any) -> int | None:
         """The page size on which to check features that are declared: ``wanted`` (the usual one by default) if the backend
         serves them there, else the largest on which it does; None if on none."""
+        wanted = wanted or self.usual_page_size
+        if not features:
+            return wanted
+
         def refused(size: int) -> bool:
             with_them, without = (self.caps.reasons_against(self.site(**some), device=self.device, page_size=size)
                                   for some in (features, {}))
             return bool(set(with_them) - set(without))
 
-        return next((p for p in (wanted or self.usual_page_size, *reversed(self.page_sizes)) if not refused(p)), None)
+        return next((p for p in (wanted, *reversed(self.page_sizes)) if not refused(p)), None)
 
     def exact(self, *batches: Rows, **options: Any) -> None:
         """Check batches of these rows; ``options``: of ``self.batch``."""
