@@ -124,6 +124,16 @@ def test_chunks_by_flashinfer(name: str, flashinfer: AttentionBackend) -> None:
     run_check(ChunkKit(flashinfer, CPU, torch.float32), name)
 
 
+@pytest.mark.parametrize("key", [None, "drafts"])
+def test_steps_made_ahead_by_flashinfer(key: str | None, flashinfer: AttentionBackend) -> None:
+    """Its plans for the virtual sequences have the numbers of the steps."""
+    states: dict[str, Any] = {}
+    batches = draft_batches(ChunkKit(flashinfer, CPU, torch.float32), [18, 5, 28], 3, 4, **SIZE)
+    steps = plan_steps(flashinfer, batches, states, graph_key=key, capturing=key is not None)
+    for out, batch in zip(run_steps(flashinfer, batches, steps), batches, strict=True):
+        compare(out, batch)
+
+
 def test_replays_by_flashinfer(flashinfer: AttentionBackend) -> None:
     site = dataclasses.replace(CHUNKED, num_heads=4, head_dim=16, head_dim_v=16)
     static = lay_out(site, [1] * 4, [60, 33, 8, 17], **SIZE)
@@ -215,6 +225,18 @@ def test_replays_read_the_new_lengths_and_pages(features) -> None:
     later.metadata.block_table_tensor[2:] = static.metadata.block_table_tensor[2:]
     longer = lay_out(site, [1] * 4, [64, 24, 25, 1], seed=2, **SIZE)
     replayed(get_backend("local:seen"), static, [later, longer], site)
+
+
+def test_what_a_graph_prepares_is_of_the_buffers_as_they_are_then() -> None:
+    """A capture after a warm-up holds the work that prepares, not its result of the warm-up."""
+    static, later = (lay_out(CHUNKED, [1, 1], lens, seed=n, **SIZE) for n, lens in enumerate(([17, 8], [31, 20])))
+    backend, states = get_backend("local:torch_native"), {}
+    with planned(backend, static, states=states, graph_key="a graph", capturing=True):
+        compare(backend.op(*static.arguments(), **static.options), static)
+        states["chunks of torch_native"].plans.held[0].buffers[8].fill(later.metadata, 8)
+        for mine, theirs in zip(static.buffers(), later.buffers(), strict=True):
+            mine.copy_(theirs)
+        compare(backend.op(*static.arguments(), **static.options), later)
 
 
 def test_a_graph_is_of_single_tokens_and_within_its_buffers() -> None:
@@ -377,3 +399,14 @@ def test_features_are_those_of_the_backend() -> None:
     for feature in ({"window": 5}, {"softcap": 2.0}, {"sinks": True}):
         assert caps.reasons_against(dataclasses.replace(CHUNKED, **feature), device=CPU, page_size=4)
     assert not caps.reasons_against(CHUNKED, device=CPU, page_size=4)
+
+
+def test_the_kit_sees_pages_that_chunks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op that takes pages which do not divide a chunk, though that is not declared."""
+    for module in (local, virtual):
+        monkeypatch.setattr(module, "check_chunk", lambda *sizes: None)
+    with pytest.raises(Failure, match="chunk=29 on pages of 4 tokens is not declared, and the op ignores it"):
+        kit = Kit(get_backend("local:torch_native"), CPU, torch.float32)
+        monkeypatch.setitem(kit.values, "chunk", (8,))
+        monkeypatch.setattr("quire.attn_ops.conformance.checks.FEATURES", {"chunk": (29,)})
+        kit.feature("chunk")
