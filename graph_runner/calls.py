@@ -183,14 +183,17 @@ class EngineCalls:
     def generate(self, prompts: Prompt | Sequence[Prompt], params: _Params = None, *, sampling_params: _Params = None,
                  use_tqdm: bool | Callable[..., Any] | None = None, request_id: str | Sequence[str] | None = None,
                  priority: int | Sequence[int] = 0, timeout: float | None = None,
-                 adapter: str | Sequence[str | None] | None = None, raise_on_error: bool | None = None) -> list[RequestOutput]:
+                 adapter: str | Sequence[str | None] | None = None, lora_request: None = None,
+                 raise_on_error: bool | None = None) -> list[RequestOutput]:
         """Run the prompts together; a result for each, in their order. With n > 1 its ``outputs`` are the n continuations. See
         ``stream`` for the other arguments.
 
         Args:
             use_tqdm: show a progress bar; None: on a terminal, where it takes longer than two seconds. Or a function that
                 makes one, such as ``tqdm``.
+            lora_request: None, as code written for vLLM may say; for anything else ``adapter`` is there. Raises TypeError.
         """
+        _check_lora_request(lora_request)
         asks = self._asks(prompts, params, sampling_params, request_id, priority, timeout, adapter)
         done: dict[int, RequestOutput] = {}
         with progress(sum(ask.params.n for ask in asks), use_tqdm) as advance:
@@ -229,17 +232,19 @@ class EngineCalls:
                                **{k: v for k, v in asked.items() if v is not None}) for chat in as_prompts(messages)]
         return self.generate(prompts, params, **options)
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False,
-                    concurrency_limit: int | None = None) -> list[BeamSearchOutput]:
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, lora_request: None = None,
+                    use_tqdm: bool = False, concurrency_limit: int | None = None) -> list[BeamSearchOutput]:
         """The likeliest continuations of each prompt, by vLLM's search (``beam_search.py``). Beams share the prompt's pages.
 
         Args:
             prompts: as for ``stream``.
+            lora_request: None; the beams have the adapters that are active in the model.
             concurrency_limit: prompts that are searched together at most; None: as many as fit.
 
         Raises:
             ValueError, TypeError: a prompt or a number of beams that cannot be served; nothing has run then.
         """
+        _check_lora_request(lora_request, "set_adapter(name) of the model, for beams have its active adapters")
         with progress(len(as_prompts(prompts)), use_tqdm) as advance:
             return beam_search(cast("Engine", self), prompts, params, concurrency_limit=concurrency_limit, done=advance)
 
@@ -308,6 +313,13 @@ class EngineCalls:
         if len(both) <= len(before):
             raise ValueError(f"the continuation {continuation!r} adds no token to the prompt; give token ids")
         return len(before), both
+
+
+def _check_lora_request(given: object, choose: str = "adapter=name in this call") -> None:
+    """Raises TypeError for a LoRARequest of vLLM; says how an adapter is chosen here."""
+    if given is not None:
+        raise TypeError(f"lora_request must be None, got {str(given)[:60]!r}: quire runs the adapters that PEFT has in the "
+                        f"model. Load it once (load_adapter), and choose it by {choose}")
 
 
 def _close_after(events: Generator[StreamEvent, None, None], done: asyncio.Future[Any]) -> None:

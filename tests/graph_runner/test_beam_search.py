@@ -77,6 +77,9 @@ def test_what_is_refused(engine) -> None:
         engine.beam_search(PROMPTS, BeamSearchParams(10, 3))
     with pytest.raises(ValueError, match="may make a sequence of 62 tokens"):
         engine.beam_search(PROMPTS[1], BeamSearchParams(2, 60))
+    with pytest.raises(TypeError, match=r"lora_request must be None.*set_adapter\(name\) of the model"):
+        engine.beam_search(PROMPTS, BeamSearchParams(2, 3), lora_request="poet")
+    assert len(engine.beam_search(PROMPTS[:1], BeamSearchParams(2, 3), lora_request=None)) == 1
     assert_idle(engine)
 
 

@@ -54,6 +54,14 @@ def test_code_written_for_vllm(engine, prompts, expected, tokenizer) -> None:
     assert engine.get_tokenizer() is engine.tokenizer
     with pytest.raises(TypeError, match="params and sampling_params are two names of one argument"):
         engine.generate(prompts[0], SHORT, sampling_params=SHORT)
+    chat = [{"role": "user", "content": texts[0]}]
+    template = "{{ messages[0]['content'] }}"
+    assert engine.generate(prompts[0], SHORT, lora_request=None)[0].token_ids == expected[0]
+    assert len(engine.chat(chat, SHORT, chat_template=template, lora_request=None)[0].token_ids) == 6
+    with pytest.raises(TypeError, match="lora_request must be None, got 'poet'.*choose it by adapter=name in this call"):
+        engine.generate(prompts[0], SHORT, lora_request="poet")
+    with pytest.raises(TypeError, match="adapter=name"):
+        engine.chat(chat, SHORT, chat_template=template, lora_request="poet")
     with pytest.raises(ValueError, match="a prompt given as a dict has the key prompt or prompt_token_ids, got prompt, multi_"):
         engine.generate({"prompt": "x", "multi_modal_data": {}}, SHORT)
 
