@@ -93,7 +93,7 @@ class EngineConfig:
         "not count (writes through p.data) call reset_prefix_cache. False: never")
     enable_lora: bool = _option(
         False, "trace the model so that each request may have PEFT's adapters of its own (adapter=). Without it the first such "
-        "request, or the first change of the active adapters, has the model traced again")
+        "request, or the first change of the active or merged adapters, has the model traced again")
     max_waiting: int | None = _option(
         None, "maximum number of requests that wait for a slot; more are refused. None: no limit", least=0)
     max_logprobs: int = _option(

@@ -102,7 +102,7 @@ class Engine(EngineCalls, WeightUpdates):
                              limits=self.limits, random=self._random)
         self._admission.check(ask.options, len(made), len(self.scheduler.waiting) - len(self.scheduler.free_slots))
         if (why := adapters.choose(made, ask.options.adapter, self.model, self.runner.adapters)):
-            self._trace_again(why, own_adapters=True)
+            self._begin_again(why, own_adapters=True)
         self._check_due |= not self.requests
         self._next_id += len(made)
         for request in made:
@@ -116,7 +116,7 @@ class Engine(EngineCalls, WeightUpdates):
         """What a request may have."""
         if not (self.requests or self._closed) and loading.vocab_size(self.model) != self.runner.vocab_size:
             with self.lock.hold():  # resize_token_embeddings: before a request is measured by the old size
-                self._trace_again(self._live.change() or "its vocabulary has another size")
+                self._begin_again(self._live.change() or "its vocabulary has another size")
         return Limits(self.runner.vocab_size, self.runner.paged.num_logits, self.max_model_len, self.config.max_logprobs)
 
     def abort(self, request_id: int | str) -> None:
@@ -157,8 +157,7 @@ class Engine(EngineCalls, WeightUpdates):
             return
         if self.runner.editor.in_processor:
             raise RuntimeError("a logits processor ran the engine in whose step it runs; give it an engine of its own")
-        if (change := self._live.change(everything=False)) is not None:
-            self._trace_again(change)
+        self._follow(everything=False)
         self._live.refresh(everything=self._check_due)
         if self._launch_failed:  # that step may have replaced newest tokens on the device; from here on the host has them all
             self.collect()
@@ -183,35 +182,45 @@ class Engine(EngineCalls, WeightUpdates):
                 self.scheduler.take_back(batch)
                 if not isinstance(error, torch.OutOfMemoryError):
                     if isinstance(error, Exception) and (change := self._live.change()) is not None:
-                        return self._trace_again(change)  # the error of a trace that no longer fits its model
+                        return self._begin_again(change)  # the error of a trace that no longer fits its model
                     raise
                 for row in batch.rows:
                     self._finish(row.request, FinishReason.ERROR, error=(
                         f"out of GPU memory in a step of {batch.num_tokens} tokens: {error}. Lower max_num_batched_tokens or "
                         "gpu_memory_utilization."))
         if self._check_due:  # after the launch, while a GPU is busy, and before anyone sees a result
-            if (change := self._live.change()) is not None:
-                return self._trace_again(change)
+            if self._follow(everything=True):
+                return
             self._check_due = False
         self.collect(self._depth if batch is not None else 0)
         if not self.requests:
             self.counters.tick(False)
             self._gc.release()
 
-    def _trace_again(self, change: str, own_adapters: bool = False) -> None:
-        """Drop the launched steps and trace the changed model; running requests are recomputed from the host's tokens. Raises
-        RuntimeError if the model cannot be served any more; the next step tries again."""
+    def _follow(self, everything: bool) -> bool:
+        """Take in how the model has changed: traced again or, where adapters were merged, served as it is. ``everything``: see
+        ``LiveModel.change``. Returns whether it has, and launched steps were dropped."""
+        change = self._live.change(everything)
+        if change is None and not self._live.take_merge():
+            return False
+        self._begin_again(change)
+        return True
+
+    def _begin_again(self, change: str | None, own_adapters: bool = False) -> None:
+        """Drop the launched steps; running requests are recomputed from the host's tokens. ``change``: trace the changed model
+        first. Raises RuntimeError if that cannot be served any more; the next step tries again."""
         for launched in self._in_flight:
             launched.tokens()  # wait: its pages go to others
         self._in_flight.clear()
         self._results.clear()
         self.scheduler.preempt_all()
-        self._launch_failed = False
-        before = self._live.active
-        self._live.trace_again(change, own_adapters)
-        for request, error in adapters.after_trace(self.requests.values(), self.model, self.runner.adapters, before):
+        self._launch_failed, before = False, self._live.active
+        if change is not None:
+            self._live.trace_again(change, own_adapters)
+        for request, error in adapters.after_change(self.requests.values(), self.model, self.runner.adapters, before):
             self._finish(request, FinishReason.ERROR, error=error)
-        self.max_model_len = self._live.fit(self.scheduler)
+        if change is not None:
+            self.max_model_len = self._live.fit(self.scheduler)
 
     def collect(self, leave: int = 0) -> None:
         """Wait for the launched steps but the last ``leave``, and take in their tokens."""

@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import torch
 
+from quire.attn_ops.backend import UnsupportedAttention
 from quire.graph_runner import loading
 from quire.graph_runner.adapters import NOT_CHOSEN
 from quire.graph_runner.cast_weights import CastWeights
 from quire.graph_runner.config import EngineConfig
+from quire.graph_runner.engine_lock import isolated
 from quire.graph_runner.model_guard import ModelGuard, buffer_versions
 from quire.graph_runner.model_runner import ModelRunner
 from quire.graph_runner.paged_forward import own_forward
@@ -19,7 +21,14 @@ from quire.graph_runner.scheduler import Scheduler
 from quire.graph_runner.window_pages import WindowPages, fit_requests
 from quire.passes.capture.evaluating import ChangedWhileTraced
 from quire.passes.capture.four_bit import Packing
-from quire.passes.capture.lora import active_adapters, adapter_names, can_choose, check_adapters
+from quire.passes.capture.lora import (
+    active_adapters,
+    adapter_layers,
+    adapter_names,
+    can_choose,
+    check_adapters,
+    is_merged_and_disabled,
+)
 
 logger = logging.getLogger(__name__)
 _ATTEMPTS = 8  # to trace a model that other threads change meanwhile
@@ -29,7 +38,8 @@ class LiveModel:
     """The runner of a model, and the guard of what its trace read. ``config``: the options, with the lengths and the number of
     pages that were chosen. ``runner``: of the latest trace. ``cast``: the weights in the dtype that was asked for; None: the
     model's own are used. ``num_pages``: pages of the KV cache, the same for every trace. ``adapters``: whether each request has
-    adapters of its own. ``names``, ``active``: of the model's adapters, and of those active, when it was traced."""
+    adapters of its own. ``names``, ``active``: of the model's adapters, and of those active, when it was traced. ``version``:
+    another one after each trace and each merge of adapters: what was computed before is of another model."""
 
     def __init__(self, model: torch.nn.Module, config: EngineConfig) -> None:
         self.model, self.config = model, loading.limited(config, model)
@@ -37,6 +47,9 @@ class LiveModel:
             check_adapters(model)
         self.adapters = config.enable_lora
         self._stale: str | None = None  # a change after which the model could not be traced
+        self.version = 0
+        self._merged: list[list[str]] | None = None
+        self._to_take: list[list[str]] | None = None  # of ``change``
         self._trace()
         self.num_pages = self.runner.cache.num_pages
         self.config = replace(self.config, num_pages=self.num_pages)
@@ -49,6 +62,12 @@ class LiveModel:
         changed: str | None = None
         self.cast: CastWeights | None
         for _ in range(_ATTEMPTS):
+            self._layers = [layer for layer in adapter_layers(self.model).values() if hasattr(layer, "merged_adapters")]
+            self._unmerge_disabled(self.model)
+            if any(layer.disable_adapters and layer.merged_adapters for layer in self._layers):
+                raise UnsupportedAttention("adapters are merged and disabled, and PEFT's forward may unmerge layers of this "
+                                           "kind while it runs: call unmerge_adapter()")
+            self._merged, self._to_take = [list(layer.merged_adapters) for layer in self._layers], None
             before, versions, dtype = ModelGuard(self.model, addresses=False), buffer_versions(self.model), self.config.dtype
             self.cast = None  # the old copies are freed before new ones are made
             self.cast = CastWeights(self.model, dtype) if isinstance(dtype, torch.dtype) else None
@@ -89,9 +108,39 @@ class LiveModel:
             return replaced
         if (packing := self._packing.change()) is not None:
             return packing
+        everything |= (merges := self._merges()) is not None
         if everything and self.runner.adapters is not None and active_adapters(self.model) is None:
             return NOT_CHOSEN
-        return self._guard.change() if everything else self._guard.next_change()
+        found = self._guard.change() if everything else self._guard.next_change()
+        if self.runner.adapters is None and merges is not None:
+            return found or "its adapters were merged or unmerged"
+        self._to_take = merges
+        return found
+
+    def take_merge(self) -> bool:
+        """Whether ``change``, which gave None, has met adapters that were merged into the weights or taken out. The trace
+        serves that; what was computed before is of other weights."""
+        if self._to_take is None or self.runner.adapters is None:
+            return False
+        self._merged, self._to_take = self._to_take, None
+        self.runner.adapters.follow()
+        self.refresh(everything=True)  # PEFT writes through ``weight.data``, which PyTorch does not count
+        self.version += 1
+        return True
+
+    def _merges(self) -> list[list[str]] | None:
+        """What each layer has merged, if that is not what the latest trace or ``take_merge`` saw."""
+        now = [layer.merged_adapters for layer in self._layers]
+        if any(now) and any(map(is_merged_and_disabled, self._layers)):
+            self._unmerge_disabled(self.model)
+        return None if now == self._merged else list(map(list, now))
+
+    @isolated
+    def _unmerge_disabled(self, model: torch.nn.Module) -> None:
+        """Unmerge layers that are disabled, as PEFT's own forward does first."""
+        for layer in filter(is_merged_and_disabled, self._layers):
+            layer.unmerge()
+            self._merged = None  # maybe as before, with other numbers, elsewhere in memory
 
     def refresh(self, everything: bool) -> None:
         """Let copies of the weights follow the model. ``everything``: also what PyTorch does not count."""
@@ -126,12 +175,14 @@ class LiveModel:
 
     def trace_again(self, change: str, own_adapters: bool = False) -> None:
         """Replace the runner by one for the model as it is now; no step may be in flight. ``own_adapters``: from now on each
-        request has adapters of its own, as long as the model allows it; so too if what changed are the active adapters. Raises
-        RuntimeError if the model cannot be served any more. ``change`` then returns the same change; call this again."""
+        request has adapters of its own, as long as the model allows it; so too if what changed are the active adapters, or
+        those merged. Raises RuntimeError if the model cannot be served any more. ``change`` then returns the same change; call
+        this again."""
         logger.warning("%s changed (%s): tracing it again", type(self.model).__name__, change)
         self._stale, before = change, self.adapters
-        # Who has switched adapters once will do so again: from now on that is data, not another graph.
-        switched = adapter_names(self.model) == self.names and active_adapters(self.model) != self.active
+        # Who has switched adapters once, or merged them, will do so again: from now on that is data, not another graph.
+        switched = adapter_names(self.model) == self.names and (active_adapters(self.model) != self.active or (
+            self._merges() is not None))
         self.adapters |= own_adapters or switched and can_choose(self.model)
         self.runner.close()
         try:
@@ -146,3 +197,4 @@ class LiveModel:
             raise RuntimeError(f"the model was changed after the engine traced it ({change}), and cannot be served as it is "
                                f"now: {str(error).rstrip('.')}. Undo the change, or close the engine") from error
         self._stale = None
+        self.version += 1

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quire.attn_ops.kv_cache import pages_for
-from quire.graph_runner.adapters import keep
+from quire.graph_runner.adapters import after_change
 from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch, ScheduledRow
 from quire.graph_runner.sampling_params import SamplingParams
 
@@ -74,6 +74,7 @@ class Rows:
             raise DoesNotFit(f"its {len(prompts)} sequences advance together and may fill {pages} pages, and the engine has "
                              f"{total} (see num_pages of quire.Engine)")
         self.engine, self._runner, self._budget = engine, engine.runner, config.max_num_batched_tokens
+        self._version, self._active = engine._live.version, engine._live.active
         if (windows := engine.scheduler.windows) is not None:
             each = windows.reach.pages_held(0, config.page_size) + 1  # of a row that computes one token
             whole = [pages_for(len(p) + max_tokens, config.page_size) for p in prompts]
@@ -211,29 +212,32 @@ class Rows:
         self._runner.copy_pages(copies, window_copies)
 
     def _follow(self, *, everything: bool) -> bool:
-        """Let the engine trace a model that has changed. Returns whether it did: keys and values are computed again then."""
+        """Let the engine follow a model that has changed. Returns whether it did: keys and values are computed again then."""
         if self.engine._closed:
             raise RuntimeError("the engine was closed while generate() ran on it")
-        if (change := self.engine._live.change(everything)) is not None:
-            self.engine._trace_again(change)
+        self.engine._follow(everything)
         self.engine._live.refresh(everything)
-        return self._forget_old()
-
-    def _forget_old(self) -> bool:
-        """Give up pages of a cache that the engine has replaced. Returns whether it has."""
-        if self.engine.runner is self._runner:
+        if not self._forget_old():
             return False
-        self._runner = self.engine.runner
-        for row in self.requests:
-            self.engine.scheduler.allocator.free(row.pages)
-            row.num_computed, row.pages, row.window_pages, row.window_behind = 0, [], [], 0
         self._keep_adapters()
         return True
 
+    def _forget_old(self) -> bool:
+        """Give up pages of another cache than the engine's, or of other weights. Returns whether there were any."""
+        if self.engine._live.version == self._version:
+            return False
+        for row in self.requests:
+            if self.engine.runner is not self._runner:  # its pages of layers with a window went with it
+                row.window_pages, row.window_behind = [], 0
+            self.engine.scheduler.give_back(row)
+        self._version, self._runner = self.engine._live.version, self.engine.runner
+        return True
+
     def _keep_adapters(self) -> None:
-        """Rows keep the adapters that they have drawn tokens with, however often the model's are switched meanwhile."""
-        if self._runner.adapters is not None:
-            keep(self.requests, self._active, self.engine.model, self._runner.adapters)
+        """Rows keep the adapters that they have drawn tokens with, however often the model's are switched meanwhile. Raises
+        RuntimeError if they cannot."""
+        for _, why in after_change(self.requests, self.engine.model, self._runner.adapters, self._active):
+            raise RuntimeError(f"generate() cannot go on: {why}")
 
     def _schedule(self, most: int | None = None, scored: bool = False) -> ScheduledBatch:
         """A step of new tokens, with pages for them, if need be those of the engine's other requests. ``most``: how many.

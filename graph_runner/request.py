@@ -141,8 +141,8 @@ class Request:
     the first ``window_behind`` of ``window_pages``, which are those of layers with a window where other layers have none.
     ``page_keys``, ``num_keyed``, ``epoch``, ``computed_since``: see PrefixCache. ``length_kind``: how many of the scheduler's
     ``length_limits`` the request exceeds; all its keys are of that kind. ``edits``: what it asks to be done to its logits;
-    ``failure``: why that failed, or None. ``adapters``: their names; None: the model's active ones. ``root``: what its keys and
-    values depend on beside its tokens."""
+    ``failure``: why that failed, or None. ``adapters``: their names; None: the model's active ones. ``chose_adapters``: it came
+    with them. ``root``: what its keys and values depend on beside its tokens."""
 
     request_id: int
     prompt_token_ids: list[int]
@@ -174,6 +174,7 @@ class Request:
     edits: LogitsEdits | None = None
     failure: str | None = None
     adapters: tuple[str, ...] | None = None
+    chose_adapters: bool = False
     root: bytes = b""
 
     def __post_init__(self) -> None:

@@ -7,6 +7,8 @@ And DoRA (Liu et al., 2024), which gives each row of ``W + B A * scaling`` a tra
 looks for quantized weights in a way that Dynamo cannot trace, so plain weights get the same formula here. Where requests have
 adapters of their own, each DoRA adapter is computed for all tokens, and kept for those that have it.
 
+What is merged is in the weight of ``base_layer``: tokens of such a model have no bits set (``graph_runner/adapters.py``).
+
 The forwards are replaced only while the model is traced. What a layer may do otherwise is refused: ``check_adapters``.
 """
 
@@ -21,6 +23,9 @@ import torch
 import torch.nn.functional as F
 
 from quire.attn_ops.ops.lora_rows import MAX_ADAPTERS, lora_rows
+
+# PEFT's modules whose layers, when disabled, unmerge in their forward.
+_UNMERGE_DISABLED = frozenset(("peft.tuners.lora.layer", "peft.tuners.lora.bnb"))
 
 
 def adapter_layers(model: torch.nn.Module) -> dict[str, Any]:
@@ -39,13 +44,43 @@ def adapter_names(model: torch.nn.Module) -> list[str]:
 
 
 def active_adapters(model: torch.nn.Module) -> tuple[str, ...] | None:
-    """The adapters that the model's own forward applies; None where no request could have the same: ``_check_active``."""
+    """The adapters that the model's own forward applies, by the weights if they are merged; None where no request could have
+    the same: ``_check_active``."""
     layers = adapter_layers(model).values()
     try:
         _check_active(layers)
     except ValueError:
         return None
-    return next((() if layer.disable_adapters else tuple(sorted(layer.active_adapters)) for layer in layers), ())
+    return _all_merged(layers) or next((_applied(layer) for layer in layers), ())
+
+
+def merged_adapters(model: torch.nn.Module) -> tuple[str, ...]:
+    """The names, sorted, of the adapters that are merged into weights, but those of layers that are disabled:
+    their forward takes them out."""
+    return _all_merged(adapter_layers(model).values())
+
+
+def _all_merged(layers: Collection[Any]) -> tuple[str, ...]:
+    return tuple(sorted({name for layer in layers for name in _merged(layer)}))
+
+
+def _merged(layer: Any) -> Sequence[str]:
+    return () if layer.disable_adapters else getattr(layer, "merged_adapters", ())
+
+
+def _applied(layer: Any) -> tuple[str, ...]:
+    """The adapters, sorted, that the forward of a layer in which none is merged applies, if the layer has them."""
+    return () if layer.disable_adapters else tuple(sorted(layer.active_adapters))
+
+
+def is_merged_and_disabled(layer: Any) -> bool:
+    """Whether the forward of a layer first takes what is merged out of its weight: PEFT's LoRA layers do, when disabled."""
+    return bool(layer.disable_adapters and layer.merged_adapters) and type(layer).__module__ in _UNMERGE_DISABLED
+
+
+def add_up(model: torch.nn.Module, names: Collection[str]) -> bool:
+    """Whether adapters together give a token the sum of what each gives: not if one of several is DoRA."""
+    return len(names) < 2 or not any(name in _dora_layers(layer) for layer in adapter_layers(model).values() for name in names)
 
 
 def can_choose(model: torch.nn.Module) -> bool:
@@ -75,7 +110,15 @@ def check_adapters(model: torch.nn.Module) -> None:
 
 
 def _check_active(layers: Collection[Any]) -> None:
-    """A request has a set of adapters, in all layers the same. Raises ValueError if the model's active ones are not that."""
+    """A request has a set of adapters, in all layers the same. Raises ValueError if what the model applies is not that: the
+    active ones, or those merged, beside which a layer applies no other."""
+    if merged := _all_merged(layers):
+        for layer in layers:
+            own = set(getattr(layer, "lora_A", ()))
+            if set(_merged(layer)) != own.intersection(merged) or not _merged(layer) and own.intersection(_applied(layer)):
+                raise ValueError(f"adapters cannot be chosen for each request: {', '.join(merged)} merged into the weights of "
+                                 "some layers, and others apply other adapters. unmerge_adapter makes them equal")
+        return
     states = {(layer.disable_adapters, tuple(sorted(layer.active_adapters))) for layer in layers}
     if any(len(active) > 1 for _, active in states) and any(_dora_layers(layer) for layer in layers):
         raise ValueError("adapters cannot be chosen for each request while several are active together, of which some are "
@@ -93,8 +136,6 @@ def _unknown(layer: Any) -> str | None:
     if type(layer) is not Linear and not in_four_bits:
         return (f"is a {type(layer).__module__}.{type(layer).__name__}, and of those in one batch quire knows LoRA, rsLoRA and "
                 "DoRA of linear layers")
-    if layer.merged_adapters:
-        return f"has merged {', '.join(layer.merged_adapters)} into its weight (unmerge_adapter takes it out)"
     if other := {name: v for name, v in layer.lora_variant.items() if name not in _dora_layers(layer)}:
         kinds = sorted({type(v).__name__.removesuffix("LinearVariant") for v in other.values()})
         return f"has {' and '.join(kinds).replace('Dora', 'DoRA of quantized weights')}, and not LoRA or DoRA alone"
@@ -162,8 +203,6 @@ def _forward(layer: Any, names: list[str], doras: list[str], x: torch.Tensor, *a
         return rows.view(*x.shape[:-1], rows.shape[-1])
     base = layer.base_layer(x, *args, **kwargs)
     a, b, scaling, bits = [], [], [], []
-    if layer.merged_adapters:  # read, so that a merge is noticed and the model traced again
-        raise ValueError("the layer has merged adapters")
     for i, name in enumerate(names):
         if name in layer.lora_A and name not in doras:
             a.append(layer.lora_A[name].weight)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire import Engine, SamplingParams
-from tests.tiny import GREEDY, assert_idle, load_model, small_llama, tokens
+from tests.tiny import GREEDY, assert_idle, hf_greedy, load_model, small_llama, tokens
 
 SMALL: dict[str, Any] = dict(num_pages=200, max_num_seqs=8, max_model_len=200)
 GRAPHS: dict[str, Any] = dict(cudagraph_capture_sizes=[1, 4, 8], cudagraph_token_sizes=[])
@@ -55,3 +55,44 @@ def test_adapters_of_each_request() -> None:
             if device == "cuda":
                 assert engine.runner.graphs.stats.replayed > 0
     assert found[0] == found[1] == found[2] == found[3] and len({tuple(each) for each in found[0][:3]}) == 3
+
+
+def test_merged_adapters(caplog) -> None:
+    """Graphs read the weights where they are: a merge in place needs no trace, one that moves them (``safe_merge``) has them
+    captured again at the next step, while a request runs."""
+    peft = pytest.importorskip("peft")
+
+    def make() -> Any:
+        model = peft.get_peft_model(small_llama(std=0.3), peft.LoraConfig(r=4, target_modules="all-linear"), adapter_name="one")
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for key, p in model.named_parameters():
+                if "lora" in key:
+                    p.normal_(0, 0.25)
+        return model.eval()
+
+    (prompt,) = prompts = [[5, 6, 7, 8]]
+    want = hf_greedy(make().base_model.model, prompt, 20)
+    model = make().cuda()
+    with Engine(model.base_model.model, enable_lora=True, **SMALL, **GRAPHS) as engine:
+        def check() -> None:
+            assert [*tokens(engine.generate(prompts, GREEDY)), caplog.text.count("tracing it again")] == [want, traces]
+
+        traces = 0
+        check()
+        for change in (model.merge_adapter, model.unmerge_adapter, model.merge_adapter):
+            change()
+            check()
+        assert engine.runner.graphs.stats.replayed > 0
+        with model.disable_adapter():  # takes it out
+            assert tokens(engine.generate(prompts, GREEDY)) != [want]
+        check()
+        stream = engine.stream(prompt, GREEDY)
+        got = next(stream).token_ids
+        model.merge_adapter(safe_merge=True)
+        filler = [torch.full((32, 32), 7.0, device="cuda") for _ in range(64)]  # in the memory that the weights have left
+        got = got + [token for event in stream for token in event.token_ids]
+        assert got == want and len(filler) == 64
+        traces = 1
+        check()
+        assert_idle(engine)

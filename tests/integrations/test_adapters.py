@@ -112,7 +112,7 @@ def test_a_life_with_adapters() -> None:
         with pytest.raises(ValueError, match="the model has no adapter 'three'; it has 'one', 'two', and '__base__' for none"):
             engine.generate(PROMPTS[0], PARAMS, adapter="three")
         peft.merge_adapter(["one"])
-        with pytest.raises(ValueError, match="has merged one into its weight"):
+        with pytest.raises(ValueError, match="has merged 'one' into its weights"):
             engine.generate(PROMPTS[0], PARAMS, adapter="two")
         assert tokens(engine.generate(PROMPTS[0], PARAMS)) == [want("one", 0)]
         peft.unmerge_adapter()

@@ -181,6 +181,43 @@ def test_adapters_and_training_mode(packed: bool) -> None:
     model.generate.close()
 
 
+@pytest.mark.parametrize("door", ["engine", "lockstep"])
+def test_a_merge_while_requests_run(door: str, unpacked: None, caplog: pytest.LogCaptureFixture) -> None:
+    """A merge quantizes the weights anew, so that tokens change: from then on they are those of the merged model, with keys
+    that it has computed. It needs no trace, although the codes lie elsewhere: no CUDA graph reads them."""
+
+    def make() -> Any:
+        model = by_hand(small_llama(0.3, eos_token_id=None, hidden_size=64, intermediate_size=64))
+        model.is_loaded_in_4bit = True  # for PEFT
+        return with_adapter(model).eval()
+
+    plain, model = make(), make()
+    alone = hf_greedy(plain, IDS, 12)
+    plain.merge_adapter()
+    expected = alone[:4] + hf_greedy(plain, IDS + alone[:4], 8)
+    assert expected != alone
+    plain.unmerge_adapter()  # of the codes, which are not what they were
+    engine = quire.paged(model, **OPTIONS | dict(enable_lora=True)).generate.engine
+    if door == "engine":
+        stream = engine.stream(IDS, quire.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        got = [next(stream).token_ids[0] for _ in range(4)]
+        model.merge_adapter()
+        got += [token for event in stream for token in event.token_ids]
+    else:
+        def merges(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if input_ids.shape[1] == len(IDS) + 3:  # the fourth token is drawn of these scores
+                model.merge_adapter()
+            return scores
+        with paged_only():
+            got = hf_greedy(model, IDS, 12, logits_processor=[merges])
+    assert got == expected
+    model.unmerge_adapter()
+    with paged_only():
+        assert generated(model) == generated(plain)
+    assert "tracing it again" not in caplog.text
+    model.generate.close()
+
+
 @pytest.mark.skipif(not PACKS, reason="bitsandbytes packs weights on CPUs with AVX512-BF16 only")
 def test_weights_that_state_dict_unpacks(caplog: pytest.LogCaptureFixture) -> None:
     """Steps of the trace of packed weights would read them in the wrong order."""
