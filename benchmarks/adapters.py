@@ -5,6 +5,9 @@ Steps follow one another as in ``generate``: the host prepares one while the GPU
     python benchmarks/adapters.py --model llama-8b --batch 1,8,32 --deadline 150 --json adapters.json
     python benchmarks/adapters.py --model tiny --batch 2 --context 16 --rank 4            # a dry run on a CPU
 
+Rows with ``tokens`` instead of ``batch`` (``--prompts``) have the time of a request for one token after so many, and the host's
+part of it.
+
 ``one`` is an adapter of all linear layers, ``each`` two adapters and the model without any, in turn, in one batch
 (``adapter=``), and ``nobody`` the same engine when no request has an adapter, in each ``--lora-dtype`` (float32 is PEFT's
 default). ``cost`` is the time beside that without adapters, at the same batch. ``sites`` restricts the adapters' layers
@@ -45,18 +48,26 @@ def step_ms(engine: quire.Engine, batch: int, names: list[str | None], context: 
     return statistics.median(times) / STEPS * 1e3
 
 
+def prompt_ms(engine: quire.Engine, tokens: int) -> float:
+    """The time from a request to its only token: the median of 2 ROUNDS."""
+    prompt, params = random_tokens(engine.runner.vocab_size), quire.SamplingParams(temperature=0, max_tokens=1)
+    times = [seconds(lambda: engine.generate([prompt(tokens)], params)) for _ in range(2 * ROUNDS + 1)]
+    return statistics.median(times[1:]) * 1e3
+
+
 def main() -> None:
     parser = script(__doc__, "llama-8b", attention="auto", batch=[1, 8, 32], context=1024, rank=16,
                     sites=("all-linear", "all-linear, or names of layers: q_proj,k_proj,v_proj"),
                     lora_dtype=("model,float32", "of the adapters' weights: model (the model's), float32"),
-                    ways=("one,each", "one, each, or both"))
+                    prompts=("", "also prompts of so many tokens: 1024,8192"), ways=("one,each", "one, each, or both"))
     args = parser.parse_args()
     kinds = args.lora_dtype.split(",")
     if args.ways not in ("one", "each", "one,each"):
         parser.error("--ways is one, each, or one,each")
     if unknown := sorted(set(kinds) - {"model", "float32"}):
         parser.error(f"unknown --lora-dtype {', '.join(unknown)}; there are: model, float32")
-    record, length = started(args), args.context + (ROUNDS + 1) * STEPS
+    prompts = [int(n) for n in args.prompts.split(",") if n]
+    record, length = started(args), max([args.context + (ROUNDS + 1) * STEPS, *(n + 1 for n in prompts)])
     model = model_of(args, positions=length)
     todo = [("none", "model"), *((way, kind) for kind in kinds for way in args.ways.split(","))]
 
@@ -68,10 +79,13 @@ def main() -> None:
         def run() -> None:
             with quire.Engine(of, attention=args.attention, max_num_seqs=max(args.batch), max_model_len=length,
                               enable_lora=way == "each") as engine:
-                for batch, (what, names) in itertools.product(args.batch, requests):
-                    ms = step_ms(engine, batch, names, args.context)
-                    without = [row["ms"] for row in record.rows if row.get("way") == "none" and row["batch"] == batch]
-                    record.keep({"way": what, "lora_dtype": None if way == "none" else lora_dtype, "batch": batch, "ms": ms,
+                times = [(what, "batch", n, lambda n=n, names=names: step_ms(engine, n, names, args.context))
+                         for n, (what, names) in itertools.product(args.batch, requests)]
+                times += [(way, "tokens", n, lambda n=n: prompt_ms(engine, n)) for n in prompts if way != "each"]
+                for what, kind, n, timed in times:
+                    ms = timed()
+                    without = [row["ms"] for row in record.rows if row.get("way") == "none" and row.get(kind) == n]
+                    record.keep({"way": what, "lora_dtype": None if way == "none" else lora_dtype, kind: n, "ms": ms,
                                  "cost": ms / without[0] - 1 if without else None})
 
         record.measure(f"{way}, {lora_dtype}", run, most=record.left * share)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.ops.lora_linear import lora_counters_eager, lora_linear_cuda
+from quire.attn_ops.ops.lora_counters import lora_counters_eager
+from quire.attn_ops.ops.lora_linear import lora_linear_cuda
 from quire.attn_ops.ops.small_linear import small_linear_cuda
 from quire.attn_ops.step import running
 from quire.attn_ops.tuning.launch_config import config_for

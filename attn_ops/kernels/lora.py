@@ -5,7 +5,8 @@ compute ``A x``, and count when it is stored; the others compute ``W x``, wait f
 because GPUs start the programs of a launch in the order of their numbers: those that are waited for run or have ended, and wait
 for nobody. CUDA does not promise that order; stream-K products and scans by look-back rely on it, too. First products take a
 fraction of the others' time, so that hardly anyone waits. Each launch has a counter of its own, which its forward has zeroed
-(``lora_counters``). One token has too short programs for that: a second launch adds its ``B (A x)``.
+(``lora_counters``). One token has too short programs for that: a second launch adds its ``B (A x)``. ``rows_kernel`` does the
+same for several tokens beside products of other libraries.
 """
 
 from __future__ import annotations
@@ -89,10 +90,40 @@ def _shrink(i, a, rank, place, mine, r, part, tokens, x, norm, lora, t, k, x_str
 def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.constexpr, ADAPTERS: tl.constexpr,
                        PER: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
                        BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr):
-    """Program (tile of columns, tile of tokens): base + B (A x) * scaling of each token's adapters, to its layer's columns of
-    ``out`` (t, n). The tiles of a layer come after those of the layer before; its last one may be partly empty. ``bases``,
-    ``sizes`` and ``strides`` have an entry for each layer; the adapters' ``starts`` are columns of ``out``."""
-    tile = tl.program_id(0)
+    """Program (tile of columns, tile of tokens): ``_rows_expand``."""
+    _rows_expand(tl.program_id(0), tl.program_id(1), 0, bases, lora, out, t, n, sizes, strides, LAYERS, ADAPTERS, PER, PARTS,
+                 BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q, PDL)
+
+
+@triton.jit
+def rows_kernel(x, bases, lora, out, t, k, n, first, tiles, x_stride, sizes, strides, LAYERS: tl.constexpr,
+                ADAPTERS: tl.constexpr, ONE_LOOP: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
+                BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, RANKS: tl.constexpr,
+                SLICES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+    """Several tokens: the ``first`` programs do ``shrink``, the others ``_rows_expand``, ``tiles`` tiles of columns for each
+    tile of tokens. See NOTE [First products in the same launch]."""
+    program = tl.program_id(0)
+    if program < first:
+        wait_for_previous(PDL)
+        let_next_start(PDL)
+        BLOCKS: tl.constexpr = ADAPTERS * (BLOCK_R // RANKS)
+        rest = program // BLOCKS
+        tokens = rest // PARTS * BLOCK_T + tl.arange(0, BLOCK_T)
+        shrink(program % BLOCKS, rest % PARTS, tokens, x, None, lora, t, k, x_stride, ADAPTERS, ONE_LOOP, PARTS, BLOCK_T,
+               BLOCK_R, RANKS, SLICES, STAGES)
+        count_first_products(lora)
+    else:
+        _rows_expand((program - first) % tiles, (program - first) // tiles, first, bases, lora, out, t, n, sizes, strides,
+                     LAYERS, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q, PDL)
+
+
+@triton.jit
+def _rows_expand(tile, token_tile, wait_for, bases, lora, out, t, n, sizes, strides, LAYERS: tl.constexpr,
+                 ADAPTERS: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+                 BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr):
+    """base + B (A x) * scaling of each token's adapters, to its layer's columns of ``out`` (t, n). The tiles of a layer come
+    after those of the layer before; its last one may be partly empty. ``bases``, ``sizes`` and ``strides`` have an entry for
+    each layer; the adapters' ``starts`` are columns of ``out``. ``wait_for``: so many programs of the same launch."""
     layer, first, column = 0, 0, 0  # the tile's layer, and that layer's first tile and column
     next_first, next_column = 0, 0
     size = sizes[0]
@@ -104,7 +135,7 @@ def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.conste
         first = tl.where(later, next_first, first)
         column = tl.where(later, next_column, column)
         size = tl.where(later, sizes[i], size)
-    start, tokens = (tile - first) * BLOCK_N, tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    start, tokens = (tile - first) * BLOCK_N, token_tile * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = start + tl.arange(0, BLOCK_N)
     live = (columns < size)[:, None] & (tokens < t)[None, :]
     mine = bits_of(tokens, t, lora)
@@ -116,6 +147,8 @@ def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.conste
             total = tl.load(bases[i] + tokens.to(tl.int64)[None, :] * strides[i] + columns[:, None], mask=live,
                             other=0.0).to(tl.float32)
     ones = tl.full((BLOCK_T,), 1.0, tl.float32)
+    if wait_for > 0:
+        wait_for_first_products(lora, wait_for)
     lows = lows_of(mine, ones, column + start, tokens, t, lora, 0, 0, PER, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R,
                    BLOCK_Q)
     total = expand(total, mine, ones, held, lows, column + start, column + size, tokens, t, lora, ADAPTERS, PER, PARTS, BLOCK_T,

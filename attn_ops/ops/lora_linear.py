@@ -13,7 +13,6 @@ In half precision on CUDA, for up to small_linear's MAX_TOKENS tokens; elsewhere
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -21,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.attn_ops.kernels import host
-from quire.attn_ops.kernels.launch import is_recording, launch
+from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
+from quire.attn_ops.ops.lora_counters import next_counter
 from quire.attn_ops.ops.lora_rows import adapters_fit, adapters_for, lora_rows_eager
 from quire.attn_ops.ops.small_linear import MAX_TOKENS, adapter_tiles, memory_of, norm_apart, small_linear_cuda
 from quire.attn_ops.tuning.launch_config import Config, by_rule, config_for
@@ -81,7 +81,7 @@ def lora_linear_cuda(
     x, config = x2[None], config_for(t, rows, k, swiglu, x.device) or by_rule(t, rows, k, swiglu)
     if t > 1:
         lora, _ = adapters_for(x, a, b, starts, scaling, bits, _parts(a, t, n, k, swiglu, config, x.device),
-                               _counter(x, counters))
+                               next_counter(x, counters))
         return small_linear_cuda(x, weight, bias, norm_weight, eps, residual, swiglu, config=config, pdl=pdl, lora=lora)
     pdl = host.use_pdl(x.device, 1) if pdl is None else pdl
     lora, _ = adapters_for(x, a, b, starts, scaling, bits, 1)
@@ -106,33 +106,6 @@ def _parts(a: Sequence[Tensor], t: int, n: int, k: int, swiglu: bool, config: Co
     return max(1, min(k // 1024, -(-2 * config.block_k // (32 * config.num_warps)), free // programs if free > 0 else 4))
 
 
-#: Launches per forward that ``lora_counters`` has room for; and, by the address of a result of it that is alive, those that
-#: took a counter. Each launch has one of its own, in a line of 16 bytes: kernels are compiled for pointers to such.
-COUNTERS, LINE = 1024, 4
-_taken: dict[int, int] = {}
-
-
-def lora_counters_eager(like: Tensor) -> Tensor:
-    """Int32 zeros on the device of ``like``: the ``counters`` of all the layers of a forward, made once."""
-    made = torch.zeros(COUNTERS * LINE, dtype=torch.int32, device=like.device)
-    address = made.data_ptr()
-    _taken[address] = 0
-    weakref.finalize(made, _taken.pop, address, None)
-    return made
-
-
-def _counter(x: Tensor, counters: Tensor | None) -> Tensor:
-    """The next counter of a forward; a new one where it has none left."""
-    if counters is not None and is_recording():
-        return counters
-    address = 0 if counters is None else counters.data_ptr()
-    number = _taken.get(address, COUNTERS)
-    if counters is None or number == COUNTERS:
-        return torch.zeros(1, dtype=torch.int32, device=x.device)
-    _taken[address] = number + 1
-    return counters[LINE * number :]
-
-
 def _fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float, residual: Tensor | None,
     swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],
@@ -145,8 +118,5 @@ lora_linear = define_op(
     "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu, "
     "Tensor[] a, Tensor[] b, int[] starts, float[] scaling, int[] bits, Tensor? counters=None) -> Tensor",
     cpu=lora_linear_eager, cuda=lora_linear_cuda, fake=_fake, launches=True)
-lora_counters = define_op(
-    "lora_counters(Tensor like) -> Tensor", cpu=lora_counters_eager, cuda=lora_counters_eager,
-    fake=lambda like: like.new_empty(COUNTERS * LINE, dtype=torch.int32))
 
-__all__ = ["lora_counters", "lora_counters_eager", "lora_linear", "lora_linear_cuda", "lora_linear_eager"]
+__all__ = ["lora_linear", "lora_linear_cuda", "lora_linear_eager"]

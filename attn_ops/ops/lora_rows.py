@@ -7,9 +7,9 @@ LoRA (Hu et al., 2021) adds ``B A x * scaling`` to a linear layer's ``W x``. Her
 which the step in progress has (``Step.adapters``): a graph takes the same inputs whatever the requests of a batch ask for. An
 adapter may also be that of every token. The adapters' own parameters are read, so changes in place are seen.
 
-On CUDA two kernels compute all adapters of a group, up to MAX_TOKENS tokens, MAX_KERNEL_ADAPTERS adapters and rank MAX_RANK,
-and skip an adapter that no token of a tile has: a decode step reads (K + N) r elements of each adapter in use. Elsewhere the
-ops run their eager definitions, in which each adapter costs two products for all tokens.
+On CUDA one launch computes all adapters of a group, or two for one token, up to MAX_KERNEL_ADAPTERS adapters and rank
+MAX_RANK, and skips an adapter that no token of a tile has: a decode step reads (K + N) r elements of each adapter in use.
+Elsewhere the ops run their eager definitions, in which each adapter costs two products for all tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import next_power_of_2
 from quire.attn_ops.kernels.launch import is_recording, launch
 from quire.attn_ops.library import define_op
+from quire.attn_ops.ops.lora_counters import next_counter
 from quire.attn_ops.step import current_step
 
 #: Bits of the int64 numbers in ``Step.adapters``, the sign left out.
 MAX_ADAPTERS = 63
 #: Limits of the kernels.
-MAX_TOKENS, MAX_KERNEL_ADAPTERS, MAX_RANK = 256, 16, 128
+MAX_KERNEL_ADAPTERS, MAX_RANK = 16, 128
 #: In the place of a bit's number, to the kernels: every token has the adapter.
 EVERY = 63
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -62,8 +63,9 @@ def lora_rows_eager(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Te
 
 
 def lora_group_eager(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], layers: Sequence[int],
-                     scaling: Sequence[float], bits: Sequence[int]) -> Tensor:
-    """(1, T, sum of N): ``lora_rows`` of each of ``bases``, end to end. Adapter i is that of ``bases[layers[i]]``."""
+                     scaling: Sequence[float], bits: Sequence[int], counters: Tensor | None = None) -> Tensor:
+    """(1, T, sum of N): ``lora_rows`` of each of ``bases``, end to end. Adapter i is that of ``bases[layers[i]]``.
+    ``counters``: as of ``lora_linear_eager``."""
     found = []
     for number, base in enumerate(bases):
         mine = [i for i, layer in enumerate(layers) if layer == number]
@@ -99,15 +101,15 @@ def lora_rows_cuda(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Ten
 
 
 def lora_group_cuda(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], layers: Sequence[int],
-                    scaling: Sequence[float], bits: Sequence[int]) -> Tensor:
+                    scaling: Sequence[float], bits: Sequence[int], counters: Tensor | None = None) -> Tensor:
     """The op on CUDA, as ``lora_rows_cuda``."""
     if not _in_range(bases, x, a, b):
         return lora_group_eager(bases, x, a, b, layers, scaling, bits)
-    return _launch(bases, x, a, b, layers, scaling, bits)
+    return _launch(bases, x, a, b, layers, scaling, bits, counters)
 
 
 def _in_range(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return 0 < x.shape[1] <= MAX_TOKENS and adapters_fit(x, a, b) and all(y.dtype in _DTYPES for y in (*bases, x))
+    return x.shape[1] > 0 and adapters_fit(x, a, b) and all(y.dtype in _DTYPES for y in (*bases, x))
 
 
 def adapters_fit(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
@@ -118,26 +120,37 @@ def adapters_fit(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 
 def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], layers: Sequence[int],
-            scaling: Sequence[float], bits: Sequence[int]) -> Tensor:
+            scaling: Sequence[float], bits: Sequence[int], counters: Tensor | None = None) -> Tensor:
     t, k, x2 = x.shape[1], x.shape[2], host.rows_contiguous(x[0])
     flat = [host.rows_contiguous(base[0]) for base in bases]
     sizes = tuple(base.shape[2] for base in bases)
-    # All parts are read by each program of the next kernel, so there are few of them.
-    parts = next_power_of_2(max(1, min(k // 512, 16 if t == 1 else 8)))
-    lora, blocks = adapters_for(x, a, b, [sum(sizes[:layer]) for layer in layers], scaling, bits, parts)
-    kernels, options = host.kernel_module("kernels.lora"), {**blocks, "pdl": host.use_pdl(x.device, t), "num_warps": 4}
-    block_r, tiles = blocks["BLOCK_R"], -(-t // blocks["BLOCK_T"])
+    starts = [sum(sizes[:layer]) for layer in layers]
+    block_r = next_power_of_2(max(len(down) for down in a), 16)
+    tiles = -(-t // tokens_per_tile(t))
     first: dict[str, Any] = {"RANKS": block_r, "SLICES": 1, "STAGES": 1}
     if t > 1:
         first = host.first_products(t, block_r, 4, x2.element_size())
-    launch(kernels.rows_shrink_kernel, (len(a) * (block_r // first["RANKS"]), parts, tiles), x2, lora, t, k, x2.stride(0),
-           ONE_LOOP=host.one_loop(lora, t), **first, **options)
+    programs = len(a) * (block_r // first["RANKS"]) * tiles
+    # All parts are read by each program of the second products, so there are few of them.
+    most = 16 if t == 1 else max(1, min(8, 2 * host.num_sms(x.device) // programs))
+    parts = next_power_of_2(max(1, min(k // 512, most)))
+    lora, blocks = adapters_for(x, a, b, starts, scaling, bits, parts, None if t == 1 else next_counter(x, counters))
+    kernels, options = host.kernel_module("kernels.lora"), {**blocks, "pdl": host.use_pdl(x.device, t), "num_warps": 4}
+    first["ONE_LOOP"] = host.one_loop(lora, t)
     out = bases[0].new_empty(1, t, sum(sizes))
     per = adapters_per_layer(lora)  # a tile ends where its layer does
     ranks = min(block_r, 32 if per <= 2 else 16)  # and columns: what is held in registers
-    second = {"PER": per, "BLOCK_Q": ranks, "BLOCK_N": 64 if per * block_r <= 128 else 32 if per * ranks <= 128 else 16}
-    launch(kernels.rows_expand_kernel, (sum(-(-n // second["BLOCK_N"]) for n in sizes), tiles), tuple(flat), lora, out, t,
-           sum(sizes), sizes, tuple(base.stride(0) for base in flat), LAYERS=len(bases), **second, **options)
+    block_n = 64 if per * block_r <= 128 else 32 if per * ranks <= 128 else 16
+    second: dict[str, Any] = {"PER": per, "BLOCK_Q": ranks, "BLOCK_N": block_n, "LAYERS": len(bases)}
+    columns = sum(-(-n // block_n) for n in sizes)  # tiles
+    strides = tuple(base.stride(0) for base in flat)
+    if t == 1:
+        launch(kernels.rows_shrink_kernel, (programs, parts, 1), x2, lora, t, k, x2.stride(0), **first, **options)
+        launch(kernels.rows_expand_kernel, (columns, 1), tuple(flat), lora, out, t, sum(sizes), sizes, strides, **second,
+               **options)
+    else:
+        launch(kernels.rows_kernel, (programs * parts + columns * tiles,), x2, tuple(flat), lora, out, t, k, sum(sizes),
+               programs * parts, columns, x2.stride(0), sizes, strides, **first, **second, **options)
     return out
 
 
@@ -164,7 +177,11 @@ def adapters_for(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], starts: Se
         rows, tuple(a), tuple(b), shrunk, torch.empty(t, dtype=torch.float32, device=x.device),
         shrunk if counter is None else counter, tuple(starts[i] for i in order), tuple(len(up) for up in b), ranks,
         tuple(bits[i].bit_length() - 1 if bits[i] else EVERY for i in order), tuple(float(scaling[i]) for i in order))
-    return lora, {"ADAPTERS": len(a), "PARTS": parts, "BLOCK_R": block_r, "BLOCK_T": 1 if t == 1 else 16 if t <= 16 else 32}
+    return lora, {"ADAPTERS": len(a), "PARTS": parts, "BLOCK_R": block_r, "BLOCK_T": tokens_per_tile(t)}
+
+
+def tokens_per_tile(t: int) -> int:
+    return 1 if t == 1 else 16 if t <= 16 else 32
 
 
 def _fake(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float], bits: Sequence[int]
@@ -173,12 +190,13 @@ def _fake(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], sca
 
 
 def _group_fake(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], layers: Sequence[int],
-                scaling: Sequence[float], bits: Sequence[int]) -> Tensor:
+                scaling: Sequence[float], bits: Sequence[int], counters: Tensor | None = None) -> Tensor:
     return bases[0].new_empty(*bases[0].shape[:-1], sum(base.shape[-1] for base in bases))
 
 
 lora_rows = define_op("lora_rows(Tensor base, Tensor x, Tensor[] a, Tensor[] b, float[] scaling, int[] bits) -> Tensor",
                       cpu=lora_rows_eager, cuda=lora_rows_cuda, fake=_fake, launches=True)
 lora_group = define_op(
-    "lora_group(Tensor[] bases, Tensor x, Tensor[] a, Tensor[] b, int[] layers, float[] scaling, int[] bits) -> Tensor",
+    "lora_group(Tensor[] bases, Tensor x, Tensor[] a, Tensor[] b, int[] layers, float[] scaling, int[] bits, "
+    "Tensor? counters=None) -> Tensor",
     cpu=lora_group_eager, cuda=lora_group_cuda, fake=_group_fake, launches=True)

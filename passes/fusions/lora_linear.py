@@ -2,11 +2,10 @@
 
 Before, as the passes of projections and of groups leave q and k of one product::
 
-    wq, wk = split(linear(x, w), [Nq, Nk]);  q, k = split(lora_group([wq, wk], x, [A ...], [B ...], layers, scaling, bits), ...)
+    wq, wk = split(linear(x, w), [Nq, Nk]);  q, k = split(lora_group([wq, wk], x, [A ...], [B ...], ..., counters), [Nq, Nk])
 
 After::
 
-    counters = lora_counters(w)    # once, before all layers
     q, k = split(lora_linear(x, w, a=[A ...], b=[B ...], starts=[0, Nq], ..., counters), [Nq, Nk])
 
 so a norm, SwiGLU or residual around it folds into the layer (passes/fusions/small_linear.py). Left alone: layers whose weight
@@ -21,9 +20,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from quire.attn_ops.ops.lora_linear import lora_counters, lora_linear
-from quire.attn_ops.ops.lora_rows import lora_group, lora_rows
-from quire.passes.fake_values import compute_value, made_like
+from quire.attn_ops.ops.lora_linear import lora_linear
+from quire.attn_ops.ops.lora_rows import lora_group
+from quire.passes.fake_values import made_like
 from quire.passes.fusions.base import Fusion, part_of
 from quire.passes.fusions.small_linear import is_half
 from quire.passes.fx import (
@@ -41,27 +40,13 @@ from quire.passes.fx import (
 
 def fuse_lora_linear(fusion: Fusion) -> int:
     """Rewrite every layer whose product and adapters one op can compute; returns how many ops."""
-    count, counters = 0, None
-    for node in list(fusion.graph.nodes):
-        if is_function(node, (lora_group, lora_rows)) and (new := _fold(fusion, node)) is not None:
-            counters = counters or _counters(fusion, new.args[1])
-            new.args = (*new.args, counters)
-            count += 1
-    return count
+    return sum(_fold(fusion, node) for node in list(fusion.graph.nodes) if is_function(node, (lora_group,)))
 
 
-def _counters(fusion: Fusion, like: Any) -> fx.Node:
-    """Made before all other nodes."""
-    first = next(node for node in fusion.graph.nodes if node.op != "placeholder")
-    with fusion.graph.inserting_before(first):
-        return compute_value(fusion.graph.call_function(lora_counters, (like,)))
-
-
-def _fold(fusion: Fusion, node: fx.Node) -> fx.Node | None:
-    """Put the adapters of ``node`` into the product that its bases are parts of: the op, still without counters."""
+def _fold(fusion: Fusion, node: fx.Node) -> bool:
+    """Put the adapters of ``node`` into the product that its bases are parts of."""
     given = schema_arguments(node)
-    bases = given["bases"] if node.target is lora_group else [given["base"]]
-    layers = given["layers"] if node.target is lora_group else [0] * len(given["a"])
+    bases, layers = given["bases"], given["layers"]
     parts = [part_of(base) for base in bases]
     results = _results(node, len(bases))
     product: Any = parts[0].product if parts[0] else None
@@ -71,18 +56,18 @@ def _fold(fusion: Fusion, node: fx.Node) -> fx.Node | None:
             or not is_half(fusion.tensor(product.args[1])) or value(given["x"]).dtype != value(product).dtype \
             or value(given["x"]).dim() != 3 or any(each.op != "placeholder" for each in (*given["a"], *given["b"])) \
             or written_between(product, node):
-        return None
+        return False
     starts = [part.start for part in parts if part]
     with fusion.graph.inserting_before(product):
         new = fusion.graph.call_function(lora_linear, (
             product.args[0], product.args[1], argument(product, 2, "bias"), None, 0.0, None, False, given["a"], given["b"],
-            [starts[layer] for layer in layers], given["scaling"], given["bits"]))
+            [starts[layer] for layer in layers], given["scaling"], given["bits"], given["counters"]))
         made_like(new, product)
     replace_node(product, new)
     for result, base in zip(results, bases, strict=True):
         result.replace_all_uses_with(new if base is product else base)
     erase_dead(fusion.graph, results)
-    return new
+    return True
 
 
 def _only_read_by(node: fx.Node, product: fx.Node, bases: list[fx.Node]) -> bool:

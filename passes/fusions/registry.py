@@ -46,7 +46,7 @@ FUSIONS = (
     FusionPass("router", fuse_router, batches="small"),
     FusionPass("routing", fuse_topk),
     FusionPass("last_tokens", last_tokens, batches="large"),
-    FusionPass("lora_group", group_lora, batches="small"),
+    FusionPass("lora_group", group_lora),
     FusionPass("lora_linear", fuse_lora_linear, batches="small"),
     FusionPass("small_linear", fuse_small_linear, batches="small"),
     FusionPass("rope", fuse_rope, stage="lowered"),

@@ -132,7 +132,7 @@ def test_prompt_tuning_falls_back_and_says_why() -> None:
 @pytest.mark.parametrize(("dtype", "chosen", "line"), [
     (torch.bfloat16, None, "lora_group: 14 matches"),  # seven layers in each of two
     (torch.float32, None, "lora_group: 14 matches"),
-    (torch.float32, "default", "lora_group: 10 matches"),  # q, k, v, and gate, up; o and down have no sibling
+    (torch.float32, "default", "lora_group: 14 matches"),
 ], ids=["the model's dtype", "float32", "of each request"])
 def test_an_adapter_in_the_fused_graph(dtype, chosen, line, tmp_path, caplog) -> None:
     """As on a GPU: the products of an adapter run in few kernels, with the tokens of the plain model; what is saved is the

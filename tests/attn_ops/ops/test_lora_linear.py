@@ -9,7 +9,8 @@ import torch
 
 from quire.attn_ops.kernels.host import AdapterTiles
 from quire.attn_ops.ops import small_linear
-from quire.attn_ops.ops.lora_linear import lora_counters, lora_linear, lora_linear_cuda, lora_linear_eager
+from quire.attn_ops.ops.lora_counters import lora_counters
+from quire.attn_ops.ops.lora_linear import lora_linear, lora_linear_cuda, lora_linear_eager
 from quire.attn_ops.ops.lora_rows import MAX_KERNEL_ADAPTERS, lora_group_cuda
 from quire.attn_ops.ops.small_linear import MAX_TOKENS
 from quire.attn_ops.step import running
@@ -97,7 +98,7 @@ def test_each_launch_has_a_counter(monkeypatch) -> None:
     """Else programs would read first products that are not there yet. What is no launch's stays zero; after as many launches as
     there are counters, and for a tensor that ``lora_counters`` did not make, others are made."""
     pytest.importorskip("triton")
-    monkeypatch.setattr("quire.attn_ops.ops.lora_linear.COUNTERS", 4)
+    monkeypatch.setattr("quire.attn_ops.ops.lora_counters.COUNTERS", 4)
     cases = [Case(6, torch.float32, every=True, width=width, ranks=ranks) for width, ranks in (
         (K, (4, 16, 1, 33)), (2048, (16, 4, 4, 4)))]
     alone, programs = [], []

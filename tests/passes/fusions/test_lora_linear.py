@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from quire.attn_ops.ops.lora_linear import lora_counters, lora_linear
+from quire.attn_ops.ops.lora_counters import lora_counters
+from quire.attn_ops.ops.lora_linear import lora_linear
 from quire.attn_ops.ops.lora_rows import lora_group, lora_rows
 from quire.passes.fusions.base import FusedWeights
 from quire.passes.fusions.lora_group import group_lora
