@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from quire.graph_runner.adapter_places import AdapterPlaces
 from quire.graph_runner.request import Request, ScheduledBatch
 from quire.passes.capture.lora import active_adapters, adapter_names, add_up, check_adapters, merged_adapters
 
@@ -73,19 +74,25 @@ def _assign(requests: Iterable[Request], names: tuple[str, ...] | None) -> None:
 
 
 class TokenAdapters:
-    """The adapters of each token as bits: bit i is names[i] of the model's adapters. ``merged``: the weights have the adapters
-    of every request, and no token has bits."""
+    """The adapters of each token as bits: bit i is that of names[i], None where a place is free. ``names``: those that the
+    trace reads from the model; those in ``places`` come after them. ``merged``: the weights have the adapters of every request,
+    and no token has bits."""
 
-    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
-        self.names, self._model = list(names), model
+    def __init__(self, model: torch.nn.Module, names: Sequence[str], places: AdapterPlaces | None = None) -> None:
+        self._built_in, self._places, self._model = list(names), places, model
         self.follow()
+
+    @property
+    def names(self) -> list[str | None]:
+        return [*self._built_in, *(() if self._places is None else self._places.names)]
 
     def follow(self) -> None:
         """See whether adapters are merged now."""
         self.merged = bool(merged_adapters(self._model))
 
     def _bits(self, names: Sequence[str] | None) -> int:
-        return 0 if self.merged else sum(1 << self.names.index(name) for name in names or ())
+        known = self.names
+        return 0 if self.merged else sum(1 << known.index(name) for name in names or ())
 
     def active(self, num_tokens: int, device: torch.device) -> torch.Tensor:
         """(num_tokens,) int64: the model's active adapters for each token."""

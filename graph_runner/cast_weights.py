@@ -6,25 +6,20 @@ frequencies, which ``model.to(torch.bfloat16)`` would round too. Only tensors wh
 bfloat16, and of LoRA on such a model at most the adapters. The model is traced, and its graphs are captured, with the copies in
 the places of its own tensors; after that it has those again, and steps get the copies (``PagedModel.stand_ins``).
 
-The copies follow the model. When the engine gets work after it was idle, all are written again, whatever changed the weights;
-while it is busy, before each step for which a version counter or an address of the originals has changed, or an optimizer
-has stepped.
+The copies follow the model: ``graph_runner/copies.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.graph_runner.copies import Copies
+from quire.graph_runner.model_parts import Apart, named_parts
 from quire.passes.verify.quantized import holds_codes
-
-_count = 0
-_counting = False
 
 
 class CastWeights:
@@ -36,7 +31,7 @@ class CastWeights:
         self.stand_ins: dict[int, torch.Tensor] = {}
         # Of every parameter and buffer: the dictionary of its module, its name, itself and the name to show.
         self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, str]] = []
-        self._originals: list[torch.Tensor] = []
+        originals: list[torch.Tensor] = []
         for where, module in model.named_modules():
             for holder in (module._parameters, module._buffers):
                 for name, t in holder.items():
@@ -48,15 +43,13 @@ class CastWeights:
                     if casts and id(t) not in self.stand_ins:
                         _check(t, self._places[-1][-1], dtype)
                         self.stand_ins[id(t)] = _like(t, dtype)
-                        self._originals.append(t)
-        self._copies = [self.stand_ins[id(t)] for t in self._originals]
-        self._seen: list[Any] = []
-        self._copy()
+                        originals.append(t)
+        self._copies = Copies(originals, [self.stand_ins[id(t)] for t in originals])
 
     @property
     def num_bytes(self) -> int:
         """Memory of the copies."""
-        return sum(c.numel() * c.element_size() for c in self._copies)
+        return self._copies.num_bytes
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -70,6 +63,14 @@ class CastWeights:
             for holder, name, original, _ in changed:
                 holder[name] = original
 
+    def leave_out(self, model: torch.nn.Module, apart: Apart) -> None:
+        """Forget the tensors in parts of the model that the trace has not read."""
+        kept = {id(holder) for _, module in named_parts(model, apart) for holder in (module._parameters, module._buffers)}
+        self._places = [place for place in self._places if id(place[0]) in kept]
+        originals = list({id(t): t for _, _, t, _ in self._places if id(t) in self.stand_ins}.values())
+        self.stand_ins = {id(t): self.stand_ins[id(t)] for t in originals}
+        self._copies = Copies(originals, list(self.stand_ins.values()))
+
     def replaced(self) -> str | None:
         """A parameter or buffer that is another object now, as "name: replaced", or None. The copies follow in-place updates
         only."""
@@ -80,14 +81,7 @@ class CastWeights:
 
     def refresh(self, everything: bool) -> None:
         """Write the copies again. ``everything`` False: only if a change of the originals was counted."""
-        if self._copies and (everything or self._seen != _versions(self._originals)):
-            self._copy()
-
-    def _copy(self) -> None:
-        self._seen = _versions(self._originals)  # first: an update during the copy is seen at the next step
-        if self._copies:
-            with torch.inference_mode(False), torch.no_grad():
-                torch._foreach_copy_(self._copies, [t.detach() for t in self._originals])
+        self._copies.refresh(everything)
 
 
 def _check(t: torch.Tensor, name: str, dtype: torch.dtype) -> None:
@@ -102,22 +96,3 @@ def _like(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
         made = torch.empty_like(t.data, dtype=dtype)
     return torch.nn.Parameter(made, requires_grad=t.requires_grad) if isinstance(t, torch.nn.Parameter) else made
-
-
-def _versions(tensors: list[torch.Tensor]) -> list[Any]:
-    return [optimizer_steps(), *((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)]
-
-
-def optimizer_steps() -> int:
-    """Steps of all optimizers of the process since this was first called. Those with ``fused=True``, and others with kernels of
-    their own, change parameters without increasing the version counters that PyTorch has for in-place changes."""
-    global _counting
-    if not _counting:
-        _counting = True
-        register_optimizer_step_post_hook(_stepped)
-    return _count
-
-
-def _stepped(*_: Any) -> None:
-    global _count
-    _count += 1

@@ -94,6 +94,12 @@ class EngineConfig:
     enable_lora: bool = _option(
         False, "trace the model so that each request may have PEFT's adapters of its own (adapter=). Without it the first such "
         "request, or the first change of the active or merged adapters, has the model traced again")
+    max_loras: int | None = _option(
+        None, "LoRA adapters that a trace has room for, beside DoRA: one that the model gets while the engine is open is then "
+        "served without a new trace. They are copied, which takes memory. None: those of the model, none copied, and an "
+        "adapter that is added or deleted has the model traced again", least=1)
+    max_lora_rank: int | None = _option(
+        None, "rank that each of max_loras has room for. None: 16, or the greatest of the model's adapters", least=1)
     max_waiting: int | None = _option(
         None, "maximum number of requests that wait for a slot; more are refused. None: no limit", least=0)
     max_logprobs: int = _option(
@@ -130,7 +136,12 @@ class EngineConfig:
 
         from quire.attn_ops.kv_quant import check_kv_scales
         from quire.attn_ops.metadata.layout import get_kv_cache_layout
+        from quire.attn_ops.ops.lora_rows import MAX_ADAPTERS
 
+        if self.max_loras is None and self.max_lora_rank is not None:
+            raise ValueError(f"max_lora_rank={self.max_lora_rank} is the rank of each of max_loras, which is None; give both")
+        if self.max_loras is not None and self.max_loras > MAX_ADAPTERS:
+            raise ValueError(f"max_loras must be at most {MAX_ADAPTERS}, which requests can choose among, got {self.max_loras}")
         if self.kv_scales is not None:
             check_kv_scales(self.kv_scales, kv_dtype(self.kv_cache_dtype))
         object.__setattr__(self, "dtype", compute_dtype(self.dtype))
@@ -185,6 +196,8 @@ class EngineOptions(TypedDict, total=False):
     fusions: str | Sequence[str]
     enable_prefix_caching: bool | None
     enable_lora: bool
+    max_loras: int | None
+    max_lora_rank: int | None
     max_waiting: int | None
     max_logprobs: int
     kv_sharing_fast_prefill: bool

@@ -101,7 +101,11 @@ class Engine(EngineCalls, WeightUpdates):
         made = make_requests(ask, self._next_id, index, inbox, tokenizer=self.tokenizer, eos_token_ids=self._eos,
                              limits=self.limits, random=self._random)
         self._admission.check(ask.options, len(made), len(self.scheduler.waiting) - len(self.scheduler.free_slots))
-        if (why := adapters.choose(made, ask.options.adapter, self.model, self.runner.adapters)):
+        why = adapters.choose(made, ask.options.adapter, self.model, self.runner.adapters)
+        if why and self._live.places is not None:  # there may be one for a new adapter
+            self._follow(everything=True)
+            why = adapters.choose(made, ask.options.adapter, self.model, self.runner.adapters)
+        if why:
             self._begin_again(why, own_adapters=True)
         self._check_due |= not self.requests
         self._next_id += len(made)
@@ -201,7 +205,7 @@ class Engine(EngineCalls, WeightUpdates):
         """Take in how the model has changed: traced again or, where adapters were merged, served as it is. ``everything``: see
         ``LiveModel.change``. Returns whether it has, and launched steps were dropped."""
         change = self._live.change(everything)
-        if change is None and not self._live.take_merge():
+        if change is None and not self._live.take_adapters():
             return False
         self._begin_again(change)
         return True

@@ -10,6 +10,7 @@ import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.graph_runner import loading
+from quire.graph_runner.adapter_places import AdapterPlaces
 from quire.graph_runner.adapters import NOT_CHOSEN
 from quire.graph_runner.cast_weights import CastWeights
 from quire.graph_runner.config import EngineConfig
@@ -17,6 +18,7 @@ from quire.graph_runner.engine_lock import isolated
 from quire.graph_runner.model_guard import ModelGuard, buffer_versions
 from quire.graph_runner.model_runner import ModelRunner
 from quire.graph_runner.paged_forward import own_forward
+from quire.graph_runner.prefix_cache import nothing_apart
 from quire.graph_runner.scheduler import Scheduler
 from quire.graph_runner.window_pages import WindowPages, fit_requests
 from quire.passes.capture.evaluating import ChangedWhileTraced
@@ -37,9 +39,10 @@ _ATTEMPTS = 8  # to trace a model that other threads change meanwhile
 class LiveModel:
     """The runner of a model, and the guard of what its trace read. ``config``: the options, with the lengths and the number of
     pages that were chosen. ``runner``: of the latest trace. ``cast``: the weights in the dtype that was asked for; None: the
-    model's own are used. ``num_pages``: pages of the KV cache, the same for every trace. ``adapters``: whether each request has
-    adapters of its own. ``names``, ``active``: of the model's adapters, and of those active, when it was traced. ``version``:
-    another one after each trace and each merge of adapters: what was computed before is of another model."""
+    model's own are used. ``places``: of the trace for adapters; None without ``max_loras``. ``num_pages``: pages of the KV
+    cache, the same for every trace. ``adapters``: whether each request has adapters of its own. ``names``, ``active``: of the
+    model's adapters, and of those active, when it was traced. ``version``: another one after each trace, each merge of adapters
+    and each that was replaced: what was computed before is of another model."""
 
     def __init__(self, model: torch.nn.Module, config: EngineConfig) -> None:
         self.model, self.config = model, loading.limited(config, model)
@@ -61,6 +64,7 @@ class LiveModel:
         loading.check_model(self.model)
         changed: str | None = None
         self.cast: CastWeights | None
+        self.places: AdapterPlaces | None
         for _ in range(_ATTEMPTS):
             self._layers = [layer for layer in adapter_layers(self.model).values() if hasattr(layer, "merged_adapters")]
             self._unmerge_disabled(self.model)
@@ -69,13 +73,17 @@ class LiveModel:
                                            "kind while it runs: call unmerge_adapter()")
             self._merged, self._to_take = [list(layer.merged_adapters) for layer in self._layers], None
             before, versions, dtype = ModelGuard(self.model, addresses=False), buffer_versions(self.model), self.config.dtype
-            self.cast = None  # the old copies are freed before new ones are made
-            self.cast = CastWeights(self.model, dtype) if isinstance(dtype, torch.dtype) else None
-            self.adapters = self.adapters and can_choose(self.model)
+            cast_to = dtype if isinstance(dtype, torch.dtype) else None
+            self.cast = self.places = None  # the old copies are freed before new ones are made
+            self.adapters, count = self.adapters and can_choose(self.model), self.config.max_loras
+            if self.adapters and count is not None:
+                self.places = AdapterPlaces(self.model, count, self.config.max_lora_rank, cast_to)
+            apart = None if self.places is None else self.places.apart
+            self.cast = None if cast_to is None else CastWeights(self.model, cast_to)
             self.names, self.active = adapter_names(self.model), active_adapters(self.model)
             try:
                 with own_forward(self.model), self.cast.in_place() if self.cast is not None else contextlib.nullcontext():
-                    self.runner = ModelRunner(self.model, self.config, self.adapters)
+                    self.runner = ModelRunner(self.model, self.config, self.adapters, self.places)
             except ChangedWhileTraced as error:
                 changed = str(error)
                 continue
@@ -89,10 +97,12 @@ class LiveModel:
             if (changed := before.changed_meanwhile(paged.reads.names)) is None:
                 self._packing = Packing(self.model)
                 if self.cast is not None:
+                    if apart is not None:  # read by its own forward only, with which the trace was compared
+                        self.cast.leave_out(self.model, apart)
                     paged.stand_ins = self.cast.stand_ins
                 self._guard = ModelGuard(
                     self.model, addresses=self.runner.device.type == "cuda", reads=paged.reads.names or None,
-                    elsewhere=paged.reads.values, versions=versions,
+                    elsewhere=paged.reads.values, versions=versions, apart=apart,
                     buffer_values=any(site.route != "interface" for site in self.runner.sites))
                 return
             self.runner.close()
@@ -109,6 +119,11 @@ class LiveModel:
         if (packing := self._packing.change()) is not None:
             return packing
         everything |= (merges := self._merges()) is not None
+        if self.places is not None:
+            placed = self.places.placed
+            if (unfit := self.places.change(everything)) is not None:
+                return unfit
+            everything |= self.places.placed != placed  # and nothing else has changed, or it is traced again
         if everything and self.runner.adapters is not None and active_adapters(self.model) is None:
             return NOT_CHOSEN
         found = self._guard.change() if everything else self._guard.next_change()
@@ -117,19 +132,23 @@ class LiveModel:
         self._to_take = merges
         return found
 
-    def take_merge(self) -> bool:
-        """Whether ``change``, which gave None, has met adapters that were merged into the weights or taken out. The trace
-        serves that; what was computed before is of other weights."""
-        if self._to_take is None or self.runner.adapters is None:
+    def take_adapters(self) -> bool:
+        """Whether ``change``, which gave None, has met adapters that were merged into the weights or taken out, or one in a
+        place that was deleted or replaced. The trace serves that; what was computed before is of other weights."""
+        if self.runner.adapters is None:
             return False
-        self._merged, self._to_take = self._to_take, None
+        stale = self.places is not None and self.places.take_stale()
+        if self._to_take is None and not stale:
+            return False
+        if self._to_take is not None:
+            self._merged, self._to_take = self._to_take, None
         self.runner.adapters.follow()
         self.refresh(everything=True)  # PEFT writes through ``weight.data``, which PyTorch does not count
         self.version += 1
         return True
 
     def _merges(self) -> list[list[str]] | None:
-        """What each layer has merged, if that is not what the latest trace or ``take_merge`` saw."""
+        """What each layer has merged, if that is not what the latest trace or ``take_adapters`` saw."""
         now = [layer.merged_adapters for layer in self._layers]
         if any(now) and any(map(is_merged_and_disabled, self._layers)):
             self._unmerge_disabled(self.model)
@@ -146,11 +165,13 @@ class LiveModel:
         """Let copies of the weights follow the model. ``everything``: also what PyTorch does not count."""
         if self.cast is not None:
             self.cast.refresh(everything)
+        if self.places is not None and everything:  # else ``change`` has done it
+            self.places.refresh()
 
     def close(self) -> None:
         """Free graphs, cache and copies of weights, and restore the model."""
         self.runner.close()
-        self.cast = None
+        self.cast = self.places = None
 
     def limits(self) -> tuple[int, int | None]:
         """The maximum length of a request, and the maximum chunk of a prefill."""
@@ -171,6 +192,7 @@ class LiveModel:
             scheduler.windows = WindowPages(runner.window_reach, pages, self.config.page_size)
         if scheduler.prefixes is not None:
             scheduler.prefixes.windows, scheduler.prefixes.others = scheduler.windows, runner.paged.other_tensors
+            scheduler.prefixes.apart = nothing_apart if self.places is None else self.places.version_apart
         return length
 
     def trace_again(self, change: str, own_adapters: bool = False) -> None:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules import module as global_hooks
 
+from quire.graph_runner.model_parts import Apart, children, entries, named_parts
 from quire.graph_runner.on_instance import OnInstance
 from quire.passes.capture.evaluating import only_marks
 from quire.passes.capture.hf_interface import NAME, functions_of
@@ -174,10 +175,6 @@ def _harmless(hook: Any) -> bool:
         getattr(hook, "__name__", None) in _HARMLESS_HOOKS and hook.__module__.startswith("transformers."))
 
 
-def _children(module: torch.nn.Module) -> list[tuple[str, int]]:
-    return [(name, id(child)) for name, child in module._modules.items()]
-
-
 def _class_of(module: torch.nn.Module) -> type:
     return type(module).__dict__.get("_plain_class", type(module))  # quire.paged puts a subclass in the place of the class
 
@@ -218,17 +215,18 @@ class ModelGuard:
         elsewhere: gives what was read outside the modules, as it is now (``Reads.values``).
         buffer_values: the values of all buffers were read, not only those of integer and bool buffers.
         versions: ``buffer_versions`` from before the model ran. Buffers that its forward updates are not compared.
+        apart: parts of the model that the trace did not read, and that are not compared.
     """
 
     def __init__(self, model: torch.nn.Module, *, addresses: bool, reads: Collection[str] | None = None,
                  elsewhere: Callable[[], Mapping[str, Any]] = dict, buffer_values: bool = False,
-                 versions: Mapping[int, int] | None = None) -> None:
-        self._model, self._addresses, self._buffer_values = model, addresses, buffer_values
+                 versions: Mapping[int, int] | None = None, apart: Apart | None = None) -> None:
+        self._model, self._addresses, self._buffer_values, self._apart = model, addresses, buffer_values, apart
         now = buffer_versions(model)
         self._updated = {key for key, version in (versions or {}).items() if now.get(key, version) != version}
         self._reads, self._elsewhere_read = None if reads is None else frozenset(reads), elsewhere
         self._read_by_masks = read_by_masks() if hasattr(model, "config") else frozenset[str]()
-        self._modules = [(name, module, _children(module)) for name, module in model.named_modules()]
+        self._modules = [(name, module, self._children(module)) for name, module in named_parts(model, apart)]
         self._then = {name: self._facts(module) for name, module, _ in self._modules}
         self._glances = {name: self._glance(module) for name, module, _ in self._modules}
         self._next = 0
@@ -248,6 +246,9 @@ class ModelGuard:
         # A graph has one input for all the names of a parameter, and reads it by the first.
         self._tied = [group for group in uses.values() if len(group) > 1]
 
+    def _children(self, module: torch.nn.Module) -> list[tuple[str, int]]:
+        return [(name, id(child)) for name, child in children(module, self._apart)]
+
     def _read(self, name: str) -> bool:
         return self._reads is None or name in self._reads
 
@@ -261,7 +262,8 @@ class ModelGuard:
             "forward pre-hooks": _hooks(module._forward_pre_hooks),
             "forward": None if forward is None else (_Same(forward), _reached(forward)),
             **{k: f for k, v in own.items() if k not in _OWN and k != "forward" and self._read(k)
-               and not _is_class_default(module, k, v) and not _checkpoints(module, k) and (f := _setting(k, v)) is not _OTHER},
+               and not _is_class_default(module, k, v) and not _checkpoints(module, k)
+               and (f := _setting(k, entries(module, k, v, self._apart))) is not _OTHER},
             **{n: _Tensor(type(p), p.dtype, p.device, addresses_of(p) if self._addresses else (), 0)
                for n, p in module._parameters.items() if p is not None},
             **{n: self._buffer(b) for n, b in module._buffers.items() if b is not None},
@@ -360,8 +362,8 @@ class ModelGuard:
                     return change
                 self._next = 0
                 continue
-            name, module, children = self._modules[self._next]
-            if _children(module) != children or not self._as_before(name, module):
+            name, module, before = self._modules[self._next]
+            if self._children(module) != before or not self._as_before(name, module):
                 return self.change() or f"{name or type(self._model).__name__}: changed"
             self._next += 1
         return None
@@ -381,19 +383,19 @@ class ModelGuard:
         for where, before, after in found:
             if (text := _difference(where, before, {k: after[k] for k in before if k in after})) is not None:
                 return text
-        return next((f"{name or type(self._model).__name__}: its modules changed" for name, module, children in self._modules
-                     if _children(module) != children), None)
+        return next((f"{name or type(self._model).__name__}: its modules changed" for name, module, before in self._modules
+                     if self._children(module) != before), None)
 
     def change(self) -> str | None:
         """Describes a change since the trace, as "module.attribute: before -> after", or None."""
-        others = [name for name, module, children in self._modules
-                  if (module._modules or children) and _children(module) != children]
+        others = [name for name, module, before in self._modules
+                  if (module._modules or before) and self._children(module) != before]
         if others:
-            now = dict(self._model.named_modules())
+            now = dict(named_parts(self._model, self._apart))
             known = {name: module for name, module, _ in self._modules}
             for name in {**known, **now}:
-                if (before := known.get(name)) is not (after := now.get(name)):
-                    change = "added" if before is None else "removed" if after is None else "replaced"
+                if (old := known.get(name)) is not (after := now.get(name)):
+                    change = "added" if old is None else "removed" if after is None else "replaced"
                     return f"module {name or type(self._model).__name__} was {change}"
         for name, module, _ in self._modules:
             if not self._as_before(name, module):

@@ -25,6 +25,7 @@ from quire.attn_ops.ops.logprobs import TokenLogprobs, launches_beside_sampling,
 from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned, running
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
+from quire.graph_runner.adapter_places import AdapterPlaces
 from quire.graph_runner.adapters import TokenAdapters
 from quire.graph_runner.capture_shapes import MIXED_TOKENS, WithoutGraph, capture_shapes, launch_bound_tokens, step_us
 from quire.graph_runner.config import EngineConfig
@@ -99,13 +100,14 @@ class Launched:
 
 class ModelRunner:
     """See the module's docstring. Reads the options that are for it from ``config``, whose ``max_model_len`` is set.
-    ``adapters``: each request has adapters of its own (``graph_runner/adapters.py``). Raises UnsupportedAttention if the model
-    cannot be served."""
+    ``adapters``: each request has adapters of its own (``graph_runner/adapters.py``); ``places``: for those that may be added.
+    Raises UnsupportedAttention if the model cannot be served."""
 
     @isolated
-    def __init__(self, model: torch.nn.Module, config: EngineConfig, adapters: bool = False) -> None:
-        names = adapter_names(model) if adapters else None
-        self.adapters = None if names is None else TokenAdapters(model, names)
+    def __init__(self, model: torch.nn.Module, config: EngineConfig, adapters: bool = False,
+                 places: AdapterPlaces | None = None) -> None:
+        names = None if not adapters else adapter_names(model) if places is None else places.built_in
+        self.adapters, self.places = None if names is None else TokenAdapters(model, names, places), places
         self.config, self.device, self.vocab_size = config, next(model.parameters()).device, vocab_size(model)
         if current_step() is not None:
             raise RuntimeError("an engine cannot be made inside quire.step; make it before")
@@ -117,7 +119,8 @@ class ModelRunner:
         try:
             # Tracing makes millions of objects, which the collector would walk repeatedly. Garbage may hold GPU memory.
             with freeze_gc(collect=self.device.type == "cuda"):
-                self.paged = PagedModel(model, options, draws=options.compiler != "eager", ahead=ahead, adapters=names)
+                self.paged = PagedModel(model, options, draws=options.compiler != "eager", ahead=ahead, adapters=names,
+                                        places=None if places is None else places.lora)
                 with start_times.timed("set-up"):
                     if ahead is not None:
                         ahead.wait()
@@ -332,7 +335,7 @@ class ModelRunner:
         cache, buffers = self.cache, self.buffers
         tables = [table for t in (buffers.table, buffers.window_table) if t is not None for table in (t.device, t.rows)]
         return [*buffers.views(bucket).values(), buffers.last_tokens, *tables, *cache.k, *cache.v,
-                *self.paged.model.parameters()]
+                *self.paged.model.parameters(), *(() if self.places is None else self.places.lora.parameters())]
 
     def stage(self, batch: ScheduledBatch, bucket: BatchShape | None) -> StagedStep:
         """Copy the batch's inputs to the device, padded to ``bucket`` if one is given, and plan its replay."""
@@ -416,7 +419,7 @@ class ModelRunner:
         """Free graphs and cache, and restore the model."""
         if hasattr(self, "graphs"):
             self.graphs.clear()
-        for name in ("cache", "_states", "_replaying", "_capture_steps"):
+        for name in ("cache", "_states", "_replaying", "_capture_steps", "places"):
             if hasattr(self, name):
                 delattr(self, name)
         if hasattr(self, "paged"):

@@ -26,7 +26,8 @@ from typing import NamedTuple
 import torch
 
 from quire.graph_runner.block_allocator import BlockAllocator, KeptPages
-from quire.graph_runner.cast_weights import optimizer_steps
+from quire.graph_runner.copies import optimizer_steps
+from quire.graph_runner.model_parts import Apart
 from quire.graph_runner.request import Request
 from quire.graph_runner.window_pages import WindowPages
 from quire.passes.verify.quantized import parts
@@ -60,9 +61,9 @@ class PrefixStats:
 
 class PrefixCache(KeptPages):
     """Which pages hold which tokens. Follows the weights of ``model``, and the tensors that ``others`` gives: what it reads
-    beside its parameters and buffers. ``lasting``: keep pages of finished requests for later ones, see NOTE [No older than the
-    request]. ``windows``: pages of layers with a window, beside the others'; None: all layers
-    have the same."""
+    beside its parameters and buffers. ``apart`` gives a number that changes with what is read in the place of some parts of the
+    model, and these parts. ``lasting``: keep pages of finished requests for later ones, see NOTE [No older than the request].
+    ``windows``: pages of layers with a window, beside the others'; None: all layers have the same."""
 
     def __init__(self, allocator: BlockAllocator, page_size: int, model: torch.nn.Module | None = None, *,
                  lasting: bool = False) -> None:
@@ -70,6 +71,7 @@ class PrefixCache(KeptPages):
         self.page_size, self.model, self.lasting = page_size, model, lasting
         self.windows: WindowPages | None = None
         self.others: Callable[[], Iterable[torch.Tensor | None]] = tuple
+        self.apart: Callable[[], tuple[int, Apart | None]] = nothing_apart
         self._weights = weights_version(model)
         self.stats, self.epoch = PrefixStats(), 0  # the epoch: how often it was cleared
         self._since: dict[int, int] = {}  # page -> the first step that computed something in it or before it
@@ -78,7 +80,7 @@ class PrefixCache(KeptPages):
 
     def follow_weights(self) -> None:
         """Forget all pages if the weights have changed."""
-        if (now := weights_version(self.model, self.others())) != self._weights:
+        if (now := weights_version(self.model, self.others(), *self.apart())) != self._weights:
             self._weights = now
             self.clear()
 
@@ -204,16 +206,22 @@ def _root(request: Request) -> bytes:
     return request.root + (b"\0\0%d" % request.length_kind if request.length_kind else b"")
 
 
-def weights_version(model: torch.nn.Module | None, others: Iterable[torch.Tensor | None] = ()) -> int:
-    """A number that changes when a parameter, a buffer or one of ``others`` is updated in place by PyTorch, or replaced, or an
-    optimizer steps. Another one each time while one of ``others`` is None: what is not found cannot be followed.
+def nothing_apart() -> tuple[int, Apart | None]:
+    return 0, None
+
+
+def weights_version(model: torch.nn.Module | None, others: Iterable[torch.Tensor | None] = (), number: int = 0,
+                    apart: Apart | None = None) -> int:
+    """A number that changes when a parameter, a buffer or one of ``others`` is updated in place by PyTorch, or replaced, when
+    ``number`` changes, or an optimizer steps. Parameters in parts of the model that are ``apart`` do not count. Another one
+    each time while one of ``others`` is None: what is not found cannot be followed.
 
     Not noticed: what PyTorch does not count (writes through ``p.data``, to inference tensors, and by kernels that only have an
     address).
     """
     if model is None:
         return 0
-    found, modules, seen = [optimizer_steps()], [model], {model}
+    found, modules, seen = [optimizer_steps(), number], [model], {model}
     for other in others:
         found += (next(_NOT_FOUND),) if other is None else _versions(other)
     while modules:  # several times as fast as ``model.parameters()``; waiting requests pay for it in every step
@@ -222,7 +230,10 @@ def weights_version(model: torch.nn.Module | None, others: Iterable[torch.Tensor
             for tensor in tensors.values():
                 if tensor is not None:
                     found += _versions(tensor)
-        for child in module._modules.values():
+        counted = None if apart is None else apart.get(id(module))
+        for name, child in module._modules.items():
+            if counted is not None and name not in counted:
+                continue
             if child is not None and child not in seen:
                 seen.add(child)
                 modules.append(child)

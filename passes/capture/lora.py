@@ -140,14 +140,14 @@ def _unknown(layer: Any) -> str | None:
         kinds = sorted({type(v).__name__.removesuffix("LinearVariant") for v in other.values()})
         return f"has {' and '.join(kinds).replace('Dora', 'DoRA of quantized weights')}, and not LoRA or DoRA alone"
     for name in layer.lora_A:
-        if (why := _more_than_matrices(layer, name)) is not None:
+        if (why := more_than_matrices(layer, name)) is not None:
             return f"has an adapter {name!r} {why}"
         if not isinstance(layer.scaling[name], (int, float)):
             return f"has an adapter {name!r} whose scaling is a tensor (prepare_model_for_compiled_hotswap makes it one)"
     return None
 
 
-def _more_than_matrices(layer: Any, name: str) -> str | None:
+def more_than_matrices(layer: Any, name: str) -> str | None:
     """What A and B of an adapter do beside a product with their weights."""
     a, b = layer.lora_A[name], layer.lora_B[name]
     if type(a) is not torch.nn.Linear or type(b) is not torch.nn.Linear or a.bias is not None or b.bias is not None:
@@ -157,16 +157,39 @@ def _more_than_matrices(layer: Any, name: str) -> str | None:
     return None
 
 
+class LoraPlaces(torch.nn.Module):
+    """Memory for adapters that a model may get: ``count`` for each of its adapted layers, zeros at first. ``a{i}_{j}``
+    (rank, K) and ``b{i}_{j}`` (N, rank): of the i-th layer of ``adapter_layers`` and the j-th place, in ``dtypes[i]``. A trace
+    with them takes each adapter of up to ``rank`` that is copied into one, its scaling multiplied into B."""
+
+    def __init__(self, layers: Sequence[Any], count: int, rank: int, dtypes: Sequence[torch.dtype]) -> None:
+        super().__init__()
+        self.count, self.rank = count, rank
+        for i, (layer, dtype) in enumerate(zip(layers, dtypes, strict=True)):
+            device = layer.get_base_layer().weight.device
+            for j in range(count):
+                for name, shape in ((f"a{i}_{j}", (rank, layer.in_features)), (f"b{i}_{j}", (layer.out_features, rank))):
+                    with torch.inference_mode(False):
+                        zeros = torch.zeros(shape, dtype=dtype, device=device)
+                    self.register_parameter(name, torch.nn.Parameter(zeros, requires_grad=False))
+
+    def pair(self, layer: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B of a place, to be written."""
+        return getattr(self, f"a{layer}_{place}").data, getattr(self, f"b{layer}_{place}").data
+
+
 @contextlib.contextmanager
-def adapters_per_token(model: torch.nn.Module, names: Sequence[str] | None) -> Iterator[list[Any]]:
+def adapters_per_token(model: torch.nn.Module, names: Sequence[str] | None, places: LoraPlaces | None = None
+                       ) -> Iterator[list[Any]]:
     """While inside, the LoRA layers of ``model`` apply each token's adapters, ``names[i]`` where bit i is set; None: the active
-    ones. DoRA layers can be traced. Gives what must be kept as long as the trace, which Dynamo drops when an object dies that
-    it read. Raises ValueError as ``check_adapters``."""
+    ones. The bits after those of ``names`` are of ``places``. DoRA layers can be traced. Gives what must be kept as long as the
+    trace, which Dynamo drops when an object dies that it read. Raises ValueError as ``check_adapters``."""
     layers = list(adapter_layers(model).values())
     forwards = [(dora, functools.partial(_dora, dora)) for layer in layers for dora in _dora_layers(layer).values()]
     if names is not None:
         check_adapters(model)
-        forwards += [(layer, functools.partial(_forward, layer, list(names), sorted(_dora_layers(layer)))) for layer in layers]
+        forwards += [(layer, functools.partial(_forward, layer, list(names), sorted(_dora_layers(layer)), places, i))
+                     for i, layer in enumerate(layers)]
     try:
         for module, forward in forwards:
             object.__setattr__(module, "forward", forward)
@@ -179,7 +202,7 @@ def adapters_per_token(model: torch.nn.Module, names: Sequence[str] | None) -> I
 def _dora_layers(layer: Any) -> dict[str, Any]:
     """The DoRA layers, by adapter, of a linear layer whose weight is not quantized."""
     found = {name: dora for name, dora in getattr(layer, "lora_magnitude_vector", {}).items() if type(dora).__name__ ==
-             "DoraLinearLayer" and "forward" not in vars(dora) and _more_than_matrices(layer, name) is None}
+             "DoraLinearLayer" and "forward" not in vars(dora) and more_than_matrices(layer, name) is None}
     return found if found and type(getattr(layer.get_base_layer(), "weight", None)) is torch.nn.Parameter else {}
 
 
@@ -197,9 +220,10 @@ def _dora(dora: Any, x: torch.Tensor, *, lora_A: Any, lora_B: Any, scaling: floa
     return (scale - 1) * base_result + scale * lora_B(lora_A(x)) * scaling
 
 
-def _forward(layer: Any, names: list[str], doras: list[str], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _forward(layer: Any, names: list[str], doras: list[str], places: LoraPlaces | None, number: int, x: torch.Tensor,
+             *args: Any, **kwargs: Any) -> torch.Tensor:
     if x.dim() != 3:  # without the batch's dimension, as in opt's MLP, or with one more, as DeepSeek-V3's latents
-        rows = _forward(layer, names, doras, x.flatten(0, -2)[None], *args, **kwargs)[0]
+        rows = _forward(layer, names, doras, places, number, x.flatten(0, -2)[None], *args, **kwargs)[0]
         return rows.view(*x.shape[:-1], rows.shape[-1])
     base = layer.base_layer(x, *args, **kwargs)
     a, b, scaling, bits = [], [], [], []
@@ -209,6 +233,11 @@ def _forward(layer: Any, names: list[str], doras: list[str], x: torch.Tensor, *a
             b.append(layer.lora_B[name].weight)
             scaling.append(float(layer.scaling[name]))
             bits.append(1 << i)
+    for place in range(0 if places is None else places.count):
+        a.append(getattr(places, f"a{number}_{place}"))
+        b.append(getattr(places, f"b{number}_{place}"))
+        scaling.append(1.0)
+        bits.append(1 << len(names) + place)
     result = lora_rows(base, x, a, b, scaling, bits) if a else base
     for i, name in enumerate(names):
         if name in doras:

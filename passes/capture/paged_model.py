@@ -36,7 +36,7 @@ from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
 from quire.passes.capture.in_float32 import InFloat32
 from quire.passes.capture.kept_trace import TraceFile
-from quire.passes.capture.lora import adapter_layers, adapters_per_token
+from quire.passes.capture.lora import LoraPlaces, adapter_layers, adapters_per_token
 from quire.passes.capture.own_masks import check_masks
 from quire.passes.capture.reads import Reads
 from quire.passes.capture.retrace import TRACED_TOKENS, Traced
@@ -65,6 +65,7 @@ class PagedModel:
         draws: the graph also draws the tokens of rows with a temperature (``attn_ops/ops/sampling.py``).
         ahead: starts on the kernels of the graph while it is compiled; the caller waits for it.
         adapters: of PEFT's LoRA, of which each token has its own (``passes/capture/lora.py``); None: the active ones, for all.
+        places: for adapters that the model may get, after those of ``adapters``.
         as_it_is: modules in training mode are traced in it, as they will run.
 
     Raises:
@@ -73,8 +74,9 @@ class PagedModel:
     """
 
     def __init__(self, model: torch.nn.Module, options: QuireOptions | None = None, *, draws: bool = False,
-                 ahead: CompileAhead | None = None, adapters: Sequence[str] | None = None, as_it_is: bool = False) -> None:
-        self.adapters = adapters
+                 ahead: CompileAhead | None = None, adapters: Sequence[str] | None = None,
+                 places: LoraPlaces | None = None, as_it_is: bool = False) -> None:
+        self.adapters, self.places = adapters, places
         self.options = options or QuireOptions()
         if self.options.attention != "auto":
             get_backend(self.options.attention)  # here, and not inside Dynamo
@@ -142,10 +144,11 @@ class PagedModel:
         static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
         if four_bit.layers(self.model):
             self._settle(ids[0], positions[0])
-        adapters = adapters_per_token(self.model, self.adapters)
+        adapters = adapters_per_token(self.model, self.adapters, self.places)
         call = {"input_ids": ids, "position_ids": positions, "logits_indices": keep, "sampling": sampling}
         with route, experts_active(self.model), adapters as self._kept, static, torch.no_grad(), without_backward(self.model):
-            self._disk = None if self.adapters else TraceFile.of(self.model, call, by_interface, len(sampling))
+            if not self.adapters and self.places is None:
+                self._disk = TraceFile.of(self.model, call, by_interface, len(sampling))
             taken = self._take(scope)
             try:
                 try:
@@ -201,6 +204,8 @@ class PagedModel:
             raise UnsupportedAttention(
                 "torch.compile is switched off here (torch.compiler.set_stance('force_eager'), TORCH_COMPILE_DISABLE, a "
                 "TorchDispatchMode that is active), and quire runs models that it traces; switch it on")
+        if self.places is not None:  # under this name the trace reads them at each call, and not by a layer's forward
+            _ = self.places.count
         options: dict[str, Any] = {}
         if self._use_cache:
             options["use_cache"] = False
@@ -363,7 +368,7 @@ class PagedModel:
 
     def close(self) -> None:
         """Undo what tracing and fusion did to the model."""
-        self._closed = True
+        self._closed, self.places = True, None
         if self._graph is not None:
             self._graph.restore()
 

@@ -15,6 +15,8 @@ _OF_MODULE = re.compile(rf"{_PART}|{_PART}\.\w+(\['\w+'\])?|{_PART}\.\w*config\b
 #: An imported module, and Python modules that no user patches, whose state changes by itself.
 _IMPORT = re.compile(r"G\['__import_(\w+)'\]")
 _OURS = re.compile(r"G\['(__import_(quire_dot_|torch_dot__|builtins)|__builtins_dict|(?!__import_))")
+#: Memory that quire owns, which holds no settings.
+_PLACES = re.compile(r"self\.places\b")
 _PLAIN = frozenset((bool, int, float, str))
 _ABSENT, _KEYS = "NOT_PRESENT_IN_GENERIC_DICT", ("DICT_KEYS", "MAPPING_KEYS", "SET_CONTAINS")  # types of guards
 
@@ -35,7 +37,7 @@ class Reads:
             self.names |= _arguments(guard) | set(re.findall(r"[A-Za-z_]\w*", guard.name))
             source = re.sub(r"L\['self'\]", "self", guard.name)
             source = source.replace(".__dict__['_modules']", "._modules")  # through a ``__getattr__`` of PEFT's
-            if not source or _OF_MODULE.fullmatch(source) or _OURS.match(source):
+            if not source or _OF_MODULE.fullmatch(source) or _OURS.match(source) or _PLACES.match(source):
                 continue
             try:
                 code = compile(source, "<guard>", "eval")
