@@ -8,8 +8,8 @@ built into the trace, as without ``max_loras``.
 The copies follow the adapters (``graph_runner/copies.py``). Before each step all layers are looked at: which adapters they
 have, which parameters these are, and their scaling. What else a place cannot hold (a hook on ``lora_A``, another dtype) is
 looked for in all adapters when the engine gets work after it was idle, and while it is busy in a few per step. The trace reads
-nothing of adapters that are in places, so ``ModelGuard`` compares the model without them, and with them ``Places`` is all that
-may change: anything else is a change of the model, as ever.
+nothing of adapters that are in places, so ``ModelGuard`` compares the model without them: what it finds beside an addition is a
+change of the model, as ever.
 """
 
 from __future__ import annotations
@@ -157,12 +157,7 @@ class AdapterPlaces:
         for name in names:
             if name not in self.names:
                 self.names[self.names.index(None)] = name
-        self._seen = seen
-        self._known = [(layer, list(layer.lora_A._modules), dict(layer.scaling)) for layer in self._layers]
-        self._weights = [(part._modules, name, part._modules[name], part._modules[name]._parameters["weight"])
-                         for name in names for i in seen[name].layers
-                         for part in (self._layers[i].lora_A, self._layers[i].lora_B)]
-        self._pairs = [(name, i) for name in names for i in seen[name].layers]
+        known = [(layer, list(layer.lora_A._modules), dict(layer.scaling)) for layer in self._layers]
         originals, copies, factors = list[torch.Tensor](), list[torch.Tensor](), list[float]()
         for name in names:
             for i, (a, b, scaling) in seen[name].layers.items():
@@ -171,6 +166,12 @@ class AdapterPlaces:
                 copies += place_a[: len(a)], place_b[:, : len(a)]
                 factors += 1.0, float(scaling)
         self._copies = Copies(originals, copies, factors, self._cast)
+        # Last: if anything before has failed, the next call does it again.
+        self._seen, self._known = seen, known
+        self._weights = [(part._modules, name, part._modules[name], part._modules[name]._parameters["weight"])
+                         for name in names for i in seen[name].layers
+                         for part in (self._layers[i].lora_A, self._layers[i].lora_B)]
+        self._pairs = [(name, i) for name in names for i in seen[name].layers]
 
     def _clear(self, place: int) -> None:
         with torch.inference_mode(False), torch.no_grad():

@@ -96,3 +96,57 @@ def test_merged_adapters(caplog) -> None:
         traces = 1
         check()
         assert_idle(engine)
+
+
+def test_added_adapters(caplog) -> None:
+    """An adapter that the model gets between requests, or while one runs, is read by the graphs that are there; so is an
+    optimizer's step on it, and another one after it was deleted."""
+    peft = pytest.importorskip("peft")
+
+    def fill(model: Any, name: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for key, p in model.named_parameters():
+                if f".{name}." in key:
+                    p.copy_(torch.randn(p.shape) / 4)
+
+    def add(model: Any, name: str, seed: int, **options: Any) -> None:
+        model.add_adapter(name, peft.LoraConfig(lora_alpha=6, **options))
+        fill(model, name, seed)
+
+    def make() -> Any:
+        model = peft.get_peft_model(small_llama(std=0.3), peft.LoraConfig(r=4, target_modules="all-linear"), adapter_name="one")
+        fill(model, "one", 0)
+        return model.eval()
+
+    prompt, plain, model = [5, 6, 7, 8], make(), make().cuda()
+
+    def want(name: str) -> list[int]:
+        plain.set_adapter(name)
+        return hf_greedy(plain.base_model.model, prompt, 20)
+
+    with Engine(model.base_model.model, enable_lora=True, max_loras=3, cudagraph_debug=True, **SMALL, **GRAPHS) as engine:
+        runner = engine.runner
+
+        def check(*names: str) -> None:
+            assert tokens(engine.generate([prompt] * len(names), GREEDY, adapter=list(names))) == list(map(want, names))
+
+        check("one")
+        stream = engine.stream(prompt, GREEDY, adapter="one")
+        got = next(stream).token_ids
+        for each in (plain, model):
+            add(each, "two", 1, r=4, target_modules="all-linear")
+        check("two", "one")  # beside the stream
+        assert got + [token for event in stream for token in event.token_ids] == want("one")
+        for each in (plain, model):
+            fill(each, "two", 2)
+            add(each, "three", 3, r=2, target_modules=["q_proj", "v_proj"], use_rslora=True)
+        check("two", "three", "one", "two")
+        for each in (plain, model):
+            each.set_adapter("one")
+            each.delete_adapter("two")
+            add(each, "four", 4, r=2, target_modules=["o_proj", "down_proj"])
+        check("four", "three", "one")
+        assert engine.runner is runner and runner.graphs.stats.replayed > 0
+        assert_idle(engine)
+    assert "tracing it again" not in caplog.text

@@ -110,6 +110,10 @@ def test_a_life_without_a_new_trace(options, caplog) -> None:
         seen += it.check("all", "few", "__base__", "one", "all", None)
         it.both(lambda peft: train(peft, "all"))
         seen += it.check("all", "few", "one")
+        weights = {name: torch.randn(p.shape) / 5 for name, p in it.peft.base_model.model.named_parameters() if ".all." in name}
+        it.engine.update_weights_from_tensors(weights)
+        it.plain.base_model.model.load_state_dict(weights, strict=False)
+        seen += it.check("all", "few", "one")
         it.both(lambda peft: peft.set_adapter("one"))
         it.both(lambda peft: peft.delete_adapter("few"))
         seen += it.check("all", "one", None)
@@ -123,7 +127,7 @@ def test_a_life_without_a_new_trace(options, caplog) -> None:
         seen += it.check("all", "one", "third", "__base__")
         it.both(lambda peft: [m.set_scale("all", 0.5) for m in peft.modules() if hasattr(m, "lora_A") and "all" in m.scaling])
         seen += it.check("all", "one")
-    assert traces(caplog) == 0 and len({tuple(each) for each in seen}) == 8
+    assert traces(caplog) == 0 and len({tuple(each) for each in seen}) == 9
 
 
 DORA = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
@@ -258,16 +262,25 @@ def test_merged_and_disabled(caplog) -> None:
 
 
 def test_an_addition_and_another_change(caplog) -> None:
-    """Only an addition by itself needs no trace."""
+    """Only an addition by itself needs no trace. While requests run, too: the next step sees both."""
     with pair() as it:
         it.check("one")
+        stream = it.engine.stream(PROMPT, PARAMS)
+        next(stream)
+        it.both(lambda peft: add(peft, "new", FEW, 1))
+        it.both(lambda peft: setattr(peft.base_model.model.model.norm, "variance_epsilon", 0.5))
+        next(stream)
+        assert traces(caplog) == 1
+        list(stream)
+        it.check("new", "one")
         for count, change in enumerate([
                 lambda peft: setattr(peft.base_model.model.model.layers[0].input_layernorm, "variance_epsilon", 3.0),
                 lambda peft: peft.base_model.model.model.layers[0].mlp.register_forward_hook(lambda m, args, out: out * 0.5)]):
+            it.both(lambda peft: peft.delete_adapter("new") if "new" in peft.peft_config else None)
             it.both(lambda peft: add(peft, f"new{count}", FEW, 1 + count))  # noqa: B023
             it.both(change)
             it.check(f"new{count}", "one", None)
-            assert traces(caplog) == 1 + count
+            assert traces(caplog) == 2 + count
 
 
 @pytest.mark.parametrize("max_loras", [None, 2])
