@@ -104,7 +104,8 @@ class AdapterPlaces:
 
     def _of(self, name: str) -> _Seen:
         return _Seen({i: (layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
-                      for i, layer in enumerate(self._layers) if name in layer.lora_A})
+                      for i, layer in enumerate(self._layers)
+                      if all(name in each for each in (layer.lora_A, layer.lora_B, layer.scaling))})
 
     def _misfit(self, name: str) -> str | None:
         """Why the adapter cannot be in a place, or None."""

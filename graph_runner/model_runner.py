@@ -36,6 +36,7 @@ from quire.graph_runner.gc_freeze import freeze_gc
 from quire.graph_runner.loading import progress_bar, vocab_size
 from quire.graph_runner.logits_editor import LogitsEditor
 from quire.graph_runner.logprobs import RowLogprobs, ScoredRows, StepLogprobs, step_logprobs
+from quire.graph_runner.model_parts import named_parts
 from quire.graph_runner.packing_check import TRIAL, check_packing
 from quire.graph_runner.request import ScheduledBatch, ScheduledRow
 from quire.graph_runner.sampler import draw
@@ -334,8 +335,9 @@ class ModelRunner:
         """The tensors that a graph reads beside the weights."""
         cache, buffers = self.cache, self.buffers
         tables = [table for t in (buffers.table, buffers.window_table) if t is not None for table in (t.device, t.rows)]
-        return [*buffers.views(bucket).values(), buffers.last_tokens, *tables, *cache.k, *cache.v,
-                *self.paged.model.parameters(), *(() if self.places is None else self.places.lora.parameters())]
+        places, apart = ((), None) if self.places is None else (self.places.lora.parameters(), self.places.apart)
+        read = [p for _, part in named_parts(self.paged.model, apart) for p in part.parameters(recurse=False)]
+        return [*buffers.views(bucket).values(), buffers.last_tokens, *tables, *cache.k, *cache.v, *read, *places]
 
     def stage(self, batch: ScheduledBatch, bucket: BatchShape | None) -> StagedStep:
         """Copy the batch's inputs to the device, padded to ``bucket`` if one is given, and plan its replay."""

@@ -96,8 +96,10 @@ def train(peft: Any, name: str) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("options", [{}, dict(fusions="all"), pytest.param(dict(
-    async_stepping=True, enable_prefix_caching=True, page_size=2, prefill_chunk_size=2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [
+    {}, dict(fusions="all", cudagraph_debug=True, cudagraph_capture_sizes=[4, 8]),
+    pytest.param(dict(async_stepping=True, enable_prefix_caching=True, page_size=2, prefill_chunk_size=2),
+                 marks=pytest.mark.slow)])
 def test_a_life_without_a_new_trace(options, caplog) -> None:
     """Added, asked for, active, trained, rescaled, deleted and added again; also the one that the engine began with."""
     with pair(**options) as it:

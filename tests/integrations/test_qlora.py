@@ -29,6 +29,7 @@ from quire.graph_runner.own_forward import training_difference
 from quire.graph_runner.weights import WeightUpdateError
 from quire.passes.capture import four_bit
 from quire.passes.verify.quantized import num_bytes, parts
+from tests.integrations.test_peft import fill
 from tests.tiny import GREEDY, hf_greedy, prompt_ids, small_llama, tokens
 
 pytestmark = pytest.mark.usefixtures("traces_kept")
@@ -300,3 +301,22 @@ def test_grpo_on_a_qlora_model(checkpointing: bool, tmp_path: Any, packed: bool)
     assert len(calls) == 24 and trainer.model.training
     assert not any(four_bit.is_packed(layer) for _, layer in four_bit.layers(trainer.model))
     assert any(p.abs().max() > 0 for name, p in trainer.model.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.slow
+def test_an_adapter_added_to_an_open_engine(unpacked) -> None:
+    """Its place in the trace (``max_loras``) is beside a base in 4 bits, too."""
+    plain, model = (get_peft_model(load(), LoraConfig(r=4, target_modules="all-linear"), adapter_name="one").eval()
+                    for _ in range(2))
+    for each in (plain, model):
+        fill(each, "one", 0)
+    with quire.Engine(model.base_model.model, enable_lora=True, max_loras=2, **OPTIONS) as engine:
+        runner = engine.runner
+        for each in (plain, model):
+            each.add_adapter("two", LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "down_proj"]))
+            fill(each, "two", 1)
+        got = tokens(engine.generate([IDS] * 2, GREEDY, adapter=["two", "one"]))
+        for name, found in zip(("two", "one"), got, strict=True):
+            plain.set_adapter(name)
+            assert found == hf_greedy(plain.base_model.model, IDS, len(found))
+        assert got[0] != got[1] and engine.runner is runner
