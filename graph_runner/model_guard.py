@@ -394,8 +394,8 @@ class ModelGuard:
             now = dict(named_parts(self._model, self._apart))
             known = {name: module for name, module, _ in self._modules}
             for name in {**known, **now}:
-                if (old := known.get(name)) is not (after := now.get(name)):
-                    change = "added" if old is None else "removed" if after is None else "replaced"
+                if (before := known.get(name)) is not (after := now.get(name)):
+                    change = "added" if before is None else "removed" if after is None else "replaced"
                     return f"module {name or type(self._model).__name__} was {change}"
         for name, module, _ in self._modules:
             if not self._as_before(name, module):
