@@ -59,7 +59,8 @@ def main() -> None:
     parser = script(__doc__, "llama-8b", attention="auto", batch=[1, 8, 32], context=1024, rank=16,
                     sites=("all-linear", "all-linear, or names of layers: q_proj,k_proj,v_proj"),
                     lora_dtype=("model,float32", "of the adapters' weights: model (the model's), float32"),
-                    prompts=("", "also prompts of so many tokens: 1024,8192"), ways=("one,each", "one, each, or both"))
+                    prompts=("", "also prompts of so many tokens: 1024,8192"),
+                    fusions=("auto", "of the engines, as quire.Engine takes them"), ways=("one,each", "one, each, or both"))
     args = parser.parse_args()
     kinds = args.lora_dtype.split(",")
     if args.ways not in ("one", "each", "one,each"):
@@ -78,7 +79,7 @@ def main() -> None:
 
         def run() -> None:
             with quire.Engine(of, attention=args.attention, max_num_seqs=max(args.batch), max_model_len=length,
-                              enable_lora=way == "each") as engine:
+                              enable_lora=way == "each", fusions=args.fusions) as engine:
                 times = [(what, "batch", n, lambda n=n, names=names: step_ms(engine, n, names, args.context))
                          for n, (what, names) in itertools.product(args.batch, requests)]
                 times += [(way, "tokens", n, lambda n=n: prompt_ms(engine, n)) for n in prompts if way != "each"]
