@@ -126,11 +126,11 @@ def one_loop(lora: Adapters, t: int) -> bool:
     return len(lora.b) > (4 if t > 1 else 12) and len({up.dtype for up in lora.b}) == 1
 
 
-def first_products(block_t: int, block_r: int, num_warps: int, item: int, memory: int = 96 * 1024) -> dict[str, Any]:
-    """Constants of ``shrink`` (attn_ops/kernels/lora.py) for tiles of ``block_t`` tokens, whose numbers have ``item`` bytes: as
-    many loads are on their way at once as ``memory`` bytes of shared memory hold."""
+def first_products(t: int, block_r: int, num_warps: int, item: int, memory: int = 96 * 1024) -> dict[str, Any]:
+    """Constants of ``shrink`` (attn_ops/kernels/lora.py) for several tokens, whose numbers have ``item`` bytes: what a part
+    loads is on its way at once, as far as ``memory`` bytes of shared memory go."""
     ranks = min(block_r, 32)
-    stage = (item * block_t + 4 * ranks) * 32 * num_warps  # bytes
+    stage = (item * (16 if t <= 16 else 32) + 4 * ranks) * 32 * num_warps  # bytes
     return {"RANKS": ranks, "SLICES": num_warps, "STAGES": max(2, min(8, memory // stage))}
 
 

@@ -35,8 +35,6 @@ MAX_ADAPTERS = 63
 MAX_KERNEL_ADAPTERS, MAX_RANK = 16, 128
 #: In the place of a bit's number, to the kernels: every token has the adapter.
 EVERY = 63
-#: Tokens from which tiles are larger: there are enough of them.
-WIDE = 256
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -131,7 +129,7 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     tiles = -(-t // tokens_per_tile(t))
     first: dict[str, Any] = {"RANKS": block_r, "SLICES": 1, "STAGES": 1}
     if t > 1:
-        first = host.first_products(tokens_per_tile(t), block_r, 4, x2.element_size())
+        first = host.first_products(t, block_r, 4, x2.element_size())
     programs = len(a) * (block_r // first["RANKS"]) * tiles
     # All parts are read by each program of the second products, so there are few of them.
     most = 16 if t == 1 else max(1, min(8, 2 * host.num_sms(x.device) // programs))
@@ -142,7 +140,7 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     out = bases[0].new_empty(1, t, sum(sizes))
     per = adapters_per_layer(lora)  # a tile ends where its layer does
     ranks = min(block_r, 32 if per <= 2 else 16)  # and columns: what is held in registers
-    block_n = 128 if t > WIDE and per * block_r <= 64 else 64 if per * block_r <= 128 else 32 if per * ranks <= 128 else 16
+    block_n = 64 if per * block_r <= 128 else 32 if per * ranks <= 128 else 16
     second: dict[str, Any] = {"PER": per, "BLOCK_Q": ranks, "BLOCK_N": block_n, "LAYERS": len(bases)}
     columns = sum(-(-n // block_n) for n in sizes)  # tiles
     strides = tuple(base.stride(0) for base in flat)
@@ -183,7 +181,7 @@ def adapters_for(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], starts: Se
 
 
 def tokens_per_tile(t: int) -> int:
-    return 1 if t == 1 else 16 if t <= 16 else 32 if t <= WIDE else 64
+    return 1 if t == 1 else 16 if t <= 16 else 32
 
 
 def _fake(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float], bits: Sequence[int]

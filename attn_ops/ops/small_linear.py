@@ -176,7 +176,7 @@ def adapter_tiles(lora: host.Adapters, n: int, config: Config, swiglu: bool, nor
     per = adapters_per_layer(lora) if not any(edge % block_n for edge in edges) else adapters
     block_q = min(block_r, 32 if per <= 2 else 16)
     first = {"RANKS": 2, "SLICES": 1, "STAGES": 1} if t == 1 else host.first_products(
-        16 if t <= 16 else 32, block_r, num_warps, 2, memory_of(config, t, swiglu))
+        t, block_r, num_warps, 2, memory_of(config, t, swiglu))
     held = max(1, min(per, 1024 * num_warps // (block_q * block_n * operands)))  # 32 numbers per thread
     # A large loop with a norm has no registers left for what is kept meanwhile: qkv's of 32 tokens took 3 to 5 us more
     # (h200_lora_linear_early.json).

@@ -126,9 +126,10 @@ class FlashInferState:
         return Group(heads, kv_heads, dim, dtype, scale, window, softcap, self.fixed_kv_dtype)
 
     def own(self, group: Group, given: bool) -> bool:
-        """Whether a layer's own k and v may be read, where they are ``given``: they must read as those of the cache, and every
-        query must see all of its sequence's prefix."""
-        return given and group.window is None and self.fixed_kv_dtype is None and not self.copies
+        """Whether a layer's own k and v may be read, where they are ``given``: they must read as those of the cache, every
+        query must see all of its sequence's prefix, and such kernels must have been seen right on a GPU."""
+        return given and group.window is None and self.fixed_kv_dtype is None and not self.copies and routes.seen_right(
+            group.dtype, group.dim, group.softcap)
 
     def key_scale(self, k_cache: torch.Tensor) -> float:
         """The fixed scale of these keys. Raises RuntimeError for those of another cache."""

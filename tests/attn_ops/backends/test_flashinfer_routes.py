@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -75,3 +76,11 @@ def test_runs(lens: list[int], parts: list[tuple[int, int]]) -> None:
     """A user beside whose prompt another one has a NaN: no tile of a sequence's values reaches into the next one's."""
     assert routes.runs(np.array(lens, dtype=np.int64), whole_tiles=True) == parts
     assert routes.runs(np.array(lens, dtype=np.int64), whole_tiles=False) == [(0, len(lens))]
+
+
+def test_own_keys_only_where_they_were_seen_right_on_a_gpu() -> None:
+    """What nobody has run there goes by the ways that were."""
+    assert routes.seen_right(torch.bfloat16, 128, None)
+    half = torch.bfloat16
+    for layer in ((torch.float16, 128, None), (half, 64, None), (half, 256, None), (half, 128, 30.0)):
+        assert not routes.seen_right(*layer)
