@@ -13,8 +13,8 @@ One product reads x once, fills the GPU better than three small ones and saves t
 
 Not fused: weights with a second user or that share memory (NOTE [Memory of fused parameters]), weights of different dtypes,
 siblings of which only some have a bias, other tensor subclasses, siblings between which something is changed in place, and
-LoRA's A and B of a layer that the kernels for small batches compute with its adapters (passes/fusions/lora_group.py): graphs
-for small and for large batches share the weights.
+LoRA's A and B of a layer whose adapters have a launch together (passes/fusions/lora_group.py), or the layer's own in graphs
+for small batches, which share the weights with graphs for large ones.
 """
 
 from __future__ import annotations

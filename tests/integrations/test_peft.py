@@ -162,8 +162,7 @@ def test_an_adapter_in_the_fused_graph(dtype, chosen, line, tmp_path, caplog) ->
 @pytest.mark.parametrize("base", ["plain", "int8"])
 def test_active_adapters_of_different_dtypes(base, monkeypatch, caplog) -> None:
     """A trained one in float32 beside one loaded in the model's dtype, of other layers and ranks: a layer has the sum of both.
-    The prompt runs in the graph for large batches, which has PEFT's own products. A base in codes has its launch, and the
-    adapters theirs."""
+    The prompt runs in the graph for large batches, in which the adapters have a launch, as beside a base in codes."""
     model = load_model(num_layers=2, dtype=torch.bfloat16)
     if base == "int8":
         monkeypatch.setattr("quire.passes.fusions.quantized_linear.wanted", lambda weight: True)  # as on a GPU
