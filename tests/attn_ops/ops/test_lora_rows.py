@@ -9,6 +9,7 @@ import torch
 
 import quire
 from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.ops.lora_counters import LINE, lora_counters
 from quire.attn_ops.ops.lora_rows import (
     MAX_RANK,
     lora_group,
@@ -119,6 +120,21 @@ def test_kernels_of_a_group(tokens, sizes, every) -> None:
     assert got.dtype == torch.float16 and got.shape == (1, tokens, sum(sizes))
     if len(sizes) > 2:
         assert torch.equal(got[..., sizes[0] : sizes[0] + sizes[1]], bases[1])
+
+
+def test_each_launch_of_a_forward_has_a_counter() -> None:
+    """Else programs would add first products that are not there yet."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    base, x = (torch.randn(1, 20, n, generator=generator).to(device, torch.float16) for n in (48, 72))
+    a, b = torch.randn(4, 72, generator=generator).to(device), torch.randn(48, 4, generator=generator).to(device)
+    alone = lora_group_cuda([base], x, [a], [b], [0], [0.1], [0])
+    counters = lora_counters(x)
+    for _ in range(2):
+        assert torch.equal(lora_group_cuda([base], x, [a], [b], [0], [0.1], [0], counters), alone)
+    first, second = counters[0].item(), counters[LINE].item()
+    assert first == second > 0 and int(counters.sum()) == first + second
 
 
 def test_a_group_is_its_layers() -> None:

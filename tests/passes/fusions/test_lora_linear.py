@@ -105,8 +105,12 @@ def test_graphs_for_small_and_for_large_batches_have_the_same_weights(own) -> No
     want = {tuple(map(id, (first.weight, second.weight))) for first, second in ((model.q, model.k), (model.gate, model.up))}
     weights = FusedWeights()
     for small in (True, False, True):
-        apply_fusions(copy_graph(gm), inputs, "all", weights, small)
+        graph = copy_graph(gm)
+        apply_fusions(graph, inputs, "all", weights, small)
         assert set(weights.fused) == want
+        found = [n for n in graph.graph.nodes if is_function(n, (lora_linear, lora_group))]
+        assert [n.target for n in found] == [lora_linear if small else lora_group] * 3, "one launch for layers with one input"
+        assert all(schema_arguments(n)["counters"] is not None for n in found)
     weights.restore()
 
 
