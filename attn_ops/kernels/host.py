@@ -99,21 +99,24 @@ class AdapterTiles(NamedTuple):
     """How programs compute the adapters of a layer in one launch: one constant argument of a kernel.
 
     Args:
-        adapters: how many.  one_loop: ``one_loop``.  per: at most so many add to the columns of a program.
+        adapters: how many.  one_loop: ``one_loop``.  every: each token has all of them.
+        per: at most so many add to the columns of a program.
         parts: of the first products' sums.
         block_r, block_q: ranks, padded, and those of a second product at a time.  held: adapters whose B is loaded at once;
             early: which tokens have an adapter is read before the loop over the columns of x.
-        ranks, slices, stages: of a program of first products (``shrink``).
+        first_t, ranks, slices, stages: of a program of first products: tokens, ranks, and as of ``first_products``.
     """
 
     adapters: int
     one_loop: bool
+    every: bool
     per: int
     parts: int
     block_r: int
     block_q: int
     held: int
     early: bool
+    first_t: int
     ranks: int
     slices: int
     stages: int
@@ -126,12 +129,13 @@ def one_loop(lora: Adapters, t: int) -> bool:
     return len(lora.b) > (4 if t > 1 else 12) and len({up.dtype for up in lora.b}) == 1
 
 
-def first_products(t: int, block_r: int, num_warps: int, item: int, memory: int = 96 * 1024) -> dict[str, Any]:
-    """Constants of ``shrink`` (attn_ops/kernels/lora.py) for several tokens, whose numbers have ``item`` bytes: what a part
-    loads is on its way at once, as far as ``memory`` bytes of shared memory go."""
-    ranks = min(block_r, 32)
-    stage = (item * (16 if t <= 16 else 32) + 4 * ranks) * 32 * num_warps  # bytes
-    return {"RANKS": ranks, "SLICES": num_warps, "STAGES": max(2, min(8, memory // stage))}
+def first_products(t: int, block_r: int, num_warps: int, item: int, memory: int = 96 * 1024) -> tuple[int, int, int, int]:
+    """Of a program of first products (attn_ops/kernels/lora.py) of several tokens, whose numbers have ``item`` bytes: tokens;
+    ranks; slices, the warps that share the columns of x; and stages, the iterations that are loaded ahead: what a part loads is
+    on its way at once, as far as ``memory`` bytes of shared memory go."""
+    tokens, ranks = 16 if t <= 16 else 32, min(block_r, 32)
+    stage = (item * tokens + 4 * ranks) * 32 * num_warps  # bytes
+    return tokens, ranks, num_warps, max(2, min(8, memory // stage))
 
 
 def cache_layout(caches: Caches) -> CacheLayout:

@@ -5,8 +5,9 @@ compute ``A x``, and count when it is stored; the others compute ``W x``, wait f
 because GPUs start the programs of a launch in the order of their numbers: those that are waited for run or have ended, and wait
 for nobody. CUDA does not promise that order; stream-K products and scans by look-back rely on it, too. First products take a
 fraction of the others' time, so that hardly anyone waits. Each launch has a counter of its own, which its forward has zeroed
-(``lora_counters``). One token has too short programs for that: a second launch adds its ``B (A x)``. ``rows_kernel`` does the
-same for several tokens beside products of other libraries.
+(``lora_counters``). One token has too short programs for that: a second launch adds its ``B (A x)``. ``rows_kernel`` and
+``finish_kernel`` do the same for several tokens beside products of other libraries. Of long prompts, where a launch costs
+little, first products have one of their own.
 """
 
 from __future__ import annotations
@@ -15,31 +16,69 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
+from quire.attn_ops.kernels.wgmma import wait_for_products
 
 
 @triton.jit
-def rows_shrink_kernel(x, lora, t, k, x_stride, ADAPTERS: tl.constexpr, ONE_LOOP: tl.constexpr, PARTS: tl.constexpr,
-                       BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr,
-                       STAGES: tl.constexpr, PDL: tl.constexpr):
-    """Program (adapter and ranks, part of k, tile of tokens): ``shrink``. ``lora``: host.Adapters."""
+def rows_shrink_kernel(x, lora, t, k, x_stride, LORA: tl.constexpr, PDL: tl.constexpr):
+    """A program of ``first_products``. ``lora``: host.Adapters."""
     wait_for_previous(PDL)
     let_next_start(PDL)
-    tokens = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
-    shrink(tl.program_id(0), tl.program_id(1), tokens, x, None, lora, t, k, x_stride, ADAPTERS, ONE_LOOP, PARTS, BLOCK_T,
-           BLOCK_R, RANKS, SLICES, STAGES)
+    first_products(tl.program_id(0), x, None, lora, t, k, x_stride, LORA)
 
 
 @triton.jit
-def shrink(program, part, tokens, x, norm, lora, t, k, x_stride, ADAPTERS: tl.constexpr, ONE_LOOP: tl.constexpr,
-           PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr,
-           STAGES: tl.constexpr):
-    """``A (x * norm)`` of RANKS ranks of one adapter, over one part of k, to ``lora.shrunk`` (ADAPTERS, PARTS, t, BLOCK_R).
-    ``program``: the adapter's number times BLOCK_R / RANKS, plus that of the ranks. Nothing where no token has the adapter.
-    ``norm``: factors of the columns of x, or None. ONE_LOOP: ``host.one_loop``."""
-    mine = bits_of(tokens, t, lora)
-    r = program % (BLOCK_R // RANKS) * RANKS + tl.arange(0, RANKS)
-    i = program // (BLOCK_R // RANKS)
-    if ONE_LOOP:
+def rows_shrink_all_kernel(x, lora, t, k, x_stride, LORA: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr,
+                           PDL: tl.constexpr):
+    """Program (part of k, tile of tokens): as ``first_products``, for all adapters, whose ranks are side by side (RANKS: how
+    many, padded), so that x is read once. For adapters of one dtype and many tokens."""
+    ADAPTERS: tl.constexpr = LORA.adapters
+    BLOCK_T: tl.constexpr = LORA.first_t
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    part, tokens = tl.program_id(0), tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    ranks = tl.arange(0, RANKS)
+    i, r = ranks // LORA.block_r, ranks % LORA.block_r
+    mine, place = bits_of(tokens, t, lora, LORA.every), _pick(lora.places, i, ADAPTERS)
+    on = (place == 63)[:, None] | (((mine[None, :] >> place[:, None]) & 1) == 1)
+    live = (i < ADAPTERS) & (r < _pick(lora.ranks, i, ADAPTERS)) & (tl.max(on.to(tl.int32), axis=1) > 0)
+    a = _pick(lora.a, i, ADAPTERS) + r.to(tl.int64) * k
+    total = tl.zeros((RANKS, BLOCK_T), tl.float32)
+    for start in tl.range(part * BLOCK_K, k, LORA.parts * BLOCK_K, num_stages=LORA.stages):
+        at = start + tl.arange(0, BLOCK_K)
+        tile = tl.load(x + tokens.to(tl.int64)[None, :] * x_stride + at[:, None],
+                       mask=(tokens < t)[None, :] & (at < k)[:, None], other=0.0)
+        factors = tl.load(a[:, None] + at[None, :], mask=live[:, None] & (at < k)[None, :], other=0.0)
+        if tile.dtype == tl.bfloat16 and factors.dtype == tl.float32:  # as in dot_float32
+            high, middle, low = _in_three(factors)
+            total = tl.dot(low, tile, tl.dot(middle, tile, tl.dot(high, tile, total)))
+        else:
+            total = tl.dot(factors, tile.to(factors.dtype), total, input_precision="tf32x3")
+        wait_for_products()
+    at_token = ((i * LORA.parts + part)[:, None] * t + tokens[None, :]).to(tl.int64) * LORA.block_r + r[:, None]
+    tl.store(lora.shrunk + at_token, total, mask=(i < ADAPTERS)[:, None] & (tokens < t)[None, :])
+
+
+@triton.jit
+def first_products(program, x, norm, lora, t, k, x_stride, LORA: tl.constexpr):
+    """``A (x * norm)`` of LORA.ranks ranks of one adapter, over one of LORA.parts parts of k, for LORA.first_t tokens, to
+    ``lora.shrunk`` (adapters, parts, t, block_r); nothing where no token has the adapter. ``program``: the number of the ranks,
+    those of an adapter after those of the one before; then that of the part; then that of the tokens. ``norm``: factors of the
+    columns of x, or None. LORA: host.AdapterTiles."""
+    ADAPTERS: tl.constexpr = LORA.adapters
+    PARTS: tl.constexpr = LORA.parts
+    BLOCK_T: tl.constexpr = LORA.first_t
+    BLOCK_R: tl.constexpr = LORA.block_r
+    RANKS: tl.constexpr = LORA.ranks
+    SLICES: tl.constexpr = LORA.slices
+    STAGES: tl.constexpr = LORA.stages
+    PER: tl.constexpr = BLOCK_R // RANKS
+    rest = program // (ADAPTERS * PER)
+    part, tokens = rest % PARTS, rest // PARTS * BLOCK_T + tl.arange(0, BLOCK_T)
+    mine = bits_of(tokens, t, lora, LORA.every)
+    r = program % PER * RANKS + tl.arange(0, RANKS)
+    i = program // PER % ADAPTERS
+    if LORA.one_loop:
         _shrink(i, _pick(lora.a, i, ADAPTERS), _pick(lora.ranks, i, ADAPTERS), _pick(lora.places, i, ADAPTERS), mine, r, part,
                 tokens, x, norm, lora, t, k, x_stride, PARTS, BLOCK_T, BLOCK_R, RANKS, SLICES, STAGES)
     else:
@@ -52,9 +91,9 @@ def shrink(program, part, tokens, x, norm, lora, t, k, x_stride, ADAPTERS: tl.co
 @triton.jit
 def _shrink(i, a, rank, place, mine, r, part, tokens, x, norm, lora, t, k, x_stride, PARTS: tl.constexpr,
             BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr):
-    """``shrink`` for adapter ``i`` and the ranks ``r``. BLOCK_T is 1 for one token, which needs no tensor cores. For several,
-    each of SLICES warps has 32 columns per iteration; STAGES iterations are loaded ahead, since memory is busy with the
-    weight."""
+    """``first_products`` of adapter ``i`` and the ranks ``r``. BLOCK_T is 1 for one token, which needs no tensor cores. For
+    several, each of SLICES warps has 32 columns per iteration; STAGES iterations are loaded ahead, since memory is busy with
+    the weight."""
     on = (place == 63) | (((mine >> place) & 1) == 1)
     if tl.max(on.to(tl.int32), axis=0) > 0:
         if BLOCK_T == 1:
@@ -87,40 +126,28 @@ def _shrink(i, a, rank, place, mine, r, part, tokens, x, norm, lora, t, k, x_str
 
 
 @triton.jit
-def rows_expand_kernel(bases, lora, out, t, n, sizes, strides, LAYERS: tl.constexpr, ADAPTERS: tl.constexpr,
-                       PER: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-                       BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr):
-    """Program (tile of columns, tile of tokens): ``_rows_expand``."""
-    _rows_expand(tl.program_id(0), tl.program_id(1), 0, bases, lora, out, t, n, sizes, strides, LAYERS, ADAPTERS, PER, PARTS,
-                 BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q, PDL)
-
-
-@triton.jit
-def rows_kernel(x, bases, lora, out, t, k, n, first, tiles, x_stride, sizes, strides, LAYERS: tl.constexpr,
-                ADAPTERS: tl.constexpr, ONE_LOOP: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
-                BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, RANKS: tl.constexpr,
-                SLICES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
-    """Several tokens: the ``first`` programs do ``shrink``, the others ``_rows_expand``, ``tiles`` tiles of columns for each
-    tile of tokens. See NOTE [First products in the same launch]."""
+def rows_kernel(x, bases, lora, out, t, k, n, first, tiles, x_stride, sizes, strides, LAYERS: tl.constexpr, LORA: tl.constexpr,
+                BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr):
+    """With FIRST the ``first`` programs have ``first_products``: see NOTE [First products in the same launch]. The others:
+    ``_rows_expand``, ``tiles`` tiles of columns for each tile of BLOCK_T tokens."""
     program = tl.program_id(0)
-    if program < first:
-        wait_for_previous(PDL)
-        let_next_start(PDL)
-        BLOCKS: tl.constexpr = ADAPTERS * (BLOCK_R // RANKS)
-        rest = program // BLOCKS
-        tokens = rest // PARTS * BLOCK_T + tl.arange(0, BLOCK_T)
-        shrink(program % BLOCKS, rest % PARTS, tokens, x, None, lora, t, k, x_stride, ADAPTERS, ONE_LOOP, PARTS, BLOCK_T,
-               BLOCK_R, RANKS, SLICES, STAGES)
-        count_first_products(lora)
+    if FIRST:
+        if program < first:
+            wait_for_previous(PDL)
+            let_next_start(PDL)
+            first_products(program, x, None, lora, t, k, x_stride, LORA)
+            count_first_products(lora)
+        else:
+            _rows_expand((program - first) % tiles, (program - first) // tiles, first, bases, lora, out, t, n, sizes, strides,
+                         LAYERS, LORA, BLOCK_T, BLOCK_N, PDL)
     else:
-        _rows_expand((program - first) % tiles, (program - first) // tiles, first, bases, lora, out, t, n, sizes, strides,
-                     LAYERS, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R, BLOCK_Q, PDL)
+        _rows_expand(program % tiles, program // tiles, 0, bases, lora, out, t, n, sizes, strides, LAYERS, LORA, BLOCK_T,
+                     BLOCK_N, PDL)
 
 
 @triton.jit
-def _rows_expand(tile, token_tile, wait_for, bases, lora, out, t, n, sizes, strides, LAYERS: tl.constexpr,
-                 ADAPTERS: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-                 BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr):
+def _rows_expand(tile, token_tile, wait_for, bases, lora, out, t, n, sizes, strides, LAYERS: tl.constexpr, LORA: tl.constexpr,
+                 BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
     """base + B (A x) * scaling of each token's adapters, to its layer's columns of ``out`` (t, n). The tiles of a layer come
     after those of the layer before; its last one may be partly empty. ``bases``, ``sizes`` and ``strides`` have an entry for
     each layer; the adapters' ``starts`` are columns of ``out``. ``wait_for``: so many programs of the same launch."""
@@ -138,8 +165,9 @@ def _rows_expand(tile, token_tile, wait_for, bases, lora, out, t, n, sizes, stri
     start, tokens = (tile - first) * BLOCK_N, token_tile * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = start + tl.arange(0, BLOCK_N)
     live = (columns < size)[:, None] & (tokens < t)[None, :]
-    mine = bits_of(tokens, t, lora)
-    held = factors_of(mine, column + start, column + size, lora, 0, 0, PER, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
+    mine = bits_of(tokens, t, lora, LORA.every)
+    held = factors_of(mine, column + start, column + size, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, BLOCK_N,
+                      LORA.block_q)
     wait_for_previous(PDL)
     total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for i in tl.static_range(LAYERS):
@@ -149,19 +177,22 @@ def _rows_expand(tile, token_tile, wait_for, bases, lora, out, t, n, sizes, stri
     ones = tl.full((BLOCK_T,), 1.0, tl.float32)
     if wait_for > 0:
         wait_for_first_products(lora, wait_for)
-    lows = lows_of(mine, ones, column + start, tokens, t, lora, 0, 0, PER, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R,
-                   BLOCK_Q)
-    total = expand(total, mine, ones, held, lows, column + start, column + size, tokens, t, lora, ADAPTERS, PER, PARTS, BLOCK_T,
-                   BLOCK_N, BLOCK_R, BLOCK_Q, PER)
+    lows = lows_of(mine, ones, column + start, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, LORA.parts, BLOCK_T,
+                   BLOCK_N, LORA.block_r, LORA.block_q)
+    total = expand(total, mine, ones, held, lows, column + start, column + size, tokens, t, lora, LORA.adapters, LORA.per,
+                   LORA.parts, BLOCK_T, BLOCK_N, LORA.block_r, LORA.block_q, LORA.held)
     let_next_start(PDL)
     tl.store(out + tokens.to(tl.int64)[None, :] * n + (column + columns)[:, None], total.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
-def bits_of(tokens, t, lora):
+def bits_of(tokens, t, lora, EVERY: tl.constexpr):
     """The adapters of each of the tokens, as bits. Loaded once, and well before they are needed if that is possible: masks of
-    other loads wait for them."""
-    return tl.load(lora.rows + tokens, mask=tokens < t, other=0)
+    other loads wait for them. EVERY: each token has all of them, and nothing is loaded."""
+    if EVERY:
+        return tl.full(tokens.shape, -1, tl.int64)
+    else:
+        return tl.load(lora.rows + tokens, mask=tokens < t, other=0)
 
 
 @triton.jit
@@ -208,28 +239,49 @@ def wait_for_first_products(lora, first):
 
 
 @triton.jit
-def finish_kernel(base, lora, res, out, n, LORA: tl.constexpr, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr, NORM: tl.constexpr,
+def finish_kernel(x, base, lora, res, out, t, k, n, first, tiles, x_stride, base_stride, res_stride, LORA: tl.constexpr,
+                  BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr, NORM: tl.constexpr, FIRST: tl.constexpr,
                   PDL: tl.constexpr):
-    """One token, a tile of columns of ``out`` (n,) per program: base + B (A x) * scaling of its adapters, then SwiGLU and the
-    residual. ``base`` (n,), or (2 n,) with SWIGLU. NORM: ``A x`` lacks the norm's factor, ``lora.rms``."""
-    start, token = tl.program_id(0) * BLOCK_N, tl.arange(0, 1)
+    """A layer's product with its adapters, as ``rows_kernel`` for one layer; then SwiGLU and the residual ``res``, to ``out``
+    (t, n). ``base``: (t, n), or (t, 2 n) with SWIGLU. NORM: ``A x`` lacks the norm's factor, ``lora.rms``."""
+    program = tl.program_id(0)
+    if FIRST:
+        if program < first:
+            wait_for_previous(PDL)
+            let_next_start(PDL)
+            first_products(program, x, None, lora, t, k, x_stride, LORA)
+            count_first_products(lora)
+        else:
+            _finish((program - first) % tiles, (program - first) // tiles, first, base, lora, res, out, t, n, base_stride,
+                    res_stride, LORA, BLOCK_T, BLOCK_N, SWIGLU, NORM, PDL)
+    else:
+        _finish(program % tiles, program // tiles, 0, base, lora, res, out, t, n, base_stride, res_stride, LORA, BLOCK_T,
+                BLOCK_N, SWIGLU, NORM, PDL)
+
+
+@triton.jit
+def _finish(tile, token_tile, wait_for, base, lora, res, out, t, n, base_stride, res_stride, LORA: tl.constexpr,
+            BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
+    start, tokens = tile * BLOCK_N, token_tile * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = start + tl.arange(0, BLOCK_N)
-    live = (columns < n)[:, None]
-    mine = bits_of(token, 1, lora)
+    live, rows = (columns < n)[:, None] & (tokens < t)[None, :], tokens.to(tl.int64)[None, :]
+    mine = bits_of(tokens, t, lora, LORA.every)
     held, held_up = adapter_factors(mine, start, n, lora, SWIGLU, LORA, BLOCK_N)
     wait_for_previous(PDL)
-    y = tl.load(base + columns[:, None], mask=live, other=0.0).to(tl.float32)
+    y = tl.load(base + rows * base_stride + columns[:, None], mask=live, other=0.0).to(tl.float32)
     up = y
     if SWIGLU:
-        up = tl.load(base + n + columns[:, None], mask=live, other=0.0).to(tl.float32)
-    factor = tl.load(lora.rms + token) if NORM else tl.full((1,), 1.0, tl.float32)
-    y, up = add_adapters(y, up, mine, factor, held, held_up, start, n, token, 1, lora, SWIGLU, LORA, 1, BLOCK_N)
+        up = tl.load(base + rows * base_stride + n + columns[:, None], mask=live, other=0.0).to(tl.float32)
+    factor = tl.load(lora.rms + tokens) if NORM else tl.full((BLOCK_T,), 1.0, tl.float32)
+    if wait_for > 0:
+        wait_for_first_products(lora, wait_for)
+    y, up = add_adapters(y, up, mine, factor, held, held_up, start, n, tokens, t, lora, SWIGLU, LORA, BLOCK_T, BLOCK_N)
     if SWIGLU:
         y = y * tl.sigmoid(y) * up
     let_next_start(PDL)
     if res is not None:
-        y += tl.load(res + columns[:, None], mask=live, other=0.0).to(tl.float32)
-    tl.store(out + columns[:, None], y.to(out.dtype.element_ty), mask=live)
+        y += tl.load(res + rows * res_stride + columns[:, None], mask=live, other=0.0).to(tl.float32)
+    tl.store(out + rows * n + columns[:, None], y.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -347,10 +399,15 @@ def dot_float32(x, y, acc):
     """``acc + x @ y``, as exact as products in float32 are: a float32 factor of one in bf16 is a sum of three in bf16; else
     each factor is a sum of two in TF32."""
     if x.dtype == tl.bfloat16 and y.dtype == tl.float32:
-        high = y.to(tl.bfloat16)
-        rest = y - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        acc = tl.dot(x, high, acc)
-        acc = tl.dot(x, middle, acc)
-        return tl.dot(x, (rest - middle.to(tl.float32)).to(tl.bfloat16), acc)
+        high, middle, low = _in_three(y)
+        return tl.dot(x, low, tl.dot(x, middle, tl.dot(x, high, acc)))
     return tl.dot(x.to(y.dtype), y, acc, input_precision="tf32x3")
+
+
+@triton.jit
+def _in_three(x):
+    """float32 as a sum of three in bf16."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)

@@ -20,7 +20,7 @@ from quire.attn_ops.kernels.lora import (
     add_adapters,
     bits_of,
     count_first_products,
-    shrink,
+    first_products,
     wait_for_first_products,
 )
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
@@ -74,8 +74,7 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, 
     if LORA is not None:
         first = LORA.adapters * (LORA.block_r // LORA.ranks)
         if tl.program_id(0) < first:
-            shrink(tl.program_id(0), 0, tl.arange(0, 1), x, norm, lora, 1, K, K, LORA.adapters, LORA.one_loop, 1, 1,
-                   LORA.block_r, LORA.ranks, 1, 1)
+            first_products(tl.program_id(0), x, norm, lora, 1, K, K, LORA)
             let_next_start(PDL)
         else:
             _vector(tl.program_id(0) - first, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora.rms, BLOCK_N,
@@ -147,15 +146,20 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
 
     With SPLITS > 1 a program has a part of the columns, out is (SPLITS, M, N) float32, and ``add_up_kernel`` does the rest.
     LORA: with adapters ``lora`` (host.Adapters) of one tile of tokens, whose first products the first programs compute
-    (host.AdapterTiles)."""
+    (host.AdapterTiles); with SPLITS > 1 ``add_up_kernel`` adds the second ones."""
     wait_for_previous(PDL)
     if LORA is not None:
-        program, first = tl.program_id(0), LORA.adapters * (LORA.block_r // LORA.ranks) * LORA.parts
+        program = tl.program_id(0)
+        first = LORA.adapters * (LORA.block_r // LORA.ranks) * LORA.parts * (BLOCK_M // LORA.first_t)
         if program < first:
-            shrink(program // LORA.parts, program % LORA.parts, tl.arange(0, BLOCK_M), x, norm, lora, M, K, stride_x,
-                   LORA.adapters, LORA.one_loop, LORA.parts, BLOCK_M, LORA.block_r, LORA.ranks, LORA.slices, LORA.stages)
-            let_next_start(PDL)
-            count_first_products(lora)
+            if SPLITS == 1:
+                first_products(program, x, norm, lora, M, K, stride_x, LORA)
+                let_next_start(PDL)
+                count_first_products(lora)
+            else:
+                if tl.program_id(2) == 0:
+                    first_products(program, x, norm, lora, M, K, stride_x, LORA)
+                let_next_start(PDL)
         else:
             _tile(program - first, first, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora,
                   BLOCK_M, BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL, LORA)
@@ -176,7 +180,7 @@ def _tile(program, first_programs, x, w, scale, bias, norm, res, out, M, N, K, s
     squares = tl.zeros((BLOCK_M,), tl.float32)
     mine = None
     if LORA is not None and LORA.early:
-        mine = bits_of(tokens, M, lora)
+        mine = bits_of(tokens, M, lora, LORA.every)
     if SPLITS == 1:
         first, last = 0, K
     else:
@@ -207,18 +211,22 @@ def _tile(program, first_programs, x, w, scale, bias, norm, res, out, M, N, K, s
 
 
 @triton.jit(do_not_specialize=["M"])
-def add_up_kernel(parts, scale, bias, res, out, M, N, stride_r, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                  SPLITS: tl.constexpr, PDL: tl.constexpr):
+def add_up_kernel(parts, scale, bias, res, out, M, N, stride_r, lora, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                  SPLITS: tl.constexpr, PDL: tl.constexpr, LORA: tl.constexpr = None):
     """Add up ``tile_kernel``'s parts (SPLITS, M, N), always in the same order, and ``_finish``."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < N)[:, None] & (tokens < M)[None, :]
+    mine = None
+    if LORA is not None:
+        mine = bits_of(tokens, M, lora, LORA.every)
     wait_for_previous(PDL)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for split in tl.static_range(SPLITS):
         acc += tl.load(parts + (split * M + tokens)[None, :] * N + rows[:, None], mask=inside, other=0.0)
     let_next_start(PDL)
-    _finish(acc, acc, None, rows, tokens, scale, bias, None, res, out, M, N, 0, stride_r, 0.0, False)
+    _finish(acc, acc, None, rows, tokens, scale, bias, None, res, out, M, N, 0, stride_r, 0.0, False, mine,
+            tl.program_id(0) * BLOCK_N, 0, lora, LORA, BLOCK_M, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -286,10 +294,11 @@ def _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, 
     if LORA is not None:
         y = acc.to(out.dtype.element_ty).to(tl.float32)  # rounded as the layer's own result is
         up = acc_up.to(out.dtype.element_ty).to(tl.float32)
-        if not LORA.early:
-            mine = bits_of(tokens, M, lora)
+        if mine is None:
+            mine = bits_of(tokens, M, lora, LORA.every)
         held, held_up = adapter_factors(mine, start, N, lora, SWIGLU, LORA, BLOCK_N)
-        wait_for_first_products(lora, first_programs)
+        if first_programs > 0:
+            wait_for_first_products(lora, first_programs)
         acc, acc_up = add_adapters(y, up, mine, rms, held, held_up, start, N, tokens, M, lora, SWIGLU, LORA, BLOCK_M,
                                BLOCK_N)
     if SWIGLU:

@@ -1,14 +1,14 @@
-"""A linear layer with LoRA's adapters in one launch, for small batches, or in two, for one token:
-``torch.ops.quire.lora_linear``.
+"""A linear layer with LoRA's adapters, and with the norm, SwiGLU and residual around it: ``torch.ops.quire.lora_linear``.
 
 Legend: T tokens, K and N the inputs and outputs of the layer, r the rank of an adapter.
 
 LoRA (Hu et al., 2021) adds ``B A x * scaling`` to ``W x``. The first products, ``A x``, are computed by programs of the
 kernel that computes ``W x`` (``small_linear``, which folds in the norm before the layer, SwiGLU and the residual); its others
 wait for them and add ``B A x``: see NOTE [First products in the same launch] in attn_ops/kernels/lora.py. For one token a
-second, small kernel does. The adapters' own parameters are read, so changes in place are seen.
+second, small kernel does; it also does where cuBLAS computes ``W x``, which is faster for more than some hundred tokens
+(``large_tiles``), and there has the first products, too. The adapters' own parameters are read, so changes in place are seen.
 
-In half precision on CUDA, for up to small_linear's MAX_TOKENS tokens; elsewhere the op runs its eager definition.
+In half precision on CUDA; elsewhere the op runs its eager definition.
 """
 
 from __future__ import annotations
@@ -23,9 +23,27 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
 from quire.attn_ops.ops.lora_counters import next_counter
-from quire.attn_ops.ops.lora_rows import adapters_fit, adapters_for, lora_rows_eager
-from quire.attn_ops.ops.small_linear import MAX_TOKENS, adapter_tiles, memory_of, norm_apart, small_linear_cuda
+from quire.attn_ops.ops.lora_rows import (
+    RowsTiles,
+    adapters_fit,
+    adapters_for,
+    adapters_per_layer,
+    launch_first,
+    lora_rows_eager,
+    rows_tiles,
+)
+from quire.attn_ops.ops.small_linear import (
+    MAX_TOKENS,
+    MAX_TOKENS_PER_TILE,
+    adapter_tiles,
+    memory_of,
+    norm_apart,
+    small_linear_cuda,
+)
 from quire.attn_ops.tuning.launch_config import Config, by_rule, config_for
+
+#: a, b, starts, scaling and bits of ``lora_linear_eager``.
+_OfAdapters = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[int], Sequence[float], Sequence[int]]
 
 
 def lora_linear_eager(
@@ -64,33 +82,84 @@ def lora_linear_eager(
 def lora_linear_cuda(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float, residual: Tensor | None,
     swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],
-    bits: Sequence[int], counters: Tensor | None = None, pdl: bool | None = None,
+    bits: Sequence[int], counters: Tensor | None = None, pdl: bool | None = None, tiles: RowsTiles | Config | None = None,
 ) -> Tensor:
     """The op on CUDA: ``W x`` is rounded to x's dtype before the adapters' part, in float32, is added, as in PEFT for adapters
     in float32. Those in x's dtype PEFT rounds more often: see ``lora_rows_cuda``. Runs the definition outside the kernels'
-    range. ``pdl``: as of ``small_linear_cuda``."""
+    range. ``pdl``: as of ``small_linear_cuda``. ``tiles``: launch parameters for more than MAX_TOKENS tokens; None:
+    ``large_tiles``."""
     alike = all(t is None or t.dtype == x.dtype for t in (weight, bias, norm_weight, residual)) \
         and all(up.dtype in (x.dtype, torch.float32) for up in b)
-    if not adapters_fit(x, a, b) or not 0 < x.shape[1] <= MAX_TOKENS or x.dtype not in (torch.bfloat16, torch.float16) \
+    if not adapters_fit(x, a, b) or x.shape[1] == 0 or x.dtype not in (torch.bfloat16, torch.float16) \
             or weight.stride(1) != 1 or not alike:
         return lora_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, a, b, starts, scaling, bits)
     t, k, rows = x.shape[1], x.shape[2], weight.shape[0]
     n = rows // (2 if swiglu else 1)
+    pdl = host.use_pdl(x.device, t) if pdl is None else pdl
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
-    x2, norm_weight = norm_apart(host.rows_contiguous(x[0]), norm_weight, eps, host.use_pdl(x.device, t))
-    x, config = x2[None], config_for(t, rows, k, swiglu, x.device) or by_rule(t, rows, k, swiglu)
+    x2, norm_weight = norm_apart(host.rows_contiguous(x[0]), norm_weight, eps, pdl, always=t > MAX_TOKENS)
+    x, of_adapters = x2[None], (a, b, starts, scaling, bits)
+    if t > MAX_TOKENS:
+        tiles = tiles or large_tiles(t, k, n, swiglu, a, b, starts)
+        if isinstance(tiles, RowsTiles):
+            return _finished(F.linear(x2, weight, bias), x2, residual, swiglu, of_adapters, tiles, pdl, counters)
+        config = tiles
+    else:
+        config = config_for(t, rows, k, swiglu, x.device) or by_rule(t, rows, k, swiglu)
     if t > 1:
-        lora, _ = adapters_for(x, a, b, starts, scaling, bits, _parts(a, t, n, k, swiglu, config, x.device),
-                               next_counter(x, counters))
+        lora = adapters_for(x, *of_adapters, _parts(a, t, n, k, swiglu, config, x.device), next_counter(x, counters))
         return small_linear_cuda(x, weight, bias, norm_weight, eps, residual, swiglu, config=config, pdl=pdl, lora=lora)
-    pdl = host.use_pdl(x.device, 1) if pdl is None else pdl
-    lora, _ = adapters_for(x, a, b, starts, scaling, bits, 1)
+    lora = adapters_for(x, *of_adapters, 1)
     base = small_linear_cuda(x, weight, bias, norm_weight, eps, None, swiglu, config=config, pdl=pdl, lora=lora)
-    tiles = adapter_tiles(lora, n, Config(64, 1, 4, 1), swiglu, False)
-    out = x.new_empty(1, 1, n)
-    launch(host.kernel_module("kernels.lora").finish_kernel, (-(-n // 64),), base, lora,
-           None if residual is None else residual.contiguous(), out, n, LORA=tiles, BLOCK_N=64, SWIGLU=swiglu,
-           NORM=norm_weight is not None, pdl=pdl, num_warps=4)
+    return _launch_finish(base[0], x2, residual, n, swiglu, lora, adapter_tiles(lora, n, Config(64, 1, 4, 1), swiglu, False), 0,
+                          RowsTiles(1, 64, 4, 1, 1, 1), pdl, norm=norm_weight is not None)
+
+
+def large_tiles(t: int, k: int, n: int, swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int]
+                ) -> RowsTiles | Config:
+    """For t > MAX_TOKENS tokens and n outputs: launch parameters of the adapters' part behind cuBLAS's product; or, where that
+    was measured to be faster, of one launch."""
+    block_r = host.next_power_of_2(max(len(down) for down in a), 16)
+    ranks = adapters_per_layer(starts, b) * block_r
+    return one_launch(t, n, swiglu) or rows_tiles(t, k, ranks, swiglu)
+
+
+def one_launch(t: int, n: int, swiglu: bool) -> Config | None:
+    """For t > MAX_TOKENS tokens and n outputs: parameters of ``small_linear``'s kernel where with adapters it is faster than
+    cuBLAS and a launch for them (``h200_lora_tiles.json``): where its programs fill an H200, which with few outputs share the
+    columns."""
+    if t > MAX_TOKENS_PER_TILE:
+        return None
+    if swiglu:
+        if n >= 12288:
+            return Config(128, 64, 8, 4)
+        return Config(64, 64, 4, 6) if t <= 64 and n >= 6144 else None
+    if t <= 64:
+        return Config(64, 128, 4, 4, 1 if n > 4096 else 2) if n >= 2048 else None
+    return Config(128, 64, 8, 4, max(1, min(4, 12288 // n))) if n >= 3072 else None
+
+
+def _finished(base: Tensor, x: Tensor, residual: Tensor | None, swiglu: bool, of_adapters: _OfAdapters, tiles: RowsTiles,
+              pdl: bool, counters: Tensor | None) -> Tensor:
+    """The layer's result (1, T, n) from its product ``base`` and its input, (T, N) and (T, K)."""
+    t, n = len(base), base.shape[1] // (2 if swiglu else 1)
+    lora = adapters_for(x[None], *of_adapters, tiles.parts, None if tiles.apart else next_counter(x, counters))
+    constants = adapter_tiles(lora, n, Config(tiles.block_n, 1, tiles.num_warps, 1), swiglu, False)._replace(
+        first_t=tiles.first_t, ranks=min(lora.shrunk.shape[3], 32), slices=4 if tiles.apart else tiles.num_warps,
+        stages=tiles.stages)
+    first = launch_first(x, lora, constants, tiles, t)
+    return _launch_finish(base, x, residual, n, swiglu, lora, constants, first, tiles, pdl)
+
+
+def _launch_finish(base: Tensor, x: Tensor, residual: Tensor | None, n: int, swiglu: bool, lora: host.Adapters,
+                   constants: host.AdapterTiles, first: int, tiles: RowsTiles, pdl: bool, norm: bool = False) -> Tensor:
+    t, columns = len(x), -(-n // tiles.block_n)
+    res = None if residual is None else host.rows_contiguous(residual[0])
+    out = x.new_empty(1, t, n)
+    launch(host.kernel_module("kernels.lora").finish_kernel, (first + columns * -(-t // tiles.block_t),), x, base, lora, res,
+           out, t, x.shape[1], n, first, columns, x.stride(0), base.stride(0), 0 if res is None else res.stride(0),
+           LORA=constants, BLOCK_T=tiles.block_t, BLOCK_N=tiles.block_n, SWIGLU=swiglu, NORM=norm, FIRST=first > 0, pdl=pdl,
+           num_warps=tiles.num_warps)
     return out
 
 

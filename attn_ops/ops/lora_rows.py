@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -119,69 +119,109 @@ def adapters_fit(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
         and down.dtype in _DTYPES for down, up in zip(a, b, strict=True))
 
 
+class RowsTiles(NamedTuple):
+    """How launches for several tokens are split up.
+
+    Args:
+        block_t, block_n, num_warps: tokens, columns and warps of a program of second products.
+        first_t, parts, stages: tokens of a program of first products, parts of their sums, iterations that are loaded ahead.
+        apart: 0: one launch for both. Else the first products have one of their own, whose programs have so many warps.
+    """
+
+    block_t: int
+    block_n: int
+    num_warps: int
+    first_t: int
+    parts: int
+    stages: int
+    apart: int = 0
+
+
+def rows_tiles(t: int, k: int, ranks: int, swiglu: bool = False) -> RowsTiles:
+    """Launch parameters for t > 1 tokens (``h200_lora_tiles.json``). ``ranks``: padded, that a program of second products adds.
+    All parts of first products are read by each of these programs, so there are few of them."""
+    block_n = 64 if ranks <= 128 else 32 if ranks <= 256 else 16  # registers
+    block_t = 16 if t <= 16 else 64 if t > 32 and ranks <= 64 and not swiglu else 32
+    if t > 512:
+        parts = next_power_of_2(max(1, min(8, k // 512, max(2, 8192 // t))))
+        return RowsTiles(block_t, block_n, 4, 128 if t > 2048 else 64, parts, 3, 4)
+    parts = next_power_of_2(max(1, min(16 if k > 8192 else 8, k // 512)))
+    return RowsTiles(block_t, block_n, 4, 16 if t <= 16 else 32, parts, 4)
+
+
 def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], layers: Sequence[int],
-            scaling: Sequence[float], bits: Sequence[int], counters: Tensor | None = None) -> Tensor:
+            scaling: Sequence[float], bits: Sequence[int], counters: Tensor | None = None, tiles: RowsTiles | None = None
+            ) -> Tensor:
     t, k, x2 = x.shape[1], x.shape[2], host.rows_contiguous(x[0])
     flat = [host.rows_contiguous(base[0]) for base in bases]
     sizes = tuple(base.shape[2] for base in bases)
     starts = [sum(sizes[:layer]) for layer in layers]
     block_r = next_power_of_2(max(len(down) for down in a), 16)
-    tiles = -(-t // tokens_per_tile(t))
-    first: dict[str, Any] = {"RANKS": block_r, "SLICES": 1, "STAGES": 1}
-    if t > 1:
-        first = host.first_products(t, block_r, 4, x2.element_size())
-    programs = len(a) * (block_r // first["RANKS"]) * tiles
-    # All parts are read by each program of the second products, so there are few of them.
-    most = 16 if t == 1 else max(1, min(8, 2 * host.num_sms(x.device) // programs))
-    parts = next_power_of_2(max(1, min(k // 512, most)))
-    lora, blocks = adapters_for(x, a, b, starts, scaling, bits, parts, None if t == 1 else next_counter(x, counters))
-    kernels, options = host.kernel_module("kernels.lora"), {**blocks, "pdl": host.use_pdl(x.device, t), "num_warps": 4}
-    first["ONE_LOOP"] = host.one_loop(lora, t)
-    out = bases[0].new_empty(1, t, sum(sizes))
-    per = adapters_per_layer(lora)  # a tile ends where its layer does
-    ranks = min(block_r, 32 if per <= 2 else 16)  # and columns: what is held in registers
-    block_n = 64 if per * block_r <= 128 else 32 if per * ranks <= 128 else 16
-    second: dict[str, Any] = {"PER": per, "BLOCK_Q": ranks, "BLOCK_N": block_n, "LAYERS": len(bases)}
-    columns = sum(-(-n // block_n) for n in sizes)  # tiles
-    strides = tuple(base.stride(0) for base in flat)
+    per = adapters_per_layer(starts, b)  # a tile ends where its layer does
+    tiles = tiles or rows_tiles(t, k, per * block_r)
     if t == 1:
-        launch(kernels.rows_shrink_kernel, (programs, parts, 1), x2, lora, t, k, x2.stride(0), **first, **options)
-        launch(kernels.rows_expand_kernel, (columns, 1), tuple(flat), lora, out, t, sum(sizes), sizes, strides, **second,
-               **options)
-    else:
-        launch(kernels.rows_kernel, (programs * parts + columns * tiles,), x2, tuple(flat), lora, out, t, k, sum(sizes),
-               programs * parts, columns, x2.stride(0), sizes, strides, **first, **second, **options)
+        tiles = RowsTiles(1, tiles.block_n, 4, 1, next_power_of_2(max(1, min(k // 512, 16))), 1, 4)
+    lora = adapters_for(x, a, b, starts, scaling, bits, tiles.parts, None if tiles.apart else next_counter(x, counters))
+    constants = _constants(lora, tiles, per, min(block_r, 32 if per <= 2 else 16))
+    first = launch_first(x2, lora, constants, tiles, t)
+    columns = sum(-(-n // tiles.block_n) for n in sizes)
+    out = bases[0].new_empty(1, t, sum(sizes))
+    launch(host.kernel_module("kernels.lora").rows_kernel, (first + columns * -(-t // tiles.block_t),), x2, tuple(flat), lora,
+           out, t, k, sum(sizes), first, columns, x2.stride(0), sizes, tuple(base.stride(0) for base in flat),
+           LAYERS=len(bases), LORA=constants, BLOCK_T=tiles.block_t, BLOCK_N=tiles.block_n, FIRST=first > 0,
+           pdl=host.use_pdl(x.device, t), num_warps=tiles.num_warps)
     return out
 
 
-def adapters_per_layer(lora: host.Adapters) -> int:
+def _constants(lora: host.Adapters, tiles: RowsTiles, per: int, block_q: int) -> host.AdapterTiles:
+    adapters, parts, t, block_r = lora.shrunk.shape
+    warps = tiles.num_warps if not tiles.apart else 1 if t == 1 else 4
+    return host.AdapterTiles(adapters, host.one_loop(lora, t), all_tokens(lora), per, parts, block_r, block_q, per, True,
+                             tiles.first_t, block_r if t == 1 else min(block_r, 32), warps, tiles.stages)
+
+
+def launch_first(x: Tensor, lora: host.Adapters, constants: host.AdapterTiles, tiles: RowsTiles, t: int) -> int:
+    """The number of programs of first products for x (t, K); 0 if they are in a launch of their own, which this starts."""
+    kernels, blocks, k = host.kernel_module("kernels.lora"), -(-t // tiles.first_t), x.shape[1]
+    programs = constants.adapters * (constants.block_r // constants.ranks) * constants.parts * blocks
+    if not tiles.apart:
+        return programs
+    pdl, ranks = host.use_pdl(x.device, t), next_power_of_2(constants.adapters * constants.block_r, 64)
+    if t > 1 and ranks <= MAX_RANK and len({down.dtype for down in lora.a}) == 1:
+        launch(kernels.rows_shrink_all_kernel, (constants.parts, blocks), x, lora, t, k, x.stride(0), LORA=constants,
+               RANKS=ranks, BLOCK_K=64, pdl=pdl, num_warps=tiles.apart)
+    else:
+        launch(kernels.rows_shrink_kernel, (programs,), x, lora, t, k, x.stride(0), LORA=constants, pdl=pdl, num_warps=4)
+    return 0
+
+
+def adapters_per_layer(starts: Sequence[int], b: Sequence[Tensor]) -> int:
     """At most so many adapters add to the same columns; all of them where layers overlap or B has several dtypes."""
-    ranges = sorted(set(zip(lora.starts, lora.sizes, strict=True)))
+    ranges = sorted({(start, len(up)) for start, up in zip(starts, b, strict=True)})
     apart = all(start + size <= after for (start, size), (after, _) in itertools.pairwise(ranges))
-    one_dtype = len({up.dtype for up in lora.b}) == 1
-    return max(map(lora.starts.count, lora.starts)) if apart and one_dtype else len(lora.b)
+    one_dtype = len({up.dtype for up in b}) == 1
+    return max(map(list(starts).count, starts)) if apart and one_dtype else len(b)
+
+
+def all_tokens(lora: host.Adapters) -> bool:
+    """Whether each token has all adapters."""
+    return all(place == EVERY for place in lora.places)
 
 
 def adapters_for(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],
-                 bits: Sequence[int], parts: int, counter: Tensor | None = None) -> tuple[host.Adapters, dict[str, Any]]:
-    """The kernels' argument, with memory for first products in ``parts`` parts; and their constants that follow from it.
-    Arguments as of ``lora_linear_eager``; ``counter``: None where no kernel counts."""
+                 bits: Sequence[int], parts: int, counter: Tensor | None = None) -> host.Adapters:
+    """The kernels' argument, with memory for first products in ``parts`` parts. Arguments as of ``lora_linear_eager``;
+    ``counter``: None where no kernel counts."""
     rows, t = adapters_of(x, bits), x.shape[1]
     order = sorted(range(len(a)), key=starts.__getitem__)
     a, b, ranks = [a[i] for i in order], [b[i] for i in order], tuple(a[i].shape[0] for i in order)
-    block_r = next_power_of_2(max(ranks), 16)
-    shrunk = torch.empty(len(a), parts, t, block_r, dtype=torch.float32, device=x.device)
+    shrunk = torch.empty(len(a), parts, t, next_power_of_2(max(ranks), 16), dtype=torch.float32, device=x.device)
     if rows is None:
         rows = shrunk.view(torch.int64)  # no bit is looked at
-    lora = host.Adapters(
+    return host.Adapters(
         rows, tuple(a), tuple(b), shrunk, torch.empty(t, dtype=torch.float32, device=x.device),
         shrunk if counter is None else counter, tuple(starts[i] for i in order), tuple(len(up) for up in b), ranks,
         tuple(bits[i].bit_length() - 1 if bits[i] else EVERY for i in order), tuple(float(scaling[i]) for i in order))
-    return lora, {"ADAPTERS": len(a), "PARTS": parts, "BLOCK_R": block_r, "BLOCK_T": tokens_per_tile(t)}
-
-
-def tokens_per_tile(t: int) -> int:
-    return 1 if t == 1 else 16 if t <= 16 else 32
 
 
 def _fake(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float], bits: Sequence[int]

@@ -32,7 +32,7 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import rows_contiguous
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
-from quire.attn_ops.ops.lora_rows import adapters_per_layer
+from quire.attn_ops.ops.lora_rows import adapters_per_layer, all_tokens
 from quire.attn_ops.ops.small_linear_wide import (
     INT4_COLUMNS,
     fits_wide,
@@ -106,9 +106,9 @@ def small_linear_cuda(
 
     Args:
         config: launch parameters; None: the measured ones (``attn_ops/tuning/launch_config.py``). pdl: see
-            attn_ops/kernels/pdl.py; None: ``host.use_pdl``. lora: adapters of the layer, of up to MAX_TOKENS tokens in half
-            precision and without a scale: see attn_ops/ops/lora_linear.py. Of one token only their first products are computed
-            here, and the result is (..., N) with ``swiglu`` too, before SwiGLU.
+            attn_ops/kernels/pdl.py; None: ``host.use_pdl``. lora: adapters of the layer, of up to MAX_TOKENS_PER_TILE
+            tokens in half precision and without a scale: see attn_ops/ops/lora_linear.py. Of one token only their first
+            products are computed here, and the result is (..., N) with ``swiglu`` too, before SwiGLU.
     """
     k = x.shape[-1]
     m = x.numel() // max(1, k)
@@ -116,6 +116,7 @@ def small_linear_cuda(
         return _int4(x, weight, bias, norm_weight, eps, residual, swiglu, scale, widths, config, pdl)
     dtypes = (x.dtype,) if scale is None else QUANTIZED_WEIGHT_DTYPES
     most = MAX_TOKENS if scale is None or k % 16 else MAX_TOKENS_QUANTIZED  # large tiles of unaligned rows spill
+    most = most if lora is None else MAX_TOKENS_PER_TILE
     if m > most or m == 0 or x.dtype not in (torch.bfloat16, torch.float16) \
             or weight.dtype not in dtypes or weight.stride(1) != 1 \
             or any(t is not None and t.dtype != x.dtype for t in (bias, norm_weight, residual)):
@@ -146,7 +147,7 @@ def small_linear_cuda(
     rows = -(-n // config.block_n)
     if lora is not None:
         options["LORA"] = tiles = adapter_tiles(lora, n, config, swiglu, norm_weight is not None)
-        rows += tiles.adapters * (tiles.block_r // tiles.ranks) * tiles.parts
+        rows += tiles.adapters * (tiles.block_r // tiles.ranks) * tiles.parts * max(1, padded(m) // tiles.first_t)
     if m == 1 and (scale is None or config.block_n < 16):
         launch(kernels.vector_kernel, (rows,), *pointers, n, k, weight.stride(0), eps, lora, **options)
     else:
@@ -156,14 +157,16 @@ def small_linear_cuda(
         if scale is not None and m <= MAX_TOKENS:
             options["EVEN_K"] = k % (config.block_k * config.num_warps) == 0
             launch(kernels.sliced_kernel, grid, *pointers, *sizes, BLOCK_M=block_m, SLICES=config.num_warps, **options)
-        elif config.splits == 1 or norm_weight is not None or swiglu or lora is not None:  # whole sums in one program
+        elif config.splits == 1 or norm_weight is not None or swiglu:  # whole sums in one program
             launch(kernels.tile_kernel, grid, *pointers, *sizes, lora, BLOCK_M=block_m, SPLITS=1, **options)
         else:
             sums = x.new_empty(config.splits, m, n, dtype=torch.float32)
-            launch(kernels.tile_kernel, (*grid, config.splits), *pointers[:-1], sums, *sizes, None, BLOCK_M=block_m,
+            launch(kernels.tile_kernel, (*grid, config.splits), *pointers[:-1], sums, *sizes, lora, BLOCK_M=block_m,
                    SPLITS=config.splits, **options)
-            launch(kernels.add_up_kernel, (-(-n // 256), -(-m // 4)), sums, scale, bias, res, out, m, n, sizes[-2], BLOCK_M=4,
-                   BLOCK_N=256, SPLITS=config.splits, pdl=pdl)
+            block_m, block_n, of_adapters = (4, 256, {}) if lora is None else (16, 64, {
+                "LORA": adapter_tiles(lora, n, Config(64, 1, 4, 1), False, False)})
+            launch(kernels.add_up_kernel, (-(-n // block_n), -(-m // block_m)), sums, scale, bias, res, out, m, n, sizes[-2],
+                   lora, BLOCK_M=block_m, BLOCK_N=block_n, SPLITS=config.splits, pdl=pdl, **of_adapters)
     return out.view(*x.shape[:-1], width)
 
 
@@ -173,16 +176,15 @@ def adapter_tiles(lora: host.Adapters, n: int, config: Config, swiglu: bool, nor
     adapters, parts, t, block_r = lora.shrunk.shape
     block_n, num_warps, operands = config.block_n, config.num_warps, 2 if swiglu else 1
     edges = {n, *lora.starts, *(start + size for start, size in zip(lora.starts, lora.sizes, strict=True))}
-    per = adapters_per_layer(lora) if not any(edge % block_n for edge in edges) else adapters
+    per = adapters_per_layer(lora.starts, lora.b) if not any(edge % block_n for edge in edges) else adapters
     block_q = min(block_r, 32 if per <= 2 else 16)
-    first = {"RANKS": 2, "SLICES": 1, "STAGES": 1} if t == 1 else host.first_products(
-        t, block_r, num_warps, 2, memory_of(config, t, swiglu))
+    first = (1, 2, 1, 1) if t == 1 else host.first_products(t, block_r, num_warps, 2, memory_of(config, t, swiglu))
     held = max(1, min(per, 1024 * num_warps // (block_q * block_n * operands)))  # 32 numbers per thread
     # A large loop with a norm has no registers left for what is kept meanwhile: qkv's of 32 tokens took 3 to 5 us more
     # (h200_lora_linear_early.json).
     early = not norm or padded(t) * config.block_k // (32 * num_warps) <= 32
-    return host.AdapterTiles(adapters, host.one_loop(lora, t), per, parts, block_r, block_q, held, early, first["RANKS"],
-                             first["SLICES"], first["STAGES"])
+    return host.AdapterTiles(adapters, host.one_loop(lora, t), all_tokens(lora), per, parts, block_r, block_q, held, early,
+                             *first)
 
 
 def memory_of(config: Config, tokens: int, swiglu: bool) -> int:
@@ -190,12 +192,12 @@ def memory_of(config: Config, tokens: int, swiglu: bool) -> int:
     return 2 * config.block_k * (config.block_n * (2 if swiglu else 1) + padded(tokens)) * config.num_stages
 
 
-def norm_apart(x: torch.Tensor, weight: torch.Tensor | None, eps: float, pdl: bool, codes: bool = False
+def norm_apart(x: torch.Tensor, weight: torch.Tensor | None, eps: float, pdl: bool, codes: bool = False, always: bool = False
                ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x (M, K) and the weight of its RMSNorm for the kernels; for tensor cores in float16 (several tokens, or ``codes``) the
-    norm's result, made in a launch of its own, and None: ``x * weight``, multiplied before the kernels know a token's factor,
-    may be too large there."""
-    if weight is None or x.dtype != torch.float16 or (len(x) == 1 and not codes):
+    """x (M, K) and the weight of its RMSNorm for the kernels; for tensor cores in float16 (several tokens, or ``codes``), or
+    ``always``, the norm's result, made in a launch of its own, and None: ``x * weight``, multiplied before the kernels know a
+    token's factor, may be too large there."""
+    if weight is None or not always and (x.dtype != torch.float16 or (len(x) == 1 and not codes)):
         return x, weight
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch(host.kernel_module("kernels.small_linear").norm_kernel, (x.shape[0],), x, weight, out, x.shape[1], x.stride(0), eps,

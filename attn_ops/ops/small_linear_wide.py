@@ -58,7 +58,7 @@ def launch_wide(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias
                BLOCK_K=config.block_k, TURNED=config.turned, **options)
     if parts:
         launch(host.kernel_module("kernels.small_linear").add_up_kernel, (-(-n // 256), -(-m // 4)), target,
-               None if is_int4(weight) else scale, bias, res, out, m, n, stride_r, BLOCK_M=4, BLOCK_N=256, SPLITS=splits,
+               None if is_int4(weight) else scale, bias, res, out, m, n, stride_r, None, BLOCK_M=4, BLOCK_N=256, SPLITS=splits,
                pdl=pdl)
     return out
 

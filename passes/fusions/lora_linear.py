@@ -1,4 +1,4 @@
-"""A linear layer with LoRA's adapters becomes one op, for small batches (attn_ops/ops/lora_linear.py).
+"""A linear layer with LoRA's adapters becomes one op (attn_ops/ops/lora_linear.py), in graphs for all batches.
 
 Before, as the passes of projections and of groups leave q and k of one product::
 
@@ -8,8 +8,8 @@ After::
 
     q, k = split(lora_linear(x, w, a=[A ...], b=[B ...], starts=[0, Nq], ..., counters), [Nq, Nk])
 
-so a norm, SwiGLU or residual around it folds into the layer (passes/fusions/small_linear.py). Left alone: layers whose weight
-is not plain bf16 or fp16, products of several inputs, and products that something reads without the adapters.
+with a norm, SwiGLU or residual around it folded into the layer (passes/fusions/small_linear.py). Left alone: layers whose
+weight is not plain bf16 or fp16, products of several inputs, and products that something reads without the adapters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.attn_ops.ops.lora_linear import lora_linear
 from quire.attn_ops.ops.lora_rows import lora_group
 from quire.passes.fake_values import made_like
 from quire.passes.fusions.base import Fusion, part_of
-from quire.passes.fusions.small_linear import is_half
+from quire.passes.fusions.small_linear import fold, is_half
 from quire.passes.fx import (
     LINEAR,
     argument,
@@ -40,10 +40,10 @@ from quire.passes.fx import (
 
 def fuse_lora_linear(fusion: Fusion) -> int:
     """Rewrite every layer whose product and adapters one op can compute; returns how many ops."""
-    return sum(_fold(fusion, node) for node in list(fusion.graph.nodes) if is_function(node, (lora_group,)))
+    return sum(_join(fusion, node) for node in list(fusion.graph.nodes) if is_function(node, (lora_group,)))
 
 
-def _fold(fusion: Fusion, node: fx.Node) -> bool:
+def _join(fusion: Fusion, node: fx.Node) -> bool:
     """Put the adapters of ``node`` into the product that its bases are parts of."""
     given = schema_arguments(node)
     bases, layers = given["bases"], given["layers"]
@@ -67,6 +67,7 @@ def _fold(fusion: Fusion, node: fx.Node) -> bool:
     for result, base in zip(results, bases, strict=True):
         result.replace_all_uses_with(new if base is product else base)
     erase_dead(fusion.graph, results)
+    fold(fusion, new, new.args[1], new.args[2], adapters=new.args[7:])
     return True
 
 

@@ -47,7 +47,7 @@ FUSIONS = (
     FusionPass("routing", fuse_topk),
     FusionPass("last_tokens", last_tokens, batches="large"),
     FusionPass("lora_group", group_lora),
-    FusionPass("lora_linear", fuse_lora_linear, batches="small"),
+    FusionPass("lora_linear", fuse_lora_linear),
     FusionPass("small_linear", fuse_small_linear, batches="small"),
     FusionPass("rope", fuse_rope, stage="lowered"),
     FusionPass("complex", real_products, stage="lowered"),

@@ -56,12 +56,9 @@ def fuse_small_linear(fusion: Fusion) -> int:
     for node in list(fusion.graph.nodes):
         if is_function(node, (small_linear,)):  # by passes/fusions/quantized_linear.py
             given = schema_arguments(node)
-            _rewrite(fusion, node, given["weight"], given["bias"], given["scale"], given.get("widths", ()))
-        elif is_function(node, (lora_linear,)):  # by passes/fusions/lora_linear.py
-            given = schema_arguments(node)
-            _rewrite(fusion, node, given["weight"], given["bias"], adapters=node.args[7:])
+            fold(fusion, node, given["weight"], given["bias"], given["scale"], given.get("widths", ()))
         elif is_function(node, LINEAR) and len(node.args) > 1 and is_half(fusion.tensor(node.args[1])):
-            _rewrite(fusion, node, node.args[1], argument(node, 2, "bias"))
+            fold(fusion, node, node.args[1], argument(node, 2, "bias"))
         else:
             continue
         count += 1
@@ -74,8 +71,9 @@ def is_half(weight: torch.Tensor | None) -> bool:
         and weight.stride(1) == 1 and weight.dtype in (torch.bfloat16, torch.float16)
 
 
-def _rewrite(fusion: Fusion, node: fx.Node, weight: Any, bias: Any, scale: Any = None, widths: Any = (),
-             adapters: Sequence[Any] = ()) -> None:
+def fold(fusion: Fusion, node: fx.Node, weight: Any, bias: Any, scale: Any = None, widths: Any = (),
+         adapters: Sequence[Any] = ()) -> None:
+    """Put a linear layer ``node``, and the norm, SwiGLU and residual sum around it that fold into it, into one op."""
     x, dtype = node.args[0], value(node).dtype
     norm = _norm(x) if scale is None else None  # the kernel for codes has no instructions to spare
     real = fusion.tensor(weight)

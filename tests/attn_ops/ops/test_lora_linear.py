@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ import torch
 from quire.attn_ops.kernels.host import AdapterTiles
 from quire.attn_ops.ops import small_linear
 from quire.attn_ops.ops.lora_counters import lora_counters
-from quire.attn_ops.ops.lora_linear import lora_linear, lora_linear_cuda, lora_linear_eager
-from quire.attn_ops.ops.lora_rows import MAX_KERNEL_ADAPTERS, lora_group_cuda
+from quire.attn_ops.ops.lora_linear import large_tiles, lora_linear, lora_linear_cuda, lora_linear_eager
+from quire.attn_ops.ops.lora_rows import MAX_KERNEL_ADAPTERS, RowsTiles, lora_group_cuda
 from quire.attn_ops.ops.small_linear import MAX_TOKENS
 from quire.attn_ops.step import running
 from quire.attn_ops.tuning.launch_config import Config
@@ -94,6 +95,37 @@ def test_kernels(tokens, swiglu, fold, every, width, dtype, own) -> None:
     assert got.dtype == dtype and not got.isnan().any()
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("tokens", "swiglu", "every", "own", "tiles"), [
+    (70, True, False, torch.float32, RowsTiles(32, 64, 4, 32, 4, 2)),
+    (70, False, True, None, RowsTiles(64, 32, 4, 64, 2, 2, 4)), (40, True, False, None, Config(64, 64, 4, 2)),
+    (130, True, False, torch.float32, RowsTiles(64, 64, 4, 64, 1, 2, 4)),
+    (70, False, False, torch.float32, Config(64, 64, 4, 2, 3))], ids=str)
+def test_large_batches(tokens, swiglu, every, own, tiles, dtype) -> None:
+    """As ``test_kernels``: the adapters' part behind another library's product, in a launch or in two; the layer in one launch
+    of larger tiles, and with its columns in parts."""
+    pytest.importorskip("triton")
+    case = Case(tokens, own or dtype, dtype, every=every, width=300, ranks=(4, 16, 1, 16))
+    with case.step:
+        got = case.run(functools.partial(lora_linear_cuda, tiles=tiles), swiglu)
+        want = case.run(lora_linear_eager, swiglu, torch.float64)
+    atol = (4 if swiglu else 3) * 32 * (2**-11 if dtype == torch.float16 else 2**-8) / 4  # as above
+    torch.testing.assert_close(got.double(), want, atol=atol, rtol=2**-9 if dtype == torch.float16 else 2**-6)
+    assert got.dtype == dtype and not got.isnan().any()
+
+
+def test_launches_follow_from_shapes() -> None:
+    """Of few outputs there are not enough tiles for a GPU: their columns are shared, or cuBLAS does better. Above one tile of
+    tokens too."""
+    a, b = [torch.empty(16, 4096)], [torch.empty(64, 16)]
+    found = {(t, n, swiglu): large_tiles(t, 4096, n, swiglu, a, b, [0])
+             for t in (33, 64, 65, 128, 129) for n in (1024, 4096, 14336) for swiglu in (False, True)}
+    assert all(isinstance(tiles, RowsTiles) == (t > 128 or n == 1024 or swiglu and n == 4096)
+               for (t, n, swiglu), tiles in found.items())
+    assert found[64, 4096, False].splits > 1 and found[128, 4096, False].splits > 1
+    assert all(found[128, 14336, swiglu].splits == 1 for swiglu in (False, True))
+
+
 def test_each_launch_has_a_counter(monkeypatch) -> None:
     """Else programs would read first products that are not there yet. What is no launch's stays zero; after as many launches as
     there are counters, and for a tensor that ``lora_counters`` did not make, others are made."""
@@ -143,7 +175,7 @@ def test_tiles_as_on_a_gpu(tokens, swiglu, own, config, one_layer, monkeypatch) 
     torch.testing.assert_close(got.double(), want, atol=4 * 8 * 2**-11, rtol=2**-9)
 
 
-@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("tokens", [1, 6, 40])
 def test_an_adapter_that_overflows_is_its_own_tokens_alone(tokens) -> None:
     """One request's broken adapter must not reach another request of the batch."""
     pytest.importorskip("triton")
@@ -157,7 +189,7 @@ def test_an_adapter_that_overflows_is_its_own_tokens_alone(tokens) -> None:
     assert torch.equal(bad, (case.rows & 1) == 1)
 
 
-@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("tokens", [1, 6, 40])
 @pytest.mark.parametrize("sizes", [(48, 16), (64, 64)], ids=["in one tile", "in two"])
 def test_an_adapter_that_overflows_stays_in_its_layer(sizes, tokens) -> None:
     """k's adapter must not reach q, whose columns may be in the same tile."""

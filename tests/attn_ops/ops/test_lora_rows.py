@@ -75,7 +75,7 @@ def test_is_an_op() -> None:
     (torch.float16, torch.float16), (torch.float16, torch.float32), (torch.float32, torch.float32)], ids=str)
 @pytest.mark.parametrize(("tokens", "width", "columns", "ranks"), [
     (1, 64, 48, (8,)), (17, 600, 130, (4, 16, 33)), (40, 90, 64, (8, 1)), (3, 32, 16, (MAX_RANK + 1,)),
-    (300, 520, 16, (2,))])
+    (300, 520, 16, (2,)), (600, 80, 48, (2, 16))])
 def test_kernels(tokens, width, columns, ranks, dtypes) -> None:
     """Against the definition in float64. An adapter that nobody has is never read, nor are rows beyond the tokens."""
     pytest.importorskip("triton")

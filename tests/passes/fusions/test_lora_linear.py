@@ -109,8 +109,11 @@ def test_graphs_for_small_and_for_large_batches_have_the_same_weights(own) -> No
         apply_fusions(graph, inputs, "all", weights, small)
         assert set(weights.fused) == want
         found = [n for n in graph.graph.nodes if is_function(n, (lora_linear, lora_group))]
-        assert [n.target for n in found] == [lora_linear if small else lora_group] * 3, "one launch for layers with one input"
-        assert all(schema_arguments(n)["counters"] is not None for n in found)
+        assert [n.target for n in found] == [lora_linear] * 3, "one op for layers with one input"
+        made = [schema_arguments(n) for n in found]
+        assert all(given["counters"] is not None for given in made)
+        assert [(given["norm_weight"] is not None, given["swiglu"], given["residual"] is not None) for given in made] == [
+            (True, False, False), (True, True, False), (False, False, True)]
     weights.restore()
 
 
