@@ -8,6 +8,11 @@ Steps follow one another as in ``generate``: the host prepares one while the GPU
 Rows with ``tokens`` instead of ``batch`` (``--prompts``) have the time of a request for one token after so many, and the host's
 part of it.
 
+    python benchmarks/adapters.py --places 1,8 --json cpu_places.json                     # on any machine
+
+``--places`` measures something else, on the host alone: what it takes, before each step, to see that nothing has changed in so
+many adapters in places (``max_loras``), in milliseconds of processor time. The model has no memory (the meta device).
+
 ``one`` is an adapter of all linear layers, ``each`` two adapters and the model without any, in turn, in one batch
 (``adapter=``), and ``nobody`` the same engine when no request has an adapter, in each ``--lora-dtype`` (float32 is PEFT's
 default). ``cost`` is the time beside that without adapters, at the same batch. ``sites`` restricts the adapters' layers
@@ -24,10 +29,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import quire
+from quire.graph_runner.adapter_places import AdapterPlaces
 from quire.graph_runner.adapters import BASE
-from quire.graph_runner.bench.models import free_memory
-from quire.graph_runner.bench.record import dtype_of, model_of, script, started
-from quire.graph_runner.bench.steps import end, random_tokens, seconds, until_decoding
+from quire.graph_runner.bench.models import free_memory, skeleton
+from quire.graph_runner.bench.record import dtype_of, model_of, numbers, script, spec_of, started
+from quire.graph_runner.bench.steps import end, processor_ms, random_tokens, seconds, until_decoding
+from quire.passes.capture.lora import adapter_layers
 
 STEPS, ROUNDS = 32, 3
 SHARES = {"none": 3, "one": 3, "each": 6}  # of the time
@@ -55,19 +62,40 @@ def prompt_ms(engine: quire.Engine, tokens: int) -> float:
     return statistics.median(times[1:]) * 1e3
 
 
+def watching_ms(args: Any, adapters: int) -> dict[str, Any]:
+    """A row: the processor time of ``AdapterPlaces.change`` between steps of a busy engine, median and least."""
+    model, config = skeleton(spec_of(args)), LoraConfig(r=args.rank, target_modules="all-linear")
+    adapted: Any = get_peft_model(model, config, adapter_name="0", low_cpu_mem_usage=True)
+    for i in range(1, adapters):
+        adapted.add_adapter(str(i), config, low_cpu_mem_usage=True)
+    places = AdapterPlaces(model, adapters, None, None)
+    if None in places.names or places.change(False) is not None:
+        raise RuntimeError("the adapters are not in places")
+    times = processor_ms(lambda: places.change(False))
+    return {"adapters": adapters, "layers": len(adapter_layers(model)), "median_ms": statistics.median(times),
+            "least_ms": min(times)}
+
+
 def main() -> None:
     parser = script(__doc__, "llama-8b", attention="auto", batch=[1, 8, 32], context=1024, rank=16,
                     sites=("all-linear", "all-linear, or names of layers: q_proj,k_proj,v_proj"),
                     lora_dtype=("model,float32", "of the adapters' weights: model (the model's), float32"),
                     prompts=("", "also prompts of so many tokens: 1024,8192"),
-                    fusions=("auto", "of the engines, as quire.Engine takes them"), ways=("one,each", "one, each, or both"))
+                    fusions=("auto", "of the engines, as quire.Engine takes them"), ways=("one,each", "one, each, or both"),
+                    places=("", "instead: the host's time to watch so many adapters in places: 1,8"))
     args = parser.parse_args()
     kinds = args.lora_dtype.split(",")
     if args.ways not in ("one", "each", "one,each"):
         parser.error("--ways is one, each, or one,each")
     if unknown := sorted(set(kinds) - {"model", "float32"}):
         parser.error(f"unknown --lora-dtype {', '.join(unknown)}; there are: model, float32")
-    prompts = [int(n) for n in args.prompts.split(",") if n]
+    if args.places:
+        torch.set_num_threads(1)
+        record = started(args)
+        for count in numbers(args.places):
+            record.keep(watching_ms(args, count))
+        return
+    prompts = numbers(args.prompts)
     record, length = started(args), max([args.context + (ROUNDS + 1) * STEPS, *(n + 1 for n in prompts)])
     model = model_of(args, positions=length)
     todo = [("none", "model"), *((way, kind) for kind in kinds for way in args.ways.split(","))]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import torch
 from quire.attn_ops import metadata
 from quire.graph_runner.bench.record import Record
 from quire.graph_runner.bench.report import this_command
+from quire.graph_runner.bench.steps import processor_ms
 from quire.graph_runner.forward_batch import ForwardBatch
 from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch, ScheduledRow
 from quire.graph_runner.sampling_params import SamplingParams
@@ -29,15 +29,6 @@ from quire.graph_runner.step_buffers import BatchShape, StepBuffers
 PAGE, LENGTH = 16, 2048
 LIMITS = {"decode": 0.5, "mixed": 2.0}  # ms
 CASES = {"decode": [1] * 256, "mixed": [1] * 128 + [2016] * 4}
-
-
-def _times_ms(function: Callable[[], object], repeats: int = 200) -> list[float]:
-    times = []
-    for _ in range(repeats + 20):
-        began = time.thread_time()
-        function()
-        times.append((time.thread_time() - began) * 1e3)
-    return times[20:]
 
 
 def engine_step(query_lens: Sequence[int]) -> Callable[[], object]:
@@ -88,7 +79,7 @@ def main() -> int:
             "make_local_attention_virtual_batches": lambda m=meta: metadata.make_local_attention_virtual_batches(512, m),
         }
         for what, function in functions.items():
-            times = _times_ms(function)
+            times = processor_ms(function)
             median = statistics.median(times)
             slow += median > LIMITS[name]
             record.keep({"case": name, "what": what, "median_ms": median, "least_ms": min(times), "limit_ms": LIMITS[name]})

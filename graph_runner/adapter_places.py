@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,9 @@ from quire.passes.capture.lora import LoraPlaces, adapter_layers, adapter_names,
 logger = logging.getLogger(__name__)
 LEAST_RANK = 16  # of places if no rank is asked for; the kernels compute as much for smaller ones
 _PARTS = ("lora_A", "lora_B", "lora_dropout")  # of a layer: each has a child for each adapter
+# Loops over all parameters of all adapters, before each step, are C's: ``map`` with these.
+_MODULES, _PARAMETERS, _SCALING = map(operator.attrgetter, ("_modules", "_parameters", "scaling"))
+_A_AND_B, _WEIGHT = operator.itemgetter("lora_A", "lora_B"), operator.itemgetter("weight")
 _A_FEW = 4  # adapters of layers that are looked at in a step of a busy engine
 
 
@@ -139,16 +144,35 @@ class AdapterPlaces:
             return f"its shapes are {tuple(a.shape)} and {tuple(b.shape)}"
         return None
 
+    def _walk(self) -> tuple[list[str], list[int], list[torch.nn.Module], list[dict[str, float]]]:
+        """What the layers have now: the names of the adapters in each A and B, how many these are, their modules, and the
+        scaling of each layer."""
+        parts = list(map(_MODULES, chain.from_iterable(map(_A_AND_B, map(_MODULES, self._layers)))))
+        return (list(chain.from_iterable(parts)), list(map(len, parts)), list(chain.from_iterable(map(dict.values, parts))),
+                list(map(_SCALING, self._layers)))
+
     def _as_seen(self) -> bool:
-        """Whether the layers have the same adapters as before, with the same parameters and scaling."""
-        return (all(list(layer.lora_A._modules) == keys and list(layer.lora_B._modules) == keys and layer.scaling == scaling
-                    for layer, keys, scaling in self._known)
-                and all(modules.get(name) is module and module._parameters.get("weight") is weight
-                        for modules, name, module, weight in self._weights))
+        """Whether the layers have the same adapters as before, with the same parameters and scaling.
+
+        All is walked again, from the layers to the parameters, so that no change can go around what was seen before. An adapter
+        that came, went or was renamed is another name, one that was replaced another module, in whichever ``lora_A`` the layer
+        has now. Modules are compared by ``==``, which may be their own; but what they hold as weight must be the same object as
+        before. Scaling is compared by value. What is written into a parameter, ``Copies`` sees.
+        """
+        try:
+            if (now := self._walk()) != self._known:
+                return False
+            parameters = list(map(_PARAMETERS, compress(now[2], self._in_places)))
+            return all(map(operator.is_, list(map(_WEIGHT, parameters)), self._weights))
+        except KeyError:  # the parameter has another name now, or the layer no A and B
+            return False
 
     def _place(self, names: list[str], before: dict[str, _Seen]) -> None:
         """Give the adapters ``names`` places, those that have one theirs. ``before``: what is in places now."""
         self.placed += 1
+        found, sizes, modules, scaling = self._walk()  # first: what changes meanwhile is seen at the next step
+        known, in_places = (found, sizes, modules, list(map(dict, scaling))), [name in names for name in found]
+        weights = [module._parameters.get("weight") for module in compress(modules, in_places)]
         seen = {name: self._of(name) for name in names}
         for place, name in enumerate(self.names):
             if name is not None and not (name in seen and seen[name].same(before.get(name))):
@@ -158,20 +182,16 @@ class AdapterPlaces:
         for name in names:
             if name not in self.names:
                 self.names[self.names.index(None)] = name
-        known = [(layer, list(layer.lora_A._modules), dict(layer.scaling)) for layer in self._layers]
         originals, copies, factors = list[torch.Tensor](), list[torch.Tensor](), list[float]()
         for name in names:
-            for i, (a, b, scaling) in seen[name].layers.items():
+            for i, (a, b, factor) in seen[name].layers.items():
                 place_a, place_b = self.lora.pair(i, self.names.index(name))
                 originals += a, b
                 copies += place_a[: len(a)], place_b[:, : len(a)]
-                factors += 1.0, float(scaling)
+                factors += 1.0, float(factor)
         self._copies = Copies(originals, copies, factors, self._cast)
         # Last: if anything before has failed, the next call does it again.
-        self._seen, self._known = seen, known
-        self._weights = [(part._modules, name, part._modules[name], part._modules[name]._parameters["weight"])
-                         for name in names for i in seen[name].layers
-                         for part in (self._layers[i].lora_A, self._layers[i].lora_B)]
+        self._seen, self._known, self._in_places, self._weights = seen, known, in_places, weights
         self._pairs = [(name, i) for name in names for i in seen[name].layers]
 
     def _clear(self, place: int) -> None:

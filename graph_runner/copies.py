@@ -6,12 +6,14 @@ step for which a version counter or an address of the originals has changed, or 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+_VERSION = operator.attrgetter("_version")
 _count = 0
 _counting = False
 
@@ -35,7 +37,17 @@ class Copies:
 
     def is_behind(self) -> bool:
         """Whether a change of the originals was counted."""
-        return bool(self._copies) and self._seen != _versions(self._originals)
+        if not self._copies:
+            return False
+        try:
+            return self._seen != self._counts()
+        except RuntimeError:  # an original has lost its counter: torch.utils.swap_tensors
+            return True
+
+    def _counts(self) -> list[Any]:
+        """What differs after a change: engines call this before each step, so the loops are C's."""
+        return [optimizer_steps(), *map(_VERSION, self._counted), *map(torch.Tensor.data_ptr, self._originals),
+                *map(torch.Tensor.is_inference, self._uncounted)]
 
     def refresh(self, everything: bool) -> None:
         """Write the copies again. ``everything`` False: only if a change of the originals was counted."""
@@ -43,7 +55,9 @@ class Copies:
             self._copy()
 
     def _copy(self) -> None:
-        self._seen = _versions(self._originals)  # first: an update during the copy is seen at the next step
+        self._counted = [t for t in self._originals if _has_counter(t)]
+        self._uncounted = [t for t in self._originals if not _has_counter(t)]
+        self._seen = self._counts()  # first: an update during the copy is seen at the next step
         if self._copies:
             with torch.inference_mode(False), torch.no_grad():
                 torch._foreach_copy_(self._copies, [t.detach().to(self._through or t.dtype) for t in self._originals])
@@ -51,8 +65,11 @@ class Copies:
                     torch._foreach_mul_(self._scaled, self._factors)
 
 
-def _versions(tensors: list[torch.Tensor]) -> list[Any]:
-    return [optimizer_steps(), *((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)]
+def _has_counter(tensor: torch.Tensor) -> bool:
+    try:
+        return _VERSION(tensor) is not None
+    except RuntimeError:  # made in inference mode, whatever memory it has now
+        return False
 
 
 def optimizer_steps() -> int:
