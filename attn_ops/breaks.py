@@ -2,7 +2,7 @@
 
 Some attention cannot be recorded for every batch: its work is planned on the host for the lengths. So whoever records a step
 may install a recorder, which gets each call of a paged op in the place of its implementation: it ends a graph there, notes the
-call, and begins the next graph (``graph_runner/breakable.py``).
+call, and begins the next graph (``graph_runner/device_graph.py``).
 """
 
 from __future__ import annotations

@@ -32,8 +32,19 @@ import quire
 from quire.graph_runner.adapter_places import AdapterPlaces
 from quire.graph_runner.adapters import BASE
 from quire.graph_runner.bench.models import free_memory, skeleton
-from quire.graph_runner.bench.record import dtype_of, model_of, numbers, script, spec_of, started
-from quire.graph_runner.bench.steps import end, processor_ms, random_tokens, seconds, until_decoding
+from quire.graph_runner.bench.record import (
+    dtype_of,
+    end,
+    model_of,
+    numbers,
+    processor_ms,
+    random_tokens,
+    script,
+    seconds,
+    spec_of,
+    started,
+    until_decoding,
+)
 from quire.passes.capture.lora import adapter_layers
 
 STEPS, ROUNDS = 32, 3

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from quire import Engine, SamplingParams
-from quire.graph_runner.bench.record import Record, dtype_of, script, started
-from quire.graph_runner.bench.steps import random_tokens
+from quire.graph_runner.bench.record import Record, dtype_of, random_tokens, script, started
 
 
 def model_of(args: argparse.Namespace) -> Any:

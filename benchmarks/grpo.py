@@ -33,8 +33,7 @@ from transformers.generation import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 import quire
-from quire.graph_runner.bench.record import Record, model_of, script, spec_of
-from quire.graph_runner.bench.steps import random_tokens, seconds, synchronize
+from quire.graph_runner.bench.record import Record, model_of, random_tokens, script, seconds, spec_of, synchronize
 from quire.graph_runner.bench.systems import require_vllm, save_config, shut_down
 from quire.graph_runner.bench.workers import run_apart
 

@@ -18,8 +18,7 @@ import torch
 import quire
 from quire.attn_ops.ops.logprobs import token_logprobs
 from quire.graph_runner.bench.attention_op import on_the_device
-from quire.graph_runner.bench.record import dtype_of, model_of, script, started
-from quire.graph_runner.bench.steps import end, random_tokens, seconds, until_decoding
+from quire.graph_runner.bench.record import dtype_of, end, model_of, random_tokens, script, seconds, started, until_decoding
 
 REPEATS = 3
 

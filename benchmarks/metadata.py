@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from quire.attn_ops import metadata
-from quire.graph_runner.bench.record import Record
+from quire.graph_runner.bench.record import Record, processor_ms
 from quire.graph_runner.bench.report import this_command
-from quire.graph_runner.bench.steps import processor_ms
 from quire.graph_runner.forward_batch import ForwardBatch
 from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch, ScheduledRow
 from quire.graph_runner.sampling_params import SamplingParams

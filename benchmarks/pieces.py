@@ -18,8 +18,7 @@ import time
 
 import quire
 from quire.graph_runner.bench.models import build, free_memory
-from quire.graph_runner.bench.record import Record, script, spec_of, started
-from quire.graph_runner.bench.steps import random_tokens, seconds, until_decoding
+from quire.graph_runner.bench.record import Record, random_tokens, script, seconds, spec_of, started, until_decoding
 
 CONTEXT = 256  # of the sequences that decode
 

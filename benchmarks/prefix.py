@@ -15,8 +15,7 @@ import sys
 import time
 
 from quire import Engine, SamplingParams
-from quire.graph_runner.bench.record import model_of, script, started
-from quire.graph_runner.bench.steps import random_tokens
+from quire.graph_runner.bench.record import model_of, random_tokens, script, started
 
 MODES: dict[str, bool | None] = {"none": False, "together": None, "kept": True}
 

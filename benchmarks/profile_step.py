@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from quire.graph_runner.bench.record import model_of, script, started
-from quire.graph_runner.bench.steps import end, random_tokens, seconds, until_decoding
+from quire.graph_runner.bench.record import end, model_of, random_tokens, script, seconds, started, until_decoding
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
 

@@ -31,8 +31,18 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, Mis
 import quire
 from quire.attn_ops.kv_cache import bytes_per_page
 from quire.graph_runner.bench.models import free_memory
-from quire.graph_runner.bench.record import Record, dtype_of, model_of, script, started
-from quire.graph_runner.bench.steps import milliseconds, random_tokens, seconds, synchronize, until_decoding
+from quire.graph_runner.bench.record import (
+    Record,
+    dtype_of,
+    milliseconds,
+    model_of,
+    random_tokens,
+    script,
+    seconds,
+    started,
+    synchronize,
+    until_decoding,
+)
 
 SHAPES = {
     "mistral-7b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,

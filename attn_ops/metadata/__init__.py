@@ -8,22 +8,25 @@ tensors for kernels that do not read a block table are ops: ``quire.attn_ops.ops
 from quire.attn_ops.metadata.builder import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
+    PerLayerParameters,
+    get_per_layer_parameters,
+    group_layers,
+    infer_global_hyperparameters,
     subclass_attention_backend,
     subclass_attention_metadata,
 )
 from quire.attn_ops.metadata.core import NULL_PAGE, PAD_SLOT_ID, CommonAttentionMetadata
-from quire.attn_ops.metadata.draft import make_draft_metadata
+from quire.attn_ops.metadata.draft import (
+    compute_causal_conv1d_metadata,
+    make_draft_metadata,
+    reshape_attn_output_for_spec_decode,
+    reshape_query_for_spec_decode,
+)
 from quire.attn_ops.metadata.kv_sharing import (
     KV_SHARING_FAST_PREFILL_METADATA_FIELDS,
     KVSharingFastPrefillMetadata,
     create_fast_prefill_custom_backend,
     make_kv_sharing_fast_prefill_common_attn_metadata,
-)
-from quire.attn_ops.metadata.layers import (
-    PerLayerParameters,
-    get_per_layer_parameters,
-    group_layers,
-    infer_global_hyperparameters,
 )
 from quire.attn_ops.metadata.layout import (
     KVCacheLayoutType,
@@ -32,11 +35,6 @@ from quire.attn_ops.metadata.layout import (
     set_kv_cache_layout,
 )
 from quire.attn_ops.metadata.local import make_local_attention_virtual_batches
-from quire.attn_ops.metadata.spec_decode import (
-    compute_causal_conv1d_metadata,
-    reshape_attn_output_for_spec_decode,
-    reshape_query_for_spec_decode,
-)
 from quire.attn_ops.metadata.split import (
     decode_first_order,
     reorder_batch_to_split_decodes_and_prefills,

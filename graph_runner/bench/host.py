@@ -28,8 +28,8 @@ import torch
 from quire.attn_ops.kv_cache import pages_for
 from quire.attn_ops.ops.logprobs import TokenLogprobs
 from quire.graph_runner.bench.models import ModelSpec, build
+from quire.graph_runner.bench.record import until_decoding
 from quire.graph_runner.bench.report import PHASES, Row, failure
-from quire.graph_runner.bench.steps import until_decoding
 from quire.graph_runner.bench.workloads import Prompts, Sizes
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.loading import TINY_MODEL

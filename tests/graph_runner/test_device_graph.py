@@ -16,8 +16,7 @@ import quire
 from quire.attn_ops.backend import CudagraphSupport
 from quire.attn_ops.breaks import breakable, breaking, left_out
 from quire.attn_ops.registry import get_backend
-from quire.graph_runner.breakable import alias, record_in_segments
-from quire.graph_runner.device_graph import CpuGraphs, Recorded, register_device_graphs
+from quire.graph_runner.device_graph import CpuGraphs, Recorded, alias, record_in_segments, register_device_graphs
 from tests.tiny import hf_greedy, small_llama, tokens
 
 
