@@ -374,9 +374,11 @@ def define_paged_op(name: str, impl: Callable[..., Tensor], devices: Iterable[st
     return op
 
 
-def define_prepare(name: str, impl: Callable[..., list[Tensor]], fake: Callable[..., list[Tensor]]) -> Any:
-    """Register ``impl`` as ``quire::<name>_prepare`` with PREPARE_SCHEMA, for CPU and CUDA; return the op overload."""
-    return define_op(f"{name}_prepare{PREPARE_SCHEMA}", cpu=impl, cuda=impl, fake=fake)
+def define_prepare(name: str, impl: Callable[..., list[Tensor]], fake: Callable[..., list[Tensor]], launches: bool = False
+                   ) -> Any:
+    """Register ``impl`` as ``quire::<name>_prepare`` with PREPARE_SCHEMA, for CPU and CUDA; return the op overload.
+    ``launches``: see ``define_op``."""
+    return define_op(f"{name}_prepare{PREPARE_SCHEMA}", cpu=impl, cuda=impl, fake=fake, launches=launches)
 
 
 def define_state_op(name: str, impl: Callable[..., tuple[Tensor, Tensor]], launches: bool = False) -> Any:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from quire.attn_ops.step import Step
+from quire.attn_ops.step import Step, current_step
 
 
 class StepPlan:
@@ -57,3 +57,16 @@ class StepPlans(Generic[P]):
         planned = [number for number, plan in self.held.items() if plan.step is not None]
         return (f" (this is step number {step.number} of a CUDA graph, and planned are "
                 f"{', '.join(map(str, planned)) or 'none'}; number 0 begins anew)" if step.number or any(planned) else "")
+
+
+def planned_step(name: str, who: str) -> tuple[Step, Any, Any]:
+    """The step in progress, the state of the backend ``name`` in it, and its plan there. Raises RuntimeError, which says that
+    ``who`` needs one, if the step was not planned."""
+    step = current_step()
+    state = None if step is None else step.states.get(name)
+    plan = None if step is None or state is None else state.plans.of(step)
+    if step is None or state is None or plan is None:
+        raise RuntimeError(f"{who} needs a paged step that was planned: run the model inside `with quire.step(cache, "
+                           "metadata)`, or call plan(metadata, step) first"
+                           + ("" if step is None or state is None else state.plans.missing(step)))
+    return step, state, plan

@@ -4,7 +4,6 @@ They import their packages at the first call, never before: `quire backends` and
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -19,6 +18,7 @@ from quire.attn_ops.backend import AttentionCapabilities, UnsupportedAttention, 
 from quire.attn_ops.kv_store import store_kv, store_latent
 from quire.attn_ops.mla import absorb_query, expand_output, split_weight
 from quire.attn_ops.step import current_step
+from quire.attn_ops.tuning.store import installed_version
 
 #: Why kernels of several packages serve no cache with a scale for each token. A key's scale multiplies its own score, inside
 #: the softmax, and a value's its own weight: neither is a factor of a query or of a result. Those of them that keep NaN can
@@ -39,9 +39,7 @@ def missing(module: str, install: str) -> str | None:
 def too_old(distribution: str, oldest: str, install: str | None = None) -> str | None:
     """None if the installed version of ``distribution`` is ``oldest`` or newer, or unknown; else how to get a newer one.
     ``install``: how to install it, where other distributions have a module of the same name: then one must be of this."""
-    try:
-        have = importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+    if (have := installed_version(distribution)) is None:
         return None if install is None else f"the module that is installed is not that of {distribution}: {install}"
     if Version(have) >= Version(oldest):
         return None

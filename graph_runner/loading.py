@@ -12,7 +12,7 @@ import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.graph_runner.config import EngineConfig
-from quire.passes.verify.sites import check_config
+from quire.passes.verify.sites import check_config, text_config
 
 T = TypeVar("T")
 TINY_MODEL = Path(__file__).parent / "assets" / "tiny-llama"
@@ -85,12 +85,6 @@ def model_of_command(path: str | None, text: bool = False) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _text_config(model: torch.nn.Module) -> Any:
-    config = getattr(model, "config", None)
-    get = getattr(config, "get_text_config", None)
-    return get(decoder=True) if get is not None else config
-
-
 def _check_checkpoint(path: Path, config: Any) -> None:
     """Refuse a checkpoint that AutoModelForCausalLM cannot load, or only with a random language-model head."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -138,7 +132,7 @@ def limited(config: EngineConfig, model: torch.nn.Module) -> EngineConfig:
 
 def model_length(model: torch.nn.Module, requested: int | None) -> int:
     """Maximum tokens of a sequence. Raises ValueError if more are requested than the model has positions."""
-    config = _text_config(model)
+    config = text_config(getattr(model, "config", None))
     own = next((getattr(config, n) for n in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
                 if isinstance(length := getattr(config, n, None), int) and length > 0), None)  # XLNet's is -1: no maximum
     if requested is not None and own is not None and requested > own:
@@ -160,7 +154,7 @@ def vocab_size(model: torch.nn.Module) -> int:
 
 def eos_token_ids(model: torch.nn.Module, tokenizer: Any) -> frozenset[int]:
     """Tokens that end a sequence: from the generation config, else the config, else the tokenizer."""
-    for owner in (getattr(model, "generation_config", None), _text_config(model), tokenizer):
+    for owner in (getattr(model, "generation_config", None), text_config(getattr(model, "config", None)), tokenizer):
         ids = getattr(owner, "eos_token_id", None)
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)

@@ -24,8 +24,8 @@ from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_store import store_latent
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
-from quire.attn_ops.plans import StepPlan, StepPlans
-from quire.attn_ops.step import Step, StepLimits, current_step
+from quire.attn_ops.plans import StepPlan, StepPlans, planned_step
+from quire.attn_ops.step import Step, StepLimits
 from quire.attn_ops.vendor import no_flashinfer
 
 NAME = "flashinfer_mla"
@@ -133,13 +133,7 @@ def _prepare(slot_mapping: Tensor, *others: Any) -> list[Tensor]:
 def mla_paged_attention(q: Tensor, c: Tensor, k_rope: Tensor, kv_b: Tensor, cache: Tensor, slot_mapping: Tensor,
                         block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, prepared: list[Tensor], *, scale: float
                         ) -> Tensor:
-    step = current_step()
-    state = None if step is None else step.states.get(NAME)
-    planned = None if step is None or state is None else state.plans.of(step)
-    if step is None or state is None or planned is None:
-        raise RuntimeError(f"{NAME}_mla_paged_attention needs a paged step that was planned: run the model inside `with "
-                           "quire.step(cache, metadata)`, or call plan(metadata, step) first"
-                           + ("" if step is None or state is None else state.plans.missing(step)))
+    _, state, planned = planned_step(NAME, f"{NAME}_mla_paged_attention")
     num_tokens, heads, nope = q.shape[0], q.shape[1], q.shape[2] - ROPE
     if num_tokens != planned.num_tokens:
         raise RuntimeError(f"{NAME}: the step was planned for {planned.num_tokens} tokens, q has {num_tokens}")

@@ -36,7 +36,7 @@ from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata, make_local_attention_virtual_batches
 from quire.attn_ops.metadata.local import check_chunk
-from quire.attn_ops.plans import StepPlan, StepPlans
+from quire.attn_ops.plans import StepPlan, StepPlans, planned_step
 from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned, running
 
 NAME = "local"
@@ -173,13 +173,7 @@ def _part(base: AttentionBackend) -> AttentionBackend:
             tables = (slot_mapping, table.new_empty(rows, min(chunk // page, table.shape[1])), start.new_empty(rows + 1),
                       lens.new_empty(rows))
             return run(*before, *caches, *tables, sinks, base.prepared(*tables, page), **options)
-        step = current_step()
-        state: Chunks | None = None if step is None else step.states.get(name)
-        plan = None if step is None or state is None else state.plans.of(step)
-        if step is None or state is None or plan is None:
-            missing = "" if step is None or state is None else state.plans.missing(step)
-            raise RuntimeError(f"{NAME}:{base.name} needs a paged step that was planned: run the model inside `with "
-                               f"quire.step(cache, metadata)`{missing}")
+        step, state, plan = planned_step(name, f"{NAME}:{base.name}")
         if q.is_cuda and torch.cuda.is_current_stream_capturing() and (step.graph_key is None or chunk not in plan.steps):
             raise RuntimeError(f"{NAME}:{base.name}: a CUDA graph is being captured, but none was planned for chunks of "
                                f"{chunk} tokens; call plan with graph_key and capturing=True before the capture")

@@ -156,7 +156,7 @@ class MlaKit(Kit):
             *self.frame_checks(),
         ]
         if not self.caps.mla:
-            return [("MLA", self.not_declared)]
+            return [("MLA", lambda: self.refused(self.mla_site(latent=LATENTS[0])))]
         if self.dtype not in self.caps.dtypes or not self.latents:
             return [("MLA", self.none_to_check)]
         return [(f"MLA: {name}", check) for name, check in found]
@@ -182,9 +182,6 @@ class MlaKit(Kit):
         kit.exact(MIXED, latent=self.latents[-1], fill=math.nan)
         kit.prefill()
         return None
-
-    def not_declared(self) -> str:
-        return self.refused(self.mla_site(latent=LATENTS[0]))
 
     def none_to_check(self) -> None:
         raise Skip(f"it declares {self.caps.mla_dims_note} in {', '.join(map(str, self.caps.dtypes))}, none of which is "

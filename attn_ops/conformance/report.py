@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import platform
 import sys
@@ -21,7 +20,7 @@ from quire.attn_ops.conformance.batches import Failure, noting_errors
 from quire.attn_ops.conformance.checks import DIMS, PAGE_SIZES, Kit, Skip
 from quire.attn_ops.conformance.mla import MlaKit
 from quire.attn_ops.registry import all_backends
-from quire.attn_ops.tuning.store import device_name
+from quire.attn_ops.tuning.store import device_name, installed_version
 
 Check = tuple[str, Callable[[], "str | None"]]  # its name, and what makes it: see ``run_checks``
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -140,13 +139,10 @@ def read_results(files: Sequence[str | Path], asked: dict[str, Any]) -> dict[str
 
 def environment(devices: Sequence[str]) -> dict[str, Any]:
     """Date, devices, and versions of torch and of the packages that backends name."""
-    versions = {"quire": "", "torch": torch.__version__}
-    for name in ("quire", *sorted({p for b in all_backends().values() for p in b.packages})):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions.pop(name, None)
-    return {"date": datetime.date.today().isoformat(), "python": platform.python_version(), "versions": versions,
+    packages = sorted({p for b in all_backends().values() for p in b.packages})
+    versions = {"quire": installed_version("quire"), "torch": torch.__version__, **{p: installed_version(p) for p in packages}}
+    return {"date": datetime.date.today().isoformat(), "python": platform.python_version(),
+            "versions": {name: version for name, version in versions.items() if version is not None},
             "devices": {d: device_name(torch.device(d)) for d in devices}}
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +33,7 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, dtype_name
-from quire.attn_ops.tuning.store import Store, device_name
+from quire.attn_ops.tuning.store import Store, device_name, installed_version
 
 LOWER_SUPPORT = 2.0  # estimated, not measured, so far from 1: attention is a tenth of a step that decodes 8 B parameters
 #: Estimated too: planning each step on the host takes about as long as launching a small step.
@@ -172,10 +171,7 @@ def save(rows: Iterable[Measurement], path: Path | None = None) -> Path:
 
 @functools.cache
 def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution).partition("+")[0]
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
+    return (installed_version(distribution) or "none").partition("+")[0]
 
 
 def versions(backend: AttentionBackend) -> tuple[str, dict[str, str]]:

@@ -94,9 +94,6 @@ class Matrix(Run):
         done = {cell_name(row) for row in self.known if (row["model"], row["system"]) == (self._label(model), system)}
         return [cell for cell in self.cells if cell.name not in done]
 
-    def _time_for(self, system: str) -> bool:
-        return self.deadline is None or time.time() + STARTS.get(system, 60.0) < self.deadline
-
     # -- measuring --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -129,7 +126,8 @@ class Matrix(Run):
         """Processes until every cell of the model has a row or the time is up: one that dies loses one cell."""
         out = self.args.out or Path("matrix.json")
         log = out.with_name(f"{out.stem}.{self._label(model).replace('/', '-')}.{system}.log")
-        while (left := self._left(model, system)) and self._time_for(system):
+        while (left := self._left(model, system)) and (
+                self.deadline is None or time.time() + STARTS.get(system, 60.0) < self.deadline):
             try:
                 for row in workers.rows(["-m", "quire.graph_runner.bench.matrix_cells"], asdict(self._job(model, system)),
                                         self._environment(system, gpu), deadline=self.deadline, log=log):

@@ -10,7 +10,6 @@ host step) and ``slowest_ms`` (the slowest of its steps).
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -25,7 +24,7 @@ import torch
 from rich import box
 from rich.table import Table
 
-from quire.attn_ops.tuning.attention import device_name
+from quire.attn_ops.tuning.store import device_name, installed_version
 
 Row = dict[str, Any]
 #: The columns that say what was measured; rows that agree in them are compared.
@@ -65,13 +64,6 @@ def _run(*command: str, cwd: Path | None = None) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def environment(device: torch.device) -> dict[str, Any]:
     """Where and with what the numbers were measured. The commit comes from QUIRE_COMMIT, else from git."""
     smi = _run("nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm,clocks.max.memory",
@@ -79,7 +71,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     driver, power, *clocks = [f.strip() for f in smi.splitlines()[0].split(",")] if smi else [None] * 4
     given = os.environ.get("QUIRE_COMMIT")
     status = None if given else _run("git", "status", "--porcelain", cwd=ROOT)
-    versions = {name: _version({"flashinfer": "flashinfer-python"}.get(name, name))
+    versions = {name: installed_version({"flashinfer": "flashinfer-python"}.get(name, name))
                 for name in ("torch", "triton", "transformers", "flashinfer", "vllm", "torchao")}
     return {
         "device": device_name(device), "driver": driver, "power_limit": power, "max_clocks": clocks,

@@ -113,7 +113,8 @@ def _uses(node: fx.Node) -> tuple[bool, bool]:
             if not (name == "getitem" or name in _PASSED_ON or adds_zero):
                 counts = True
             result = value(user)
-            if isinstance(result, torch.Tensor) and (not result.is_floating_point() or _of_numbers(user, seen)):
+            of_numbers = all(x in seen for x in user.all_input_nodes if isinstance(value(x), torch.Tensor))  # and constants
+            if isinstance(result, torch.Tensor) and (not result.is_floating_point() or of_numbers):
                 todo.append(user)
     return picks, counts
 
@@ -135,8 +136,3 @@ def _picks_rows(user: fx.Node, name: str, index: fx.Node) -> bool:
     if any(i is Ellipsis or i is None for i in items):
         return True
     return any(i is index and symbolic(shape[k]) for k, i in enumerate(items))
-
-
-def _of_numbers(node: fx.Node, numbers: set[fx.Node]) -> bool:
-    """Whether a float tensor is computed from nothing but the numbers and constants."""
-    return all(n in numbers for n in node.all_input_nodes if isinstance(value(n), torch.Tensor))

@@ -8,7 +8,6 @@ both are inputs of the graph, and of operations that only bitsandbytes knows.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -71,7 +70,7 @@ def check_rows(graph: fx.Graph, real: Mapping[fx.Node, Any]) -> None:
                 continue
             kind = (type(weight), tuple(weight.shape), repr(weight.__tensor_flatten__()[1]))
             product = _Product(type(weight).__name__, weight.shape[1], weight.dtype, weight.device,
-                               functools.partial(_linear, weight))
+                               lambda rows, weight=weight: torch.nn.functional.linear(rows, weight))
         if kind not in tried:
             tried.add(kind)
             _check_rows(product, module_path(node) or node.name)
@@ -100,10 +99,6 @@ class _Product(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     of: Callable[[torch.Tensor], torch.Tensor]
-
-
-def _linear(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.linear(rows, weight)
 
 
 def _four_bits(node: fx.Node, real: Mapping[fx.Node, Any]) -> tuple[Any, _Product]:

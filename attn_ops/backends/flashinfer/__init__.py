@@ -41,6 +41,7 @@ from quire.attn_ops.backends.flashinfer.state import FlashInferState
 from quire.attn_ops.kv_quant import FIXED_SCALE_KV_DTYPES, QUANTIZED_KV_DTYPES, is_fixed
 from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.plans import planned_step
 from quire.attn_ops.step import Step, current_step
 from quire.attn_ops.vendor import ONE_SCALE, no_flashinfer
 
@@ -82,11 +83,7 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
                                    "kv_cache_dtype='auto', or kv_scales=, one fixed scale per layer of an fp8 cache, which it "
                                    "serves; beside another backend (NAME@long of `quire backends`) its kernels serve long "
                                    "prompts of a cache with a scale for each token")
-    planned = None if step is None or state is None else state.plans.of(step)
-    if step is None or state is None or planned is None:
-        raise RuntimeError("flashinfer_paged_attention needs a paged step that was planned: run the model inside `with "
-                           "quire.step(cache, metadata)`, or call plan(metadata, step) first"
-                           + ("" if step is None or state is None else state.plans.missing(step)))
+    _, state, planned = planned_step(NAME, "flashinfer_paged_attention")
     num_tokens, heads, dim = q.shape
     if num_tokens != planned.num_tokens:
         raise RuntimeError(f"flashinfer: the step was planned for {planned.num_tokens} tokens, q has {num_tokens}")

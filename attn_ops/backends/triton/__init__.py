@@ -22,14 +22,20 @@ from typing import Any
 import torch
 
 from quire.attn_ops import mla_prefill
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_state_op
+from quire.attn_ops.backend import (
+    AttentionBackend,
+    AttentionCapabilities,
+    CudagraphSupport,
+    define_paged_op,
+    define_prepare,
+    define_state_op,
+)
 from quire.attn_ops.backends.triton.extend_route import Route, find_route, metadata_of, possible, scratch_bytes, without_graph
 from quire.attn_ops.backends.triton.plan import EXTRA_PARTS, Batch
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches, kernel_module, rows_contiguous
 from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales
-from quire.attn_ops.library import define_op
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 from quire.attn_ops.ops.rope import PLAIN, RopeForm, rope_kv_write
 from quire.attn_ops.ops.varlen import varlen_attention_cuda
@@ -211,9 +217,7 @@ BACKEND = AttentionBackend(
     same_in_graphs=True,
     without_graph=without_graph,
     scratch_bytes=scratch_bytes,
-    prepare=define_op(
-        "triton_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) "
-        "-> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_fake_prepare, launches=True),
+    prepare=define_prepare("triton", _prepare, _fake_prepare, launches=True),
     priority={"cuda": 10},
     packages=("triton",),
 )
