@@ -33,27 +33,23 @@ class KVSharingFastPrefillMetadata(Protocol):
     num_logits_indices: int
 
 
-def make_kv_sharing_fast_prefill_common_attn_metadata(
-    common_attn_metadata: CommonAttentionMetadata, logits_indices_cpu: torch.Tensor | np.ndarray | None = None,
-) -> CommonAttentionMetadata:
+def make_kv_sharing_fast_prefill_common_attn_metadata(common_attn_metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
     """The batch of the tokens with logits: queries are theirs, keys and slots those of the whole batch.
 
     Returns the same object where there is nothing to leave out: no logits indices, or decodes only. The model's positions are
-    ``positions[logits_indices]`` of the whole batch. ``logits_indices_cpu``: ``logits_indices_padded`` on the host, by default
-    the batch's own copy; needed where the indices are on a device, because nothing here waits for one.
+    ``positions[logits_indices]`` of the whole batch. The batch's ``logits_indices_cpu`` is needed where the indices are on a
+    device, because nothing here waits for one.
     Raises ValueError for indices on a device without their copy, or that are not the last tokens of their sequences (their
     positions are counted from the end, so others would attend wrongly).
     """
     meta = common_attn_metadata
     if meta.logits_indices_padded is None or meta.max_query_len <= 1:
         return meta
-    logits_indices_cpu = meta.logits_indices_cpu if logits_indices_cpu is None else logits_indices_cpu
-    if logits_indices_cpu is None:
-        if meta.logits_indices_padded.device.type != "cpu":
-            raise ValueError(f"logits_indices_padded is on {meta.logits_indices_padded.device}; pass logits_indices_cpu, its "
-                             "copy on the host, or put it into the batch, so that the step need not wait for the device")
-        logits_indices_cpu = meta.logits_indices_padded
-    indices = np.asarray(logits_indices_cpu, dtype=np.int64)[: meta.num_logits_indices]
+    on_host = meta.logits_indices_padded if meta.logits_indices_cpu is None else meta.logits_indices_cpu
+    if on_host.device.type != "cpu":
+        raise ValueError(f"logits_indices_padded is on {on_host.device}; put logits_indices_cpu, its copy on the host, into "
+                         "the batch, so that the step need not wait for the device")
+    indices = np.asarray(on_host, dtype=np.int64)[: meta.num_logits_indices]
     start = meta.query_start_loc_cpu.numpy()
     counts = np.bincount(np.searchsorted(start, indices, side="right") - 1, minlength=len(start) - 1)[: len(start) - 1]
     local = np.zeros(len(start), dtype=np.int32)

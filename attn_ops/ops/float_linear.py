@@ -35,9 +35,8 @@ def config(num_tokens: int, k: int) -> Config:
     return Config(1, 1024 if k % 1024 == 0 else 512, 4, 2) if num_tokens == 1 else Config(16, 256, 4, 3)
 
 
-def float_linear_cuda(x: torch.Tensor, weight: torch.Tensor, *, pdl: bool | None = None) -> torch.Tensor:
-    """The op on CUDA. Runs the definition for more than MAX_TOKENS tokens and other dtypes. ``pdl``: None: as
-    ``host.use_pdl`` says."""
+def float_linear_cuda(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The op on CUDA. Runs the definition for more than MAX_TOKENS tokens and other dtypes."""
     (n, k), m = weight.shape, x.numel() // max(1, x.shape[-1])
     if not 0 < m <= MAX_TOKENS or x.dtype not in HALVES or weight.dtype != x.dtype or weight.stride(1) != 1:
         return float_linear_eager(x, weight)
@@ -47,7 +46,7 @@ def float_linear_cuda(x: torch.Tensor, weight: torch.Tensor, *, pdl: bool | None
     options: dict[str, Any] = {
         "SWIGLU": False, "BLOCK_N": found.block_n, "BLOCK_K": found.block_k, "EVEN_N": n % found.block_n == 0,
         "EVEN_K": k % found.block_k == 0, "num_warps": found.num_warps, "num_stages": found.num_stages,
-        "pdl": host.use_pdl(x.device, m) if pdl is None else pdl}
+        "pdl": host.use_pdl(x.device, m)}
     if m == 1:
         launch(kernels.vector_kernel, (blocks,), *pointers, n, k, weight.stride(0), 0.0, None, **options)
     else:

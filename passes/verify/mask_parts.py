@@ -107,11 +107,8 @@ def _broadcast(p: MaskProver, node: fx.Node, index: int) -> Any:
 PARTS |= {"meshgrid": _meshgrid, "broadcast_tensors": _broadcast}
 
 
-def _reduction(names: tuple[str, ...], join: Callable[[Any, Any], Any], of: Callable[[Any], Any],
-               elementwise: Callable[..., Any] | None = None) -> None:
+def _reduction(names: tuple[str, ...], join: Callable[[Any, Any], Any], of: Callable[[Any], Any]) -> None:
     def reduce(p: MaskProver, node: fx.Node, x: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
-        if elementwise is not None and isinstance(value(dim), torch.Tensor):
-            return elementwise(p, node, x, dim, **options)
         if dim is None or dim == () or dim == [] or not isinstance(value(node), torch.Tensor):
             raise Unprovable("it is taken over all positions")
         element, rank = of(p.element(x)), value(x).dim()
