@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from quire.attn_ops.conformance.batches import compare
+from quire.attn_ops.conformance.checks import Kit
 from quire.attn_ops.registry import get_backend
+from tests.attn_ops.draft_steps import copy_into, draft_batches, plan_steps, run_steps, values_of
 
 
 def need(backend: str) -> str:
@@ -27,6 +31,27 @@ def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     with torch.cuda.graph(graph):
         out = run()
     return graph, out
+
+
+def check_draft_graph(kit: Kit, first: Sequence[int], later: Sequence[int], **options: Any) -> None:
+    """Three decode steps of sequences of the lengths ``first`` in one CUDA graph, which is replayed with those of ``later`` on
+    other pages, then with the first ones again. ``options``: of the kit's batches."""
+    backend, states = kit.backend, {}
+    static, others = (draft_batches(kit, lens, 3, 4, seed=n, num_pages=160, table_width=100, page_size=4, **options)
+                      for n, lens in enumerate((first, later)))
+    kept = values_of(static)
+    steps = plan_steps(backend, static, states, graph_key="drafts", capturing=True)
+    with torch.no_grad():
+        graph, found = captured(lambda: run_steps(backend, static, steps))
+    for batches, values in ((static, kept), (others, values_of(others)), (static, kept)):
+        copy_into(static, batches, values)
+        for out in found:
+            out.fill_(math.nan)
+        planned = plan_steps(backend, batches, states, graph_key="drafts")
+        graph.replay()
+        for out, batch in zip(found, batches, strict=True):
+            compare(out, batch)
+        del planned
 
 
 def check_likely(model: Any, prompt: list[int], found: list[int]) -> None:

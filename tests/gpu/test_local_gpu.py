@@ -3,18 +3,14 @@ them replays the chunks, or the pages, of another step."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import transformers
 
 import quire
-from quire.attn_ops.conformance.batches import compare
 from quire.attn_ops.registry import get_backend
 from tests.attn_ops.cases import ChunkKit, run_check
-from tests.attn_ops.draft_steps import copy_into, draft_batches, plan_steps, run_steps, values_of
-from tests.gpu.helpers import captured, check_likely, need
+from tests.gpu.helpers import check_draft_graph, check_likely, need
 
 CUDA = torch.device("cuda", 0)
 NAMES = ["local:flashinfer", "local:triton", "local:flash_attention", "local:trtllm_mha", "local:cudnn", "local:flex_attention",
@@ -34,23 +30,7 @@ def test_every_batch_has_chunks(name: str, check: str) -> None:
 @pytest.mark.parametrize("name", ["local:flashinfer", "local:triton"])
 def test_several_decode_steps_in_one_graph(name: str) -> None:
     """Each step has the buffers of its own plan: chunks begin at the first, at a later and at no step."""
-    kit = ChunkKit(get_backend(need(name)), CUDA, torch.bfloat16)
-    options = {"num_pages": 160, "table_width": 100, "page_size": 4}
-    backend, states = kit.backend, {}
-    static, later = (draft_batches(kit, lens, 3, 4, seed=n, **options) for n, lens in enumerate(([19, 5, 36], [390, 74])))
-    kept = values_of(static)
-    steps = plan_steps(backend, static, states, graph_key="drafts", capturing=True)
-    with torch.no_grad():
-        graph, found = captured(lambda: run_steps(backend, static, steps))
-    for batches, values in ((static, kept), (later, values_of(later)), (static, kept)):
-        copy_into(static, batches, values)
-        for out in found:
-            out.fill_(math.nan)
-        planned = plan_steps(backend, batches, states, graph_key="drafts")
-        graph.replay()
-        for out, batch in zip(found, batches, strict=True):
-            compare(out, batch)
-        del planned
+    check_draft_graph(ChunkKit(get_backend(need(name)), CUDA, torch.bfloat16), [19, 5, 36], [390, 74])
 
 
 @pytest.mark.slow

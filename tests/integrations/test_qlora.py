@@ -6,10 +6,7 @@ Most tests run both ways where the machine has both.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,7 +26,7 @@ from quire.graph_runner.own_forward import training_difference
 from quire.graph_runner.weights import WeightUpdateError
 from quire.passes.capture import four_bit
 from quire.passes.verify.quantized import num_bytes, parts
-from tests.integrations.test_peft import fill
+from tests.integrations.test_peft import fill, paged_only
 from tests.tiny import GREEDY, hf_greedy, prompt_ids, small_llama, tokens
 
 pytestmark = pytest.mark.usefixtures("traces_kept")
@@ -87,13 +84,6 @@ def with_adapter(model: Any, **options: Any) -> PeftModel:
             if "lora_B" in name:
                 p.normal_(0, 0.1)
     return peft
-
-
-@contextlib.contextmanager
-def paged_only() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*not paged.*")
-        yield
 
 
 def generated(model: Any) -> list[int]:
