@@ -1,27 +1,36 @@
 """What adapters cost a linear layer of a decode step: us of the layer alone, and with adapters.
 
     python benchmarks/lora_linear.py --tokens 1,8,32 --json lora_linear.json
+    python benchmarks/lora_linear.py --tiles --tokens 64,128,1024 --models llama-8b,llama-1b --json lora_tiles.json
 
 The layers are llama-8b's, with the norm, SwiGLU or residual that folds into them. ``one``: an adapter of every token. ``each``:
-two adapters; every third token has the first, every third the second, and the others have none. Weights come from memory: calls
-rotate over copies.
+two adapters; every third token has the first, every third the second, and the others have none. Weights come from memory:
+calls rotate over copies.
+
+    python benchmarks/lora_linear.py --tiles --tokens 64,128,1024 --models llama-8b,llama-1b --json lora_tiles.json
+fastest first, with ``chosen`` for those that ``large_tiles`` gives. There ``alone_us`` is cuBLAS and a kernel for SwiGLU.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from triton.runtime.errors import OutOfResources
 
 from quire.attn_ops.ops.lora_counters import lora_counters_eager
-from quire.attn_ops.ops.lora_linear import lora_linear_cuda
-from quire.attn_ops.ops.small_linear import small_linear_cuda
+from quire.attn_ops.ops.lora_linear import large_tiles, lora_linear_cuda
+from quire.attn_ops.ops.lora_rows import RowsTiles
+from quire.attn_ops.ops.small_linear import MAX_TOKENS_PER_TILE, small_linear_cuda
 from quire.attn_ops.step import running
-from quire.attn_ops.tuning.launch_config import config_for
+from quire.attn_ops.tuning.launch_config import Config, config_for
 from quire.attn_ops.tuning.small_linear import LinearShape, tune
 from quire.graph_runner.bench.attention_op import on_the_device
+from quire.graph_runner.bench.models import ModelSpec, config_of
 from quire.graph_runner.bench.record import script, started
 
 #: Inputs, outputs of sibling layers, whether there is a norm, SwiGLU, a residual.
@@ -56,9 +65,79 @@ def times(name: str, tokens: int, own: torch.dtype, rank: int, adapters: int) ->
                     x, weights[i % COPIES], *around, a[i % COPIES], b[i % COPIES], starts, scaling, bits, counters)).us}
 
 
+#: Of second and of first products, as of RowsTiles; and of a layer in one launch.
+SECOND = [(64, 64, 4), (64, 128, 4), (32, 64, 4), (128, 64, 8)]
+FIRST = {False: [(32, 8, 4), (32, 16, 4), (16, 8, 4)], True: [(64, 2, 3, 4), (64, 8, 3, 4), (128, 2, 3, 4)]}
+WHOLE = [Config(*c) for c in itertools.chain(
+    itertools.product([64], [128], [4, 8], [4], [1, 2]), itertools.product([64], [64], [4], [6], [1, 2]),
+    itertools.product([128], [64], [8], [4], [1, 2, 3]))]
+
+
+def layers_of(model: str) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Inputs and the outputs of sibling layers."""
+    config = config_of(ModelSpec(model, torch.bfloat16, torch.device("cuda")))
+    heads, dim, hidden, wide = (config.num_attention_heads, config.head_dim, config.hidden_size, config.intermediate_size)
+    own = config.num_key_value_heads * dim
+    return {"qkv": (hidden, (heads * dim, own, own)), "o": (heads * dim, (hidden,)), "gate_up": (hidden, (wide, wide)),
+            "down": (wide, (hidden,))}
+
+
+def tile_times(model: str, name: str, tokens: int, own: torch.dtype, rank: int) -> list[dict[str, Any]]:
+    """A row for each choice of launch parameters that fits the GPU, the fastest first."""
+    k, sizes = layers_of(model)[name]
+    copies = max(2, -(-600_000_000 // (2 * k * sum(sizes)))) if tokens <= 256 else 2
+
+    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=dtype) * 0.05
+
+    weights = [normal(sum(sizes), k) for _ in range(copies)]
+    a = [[normal(rank, k, dtype=own) for _ in sizes] for _ in range(copies)]
+    b = [[normal(n, rank, dtype=own) for n in sizes] for _ in range(copies)]
+    x, swiglu = normal(1, tokens, k), name == "gate_up"
+    residual = normal(1, tokens, sizes[0]) if len(sizes) == 1 else None
+    around, starts = (None, None, 0.0, residual, swiglu), [sum(sizes[:i]) for i in range(len(sizes))]
+    apart = tokens > 512
+    tiles: list[RowsTiles | Config] = [
+        *(RowsTiles(*second, *FIRST[apart][0]) for second in SECOND),
+        *(RowsTiles(*SECOND[0], *first) for first in FIRST[apart][1:]),
+        *(WHOLE if tokens <= MAX_TOKENS_PER_TILE else [])]
+    chosen = large_tiles(tokens, k, sizes[0] if swiglu else sum(sizes), swiglu, a[0], b[0], starts)
+    swiglu_of = torch.compile(lambda y: F.silu(y[:, : sizes[0]]) * y[:, sizes[0] :], dynamic=False)
+
+    def alone(i: int) -> torch.Tensor:
+        y = F.linear(x[0], weights[i % copies])
+        return swiglu_of(y) if swiglu else y
+
+    counters = lora_counters_eager(x)
+
+    def adapted(tiles: RowsTiles | Config, i: int) -> torch.Tensor:
+        nonlocal counters
+        if i % 64 == 0:  # zeroed for some launches at once, as in a forward
+            counters = lora_counters_eager(x)
+        return lora_linear_cuda(x, weights[i % copies], *around, a[i % copies], b[i % copies], starts, [2.0] * len(sizes),
+                                [0] * len(sizes), counters, tiles=tiles)
+
+    alone_us, rows = on_the_device(alone).us, []
+    for each in dict.fromkeys([chosen, *tiles]):
+        try:
+            us = on_the_device(functools.partial(adapted, each)).us
+        except OutOfResources:
+            continue
+        rows.append({"model": model, "layer": name, "tokens": tokens, "dtype": str(own), "alone_us": alone_us,
+                     "adapted_us": us, "launches": type(each).__name__, "tiles": list(each), "chosen": each == chosen})
+    return sorted(rows, key=lambda row: row["adapted_us"])
+
+
 def main() -> None:
-    args = script(__doc__, None, tokens=[1, 8, 32], rank=16, lora_dtype=("float32,bfloat16", "of the adapters")).parse_args()
+    args = script(__doc__, None, tokens=[1, 8, 32], rank=16, lora_dtype=("float32,bfloat16", "of the adapters"),
+                  tiles=(False, "other launch parameters"), models=("llama-8b", "with --tiles, of these")).parse_args()
     record = started(args)
+    if args.tiles:
+        for model, tokens, dtype in itertools.product(args.models.split(","), args.tokens, args.lora_dtype.split(",")):
+            for name in LAYERS:
+                for row in tile_times(model, name, tokens, getattr(torch, dtype), args.rank):
+                    record.keep(row)
+        return
     for name, tokens, dtype, adapters in itertools.product(LAYERS, args.tokens, args.lora_dtype.split(","), (1, 2)):
         record.keep({"layer": name, "tokens": tokens, "dtype": dtype, "adapters": "one" if adapters == 1 else "each",
                      **times(name, tokens, getattr(torch, dtype), args.rank, adapters)})

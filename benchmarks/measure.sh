@@ -38,7 +38,8 @@
 #           the wheels that both need)
 # logprobs  what log probabilities cost in a decode step, of $LOGPROBS (--model qwen3-0.6b)
 # tests     the GPU tests (or $TESTS), $JOBS (8) at a time, then those that must run alone. passed_<digest of the sources>.txt has
-#           those that passed, and h200_kits_suite_<digest>.json the kit's results, as of kits; RESUME goes on with such files
+#           those that passed, and h200_kits_suite_<digest>.json the kit's results, as of kits; RESUME goes on with such files;
+#           CUDA_VISIBLE_DEVICES=0,1,2 spreads the processes over several GPUs
 #
 # LIMIT     seconds for each command (300); TOTAL: for all of them (any). Most parts end themselves before LIMIT, and keep what
 #           they have. The exit code is that of the last part that failed, or 0. More arguments: $BENCH for quire bench, $PREFIX,

@@ -27,6 +27,12 @@ os.environ.setdefault("QUIRE_TUNE", "0")
 # pytest attaches its handlers to loggers that do not propagate, and with a handler torch writes a trace of each compilation.
 logging.getLogger("torch.__trace").propagate = True
 
+# Each process of pytest-xdist has another one of the visible GPUs as its first.
+if (worker := os.environ.get("PYTEST_XDIST_WORKER", "")).startswith("gw") and "," in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+    gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    first = int(worker[2:]) % len(gpus)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+
 if not torch.cuda.is_available():
     # Triton reads it when kernels are defined, that is before the first import of a module that has some (or of torch._dynamo).
     os.environ.setdefault("TRITON_INTERPRET", "1")
