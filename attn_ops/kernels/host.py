@@ -122,11 +122,11 @@ class AdapterTiles(NamedTuple):
     stages: int
 
 
-def one_loop(lora: Adapters, t: int) -> bool:
-    """Whether the programs of first products choose their adapter as they run. Each adapter has a loop of its own otherwise,
-    which is faster with few adapters (of one token qkv by 2.4 us: ``h200_lora_linear_one_loop.json``); with many the code is
-    long to compile. Needs adapters of one dtype."""
-    return len(lora.b) > (4 if t > 1 else 12) and len({up.dtype for up in lora.b}) == 1
+def one_loop(dtypes: tuple[torch.dtype, ...], t: int) -> bool:
+    """Whether the programs of first products of adapters of these dtypes choose their adapter as they run. Each adapter has a
+    loop of its own otherwise, which is faster with few adapters (of one token qkv by 2.4 us:
+    ``h200_lora_linear_one_loop.json``); with many the code is long to compile. Needs adapters of one dtype."""
+    return len(dtypes) > (4 if t > 1 else 12) and len(set(dtypes)) == 1
 
 
 def first_products(t: int, block_r: int, num_warps: int, item: int, memory: int = 96 * 1024) -> tuple[int, int, int, int]:

@@ -119,7 +119,7 @@ def large_tiles(t: int, k: int, n: int, swiglu: bool, a: Sequence[Tensor], b: Se
                 ) -> RowsTiles | Config:
     """For t > MAX_TOKENS tokens and n outputs: launch parameters of the adapters' part behind cuBLAS's product; or, where that
     was measured to be faster, of one launch."""
-    block_r = host.next_power_of_2(max(len(down) for down in a), 16)
+    block_r = host.next_power_of_2(max(down.shape[0] for down in a), 16)
     ranks = adapters_per_layer(starts, b) * block_r
     return one_launch(t, n, swiglu) or rows_tiles(t, k, ranks, swiglu)
 
@@ -142,7 +142,7 @@ def one_launch(t: int, n: int, swiglu: bool) -> Config | None:
 def _finished(base: Tensor, x: Tensor, residual: Tensor | None, swiglu: bool, of_adapters: _OfAdapters, tiles: RowsTiles,
               pdl: bool, counters: Tensor | None) -> Tensor:
     """The layer's result (1, T, n) from its product ``base`` and its input, (T, N) and (T, K)."""
-    t, n = len(base), base.shape[1] // (2 if swiglu else 1)
+    t, n = base.shape[0], base.shape[1] // (2 if swiglu else 1)
     lora = adapters_for(x[None], *of_adapters, tiles.parts, None if tiles.apart else next_counter(x, counters))
     constants = adapter_tiles(lora, n, Config(tiles.block_n, 1, tiles.num_warps, 1), swiglu, False)._replace(
         first_t=tiles.first_t, ranks=min(lora.shrunk.shape[3], 32), slices=4 if tiles.apart else tiles.num_warps,
@@ -153,7 +153,7 @@ def _finished(base: Tensor, x: Tensor, residual: Tensor | None, swiglu: bool, of
 
 def _launch_finish(base: Tensor, x: Tensor, residual: Tensor | None, n: int, swiglu: bool, lora: host.Adapters,
                    constants: host.AdapterTiles, first: int, tiles: RowsTiles, pdl: bool, norm: bool = False) -> Tensor:
-    t, columns = len(x), -(-n // tiles.block_n)
+    t, columns = x.shape[0], -(-n // tiles.block_n)
     res = None if residual is None else host.rows_contiguous(residual[0])
     out = x.new_empty(1, t, n)
     launch(host.kernel_module("kernels.lora").finish_kernel, (first + columns * -(-t // tiles.block_t),), x, base, lora, res,
@@ -168,7 +168,7 @@ def _parts(a: Sequence[Tensor], t: int, n: int, k: int, swiglu: bool, config: Co
     most, or fewer, so that all programs run at once, if those of the weight do. No more: gate and up of 32 tokens took 3 us
     longer with 16 programs of first products on 132 multiprocessors, of which those of the weight fill 112, than with four
     (``h200_lora_linear.json``, ``h200_lora_linear_parts.json``)."""
-    block_r = host.next_power_of_2(max(len(down) for down in a), 16)
+    block_r = host.next_power_of_2(max(down.shape[0] for down in a), 16)
     programs = len(a) * (block_r // min(block_r, 32))
     at_once = host.num_sms(device) * max(1, host.shared_memory(device) // memory_of(config, t, swiglu))
     free = at_once - -(-n // config.block_n)

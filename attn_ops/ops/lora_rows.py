@@ -14,6 +14,7 @@ Elsewhere the ops run their eager definitions, in which each adapter costs two p
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -114,7 +115,7 @@ def _in_range(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequen
 
 def adapters_fit(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     """Whether the kernels take these adapters, for an input x (1, T, K)."""
-    return x.dim() == 3 and len(x) == 1 and 0 < len(a) <= MAX_KERNEL_ADAPTERS and all(
+    return x.dim() == 3 and x.shape[0] == 1 and 0 < len(a) <= MAX_KERNEL_ADAPTERS and all(
         down.shape[0] <= MAX_RANK and down.is_contiguous() and up.is_contiguous() and down.dtype == up.dtype
         and down.dtype in _DTYPES for down, up in zip(a, b, strict=True))
 
@@ -156,7 +157,7 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     flat = [host.rows_contiguous(base[0]) for base in bases]
     sizes = tuple(base.shape[2] for base in bases)
     starts = [sum(sizes[:layer]) for layer in layers]
-    block_r = next_power_of_2(max(len(down) for down in a), 16)
+    block_r = next_power_of_2(max(down.shape[0] for down in a), 16)
     per = adapters_per_layer(starts, b)  # a tile ends where its layer does
     tiles = tiles or rows_tiles(t, k, per * block_r)
     if t == 1:
@@ -176,8 +177,9 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
 def _constants(lora: host.Adapters, tiles: RowsTiles, per: int, block_q: int) -> host.AdapterTiles:
     adapters, parts, t, block_r = lora.shrunk.shape
     warps = tiles.num_warps if not tiles.apart else 1 if t == 1 else 4
-    return host.AdapterTiles(adapters, host.one_loop(lora, t), all_tokens(lora), per, parts, block_r, block_q, per, True,
-                             tiles.first_t, block_r if t == 1 else min(block_r, 32), warps, tiles.stages)
+    every = all(place == EVERY for place in lora.places)
+    return host.AdapterTiles(adapters, host.one_loop(tuple(up.dtype for up in lora.b), t), every, per, parts, block_r, block_q,
+                             per, True, tiles.first_t, block_r if t == 1 else min(block_r, 32), warps, tiles.stages)
 
 
 def launch_first(x: Tensor, lora: host.Adapters, constants: host.AdapterTiles, tiles: RowsTiles, t: int) -> int:
@@ -197,15 +199,35 @@ def launch_first(x: Tensor, lora: host.Adapters, constants: host.AdapterTiles, t
 
 def adapters_per_layer(starts: Sequence[int], b: Sequence[Tensor]) -> int:
     """At most so many adapters add to the same columns; all of them where layers overlap or B has several dtypes."""
-    ranges = sorted({(start, len(up)) for start, up in zip(starts, b, strict=True)})
+    return most_per_layer(tuple(starts), tuple(up.shape[0] for up in b), tuple(up.dtype for up in b))
+
+
+@functools.lru_cache(maxsize=1024)
+def most_per_layer(starts: tuple[int, ...], sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> int:
+    """``adapters_per_layer`` for B of these sizes and dtypes."""
+    ranges = sorted(set(zip(starts, sizes, strict=True)))
     apart = all(start + size <= after for (start, size), (after, _) in itertools.pairwise(ranges))
-    one_dtype = len({up.dtype for up in b}) == 1
-    return max(map(list(starts).count, starts)) if apart and one_dtype else len(b)
+    return max(map(starts.count, starts)) if apart and len(set(dtypes)) == 1 else len(sizes)
 
 
-def all_tokens(lora: host.Adapters) -> bool:
-    """Whether each token has all adapters."""
-    return all(place == EVERY for place in lora.places)
+class _Order(NamedTuple):
+    """Numbers of adapters by their columns; and what host.Adapters has of them, in that order."""
+
+    numbers: tuple[int, ...]
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    places: tuple[int, ...]
+    scalings: tuple[float, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def _order(starts: tuple[int, ...], sizes: tuple[int, ...], ranks: tuple[int, ...], bits: tuple[int, ...],
+           scaling: tuple[float, ...]) -> _Order:
+    numbers = tuple(sorted(range(len(starts)), key=starts.__getitem__))
+    places = tuple(bit.bit_length() - 1 if bit else EVERY for bit in bits)
+    starts, sizes, ranks, places = (tuple(of[i] for i in numbers) for of in (starts, sizes, ranks, places))
+    return _Order(numbers, starts, sizes, ranks, places, tuple(float(scaling[i]) for i in numbers))
 
 
 def adapters_for(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int], scaling: Sequence[float],
@@ -213,15 +235,15 @@ def adapters_for(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], starts: Se
     """The kernels' argument, with memory for first products in ``parts`` parts. Arguments as of ``lora_linear_eager``;
     ``counter``: None where no kernel counts."""
     rows, t = adapters_of(x, bits), x.shape[1]
-    order = sorted(range(len(a)), key=starts.__getitem__)
-    a, b, ranks = [a[i] for i in order], [b[i] for i in order], tuple(a[i].shape[0] for i in order)
+    numbers, *order = _order(tuple(starts), tuple(up.shape[0] for up in b), tuple(down.shape[0] for down in a), tuple(bits),
+                             tuple(scaling))
+    ranks = [down.shape[0] for down in a]
     shrunk = torch.empty(len(a), parts, t, next_power_of_2(max(ranks), 16), dtype=torch.float32, device=x.device)
     if rows is None:
         rows = shrunk.view(torch.int64)  # no bit is looked at
-    return host.Adapters(
-        rows, tuple(a), tuple(b), shrunk, torch.empty(t, dtype=torch.float32, device=x.device),
-        shrunk if counter is None else counter, tuple(starts[i] for i in order), tuple(len(up) for up in b), ranks,
-        tuple(bits[i].bit_length() - 1 if bits[i] else EVERY for i in order), tuple(float(scaling[i]) for i in order))
+    rms = torch.empty(t, dtype=torch.float32, device=x.device) if t == 1 else shrunk  # of one token alone
+    return host.Adapters(rows, tuple(a[i] for i in numbers), tuple(b[i] for i in numbers), shrunk, rms,
+                         shrunk if counter is None else counter, *order)
 
 
 def _fake(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float], bits: Sequence[int]

@@ -22,6 +22,7 @@ Limits: bf16 and fp16 on CUDA; on other devices and dtypes the op runs its eager
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import rows_contiguous
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
-from quire.attn_ops.ops.lora_rows import adapters_per_layer, all_tokens
+from quire.attn_ops.ops.lora_rows import EVERY, most_per_layer
 from quire.attn_ops.ops.small_linear_wide import (
     INT4_COLUMNS,
     fits_wide,
@@ -173,18 +174,25 @@ def small_linear_cuda(
 def adapter_tiles(lora: host.Adapters, n: int, config: Config, swiglu: bool, norm: bool) -> host.AdapterTiles:
     """How the programs of a layer of n columns, launched with ``config``, compute ``lora``. Those of first products take as
     much shared memory as the others do, unless two iterations need more, so that as many run at once as without adapters."""
-    adapters, parts, t, block_r = lora.shrunk.shape
+    return _adapter_tiles(tuple(lora.shrunk.shape), lora.starts, lora.sizes, all(place == EVERY for place in lora.places),
+                          tuple(up.dtype for up in lora.b), n, config, swiglu, norm)
+
+
+@functools.lru_cache(maxsize=1024)
+def _adapter_tiles(shrunk: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, ...], every: bool,
+                   dtypes: tuple[torch.dtype, ...], n: int, config: Config, swiglu: bool, norm: bool) -> host.AdapterTiles:
+    """Of a prompt each layer asks for the same."""
+    adapters, parts, t, block_r = shrunk
     block_n, num_warps, operands = config.block_n, config.num_warps, 2 if swiglu else 1
-    edges = {n, *lora.starts, *(start + size for start, size in zip(lora.starts, lora.sizes, strict=True))}
-    per = adapters_per_layer(lora.starts, lora.b) if not any(edge % block_n for edge in edges) else adapters
+    edges = {n, *starts, *(start + size for start, size in zip(starts, sizes, strict=True))}
+    per = most_per_layer(starts, sizes, dtypes) if not any(edge % block_n for edge in edges) else adapters
     block_q = min(block_r, 32 if per <= 2 else 16)
     first = (1, 2, 1, 1) if t == 1 else host.first_products(t, block_r, num_warps, 2, memory_of(config, t, swiglu))
     held = max(1, min(per, 1024 * num_warps // (block_q * block_n * operands)))  # 32 numbers per thread
     # A large loop with a norm has no registers left for what is kept meanwhile: qkv's of 32 tokens took 3 to 5 us more
     # (h200_lora_linear_early.json).
     early = not norm or padded(t) * config.block_k // (32 * num_warps) <= 32
-    return host.AdapterTiles(adapters, host.one_loop(lora, t), all_tokens(lora), per, parts, block_r, block_q, held, early,
-                             *first)
+    return host.AdapterTiles(adapters, host.one_loop(dtypes, t), every, per, parts, block_r, block_q, held, early, *first)
 
 
 def memory_of(config: Config, tokens: int, swiglu: bool) -> int:
