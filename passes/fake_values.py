@@ -3,7 +3,7 @@
 Computing with symbolic sizes takes up to a millisecond per node, and a model repeats its layers. So of nodes that do the same
 with inputs alike only the first is computed, and the others get fakes like its result: in memory of their own, or in that of
 the same input. What an operation makes of fakes follows from their metadata, what memory they share, and the state of PyTorch
-(gradients, autocast). A node that gives neither tensors nor numbers may be there to change that state, so after one nothing is
+(gradients, autocast). So PyTorch's own cache of fakes, which makes each result twice to see that it can, is off. A node that gives neither tensors nor numbers may be there to change that state, so after one nothing is
 taken from another node any more. Known not to change it: operators, an assignment to parts of a tensor, and what
 ``nn.Module()`` leaves in the graph, as in ``self.layers[:n]``.
 """
@@ -21,7 +21,12 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    disable_fake_tensor_cache,
+    in_kernel_invocation_manager,
+)
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from torch.utils._pytree import tree_leaves, tree_structure
 
@@ -96,7 +101,8 @@ def computed(node: fx.Node, of: Callable[[fx.Node], Any], mode: FakeTensorMode, 
         inputs = [leaf for x in node.all_input_nodes for leaf in tree_leaves(of(x))]
         key = _key(node, of, inputs)
     except _Odd:
-        result = compute(node)
+        with disable_fake_tensor_cache(mode):
+            result = compute(node)
         if not (isinstance(node.target, torch._ops.OpOverload) or node.target in _KEEPS_STATE) and not all(
                 isinstance(x, (torch.Tensor, *_NUMBERS)) or type(x) in _PLAIN and x is not None
                 for x in tree_leaves(result, is_leaf=lambda x: x is None)):
@@ -104,7 +110,8 @@ def computed(node: fx.Node, of: Callable[[fx.Node], Any], mode: FakeTensorMode, 
         return result
     if key in made:
         return made[key](inputs, mode)
-    result = compute(node)
+    with disable_fake_tensor_cache(mode):
+        result = compute(node)
     if (again := _again(result, inputs)) is not None:
         made[key] = again
     return result
@@ -136,11 +143,13 @@ def _again(result: Any, inputs: list[Any]) -> _Make | None:
         return None
     if offset != 0 if at is None else inputs[at].dtype != dtype or inputs[at].device != device:  # a view as another dtype
         return None
-    count = result.untyped_storage().nbytes() // result.itemsize
+    nbytes = result.untyped_storage().nbytes()
 
     def make(inputs: list[Any], mode: FakeTensorMode) -> torch.Tensor:
         with in_kernel_invocation_manager(mode):
-            memory = torch.empty(count, dtype=dtype, device="meta") if at is None else inputs[at]
+            memory = torch.empty(0, dtype=dtype, device="meta") if at is None else inputs[at]
+            if at is None:  # made with that size it would be computed from the symbols again, which takes most of the time
+                torch.ops.inductor.resize_storage_bytes_(memory, nbytes)
             return FakeTensor(mode, memory.as_strided(sizes, strides, offset), device)
 
     return make
@@ -193,7 +202,7 @@ def fake_input(fake: FakeTensorMode, name: str, like: torch.Tensor, dynamic: Seq
     if fake.shape_env is not None:
         sizes, strides, _ = fake.shape_env.create_symbolic_sizes_strides_storage_offset(
             like, ConstantSource(name), symbolic_context=symbolic_sizes(dynamic))
-    with fake:
+    with fake, disable_fake_tensor_cache(fake):
         return torch.empty_strided(sizes, strides, dtype=like.dtype, device=device)
 
 

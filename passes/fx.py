@@ -18,6 +18,7 @@ from torch import fx
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._sympy.printers import PythonPrinter
 
 LINEAR = (F.linear, torch._C._nn.linear)
@@ -280,12 +281,24 @@ def _of_layout(guard: Any) -> bool:
     return any(path.endswith(file) and name in made_by.name for file, name in _CHOICES)
 
 
+def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """A module for ``graph`` whose code is written when it is first run, or by ``written``: most graphs of a model are only
+    read, rewritten and given to Inductor."""
+    return _LazyGraphModule(root, graph)
+
+
+def written(gm: fx.GraphModule) -> fx.GraphModule:
+    """The module, with the code of its graph, which changes no more."""
+    _LazyGraphModule.force_recompile(gm)
+    return gm
+
+
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy to rewrite: Dynamo reads the placeholders of its own module again after a backend returns."""
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(gm.graph, mapping))
-    out = fx.GraphModule(gm, graph)
+    out = graph_module(gm, graph)
     for old, new in mapping.items():
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source

@@ -36,7 +36,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from quire.attn_ops.tuning.store import cache_folder
 from quire.passes.capture.facts import TORCH_VALUES, Check, NotPortable, checks, difference, environment
 from quire.passes.fake_values import Replay, symbolic_sizes
-from quire.passes.fx import fake_mode, source_name, source_of, text_of, value
+from quire.passes.fx import fake_mode, graph_module, source_name, source_of, text_of, value
 
 logger = logging.getLogger(__name__)
 _MOST_FILES = 64  # the oldest go
@@ -111,7 +111,7 @@ class KeptTrace:
             if kept.source is not None:
                 node._dynamo_source = kept.source
             made.append(node)
-        gm = fx.GraphModule(torch.nn.Module(), graph)
+        gm = graph_module(torch.nn.Module(), graph)
         inputs, fakes = self._inputs(made, mode, scope)
         with mode, enable_python_dispatcher(), torch.no_grad():
             Replay(gm, mode).run(*fakes)

@@ -130,8 +130,6 @@ class PagedModel:
                     traced._disk.note_guards(guards, traced, scope)
             return [False] * len(guards)
 
-        compiled = torch.compile(forward, backend=_weakly(self._capture), fullgraph=True,
-                                 options={"guard_filter_fn": drop})
         ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.int64, device=device)
         positions = torch.arange(TRACED_TOKENS, device=device)[None]
         keep = torch.arange(_REQS, device=device)
@@ -150,6 +148,8 @@ class PagedModel:
             if not self.adapters and self.places is None:
                 self._disk = TraceFile.of(self.model, call, by_interface, len(sampling))
             taken = self._take(scope)
+            compiled = self._run_kept if taken else torch.compile(
+                forward, backend=_weakly(self._capture), fullgraph=True, options={"guard_filter_fn": drop})
             try:
                 try:
                     if not taken:
@@ -170,7 +170,7 @@ class PagedModel:
             if self._disk is not None and not taken:
                 self._disk.write(self.graph.gm, scope, self.reads.stored())
             self._disk = None
-        return self._run_kept if taken else compiled
+        return compiled
 
     def _take(self, scope: Mapping[str, Any]) -> bool:
         """Take the graph of the model from the disk, if it is there and good."""

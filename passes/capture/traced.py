@@ -30,7 +30,7 @@ from quire.passes.compile.size_guards import Assumptions
 from quire.passes.eager import check_step
 from quire.passes.fusions.base import FusedInputs, FusedWeights
 from quire.passes.fusions.registry import has_small_passes
-from quire.passes.fx import copy_graph, is_module_tensor, placeholders, value
+from quire.passes.fx import copy_graph, is_module_tensor, placeholders, value, written
 from quire.passes.options import QuireOptions
 from quire.passes.pipeline import check_longest, compile_graph, lower_graph, raise_graph
 from quire.passes.rewrite.last_rows import LAST_ROWS
@@ -125,7 +125,7 @@ class TracedGraph:
         elif self._plain is None:
             # Its own guards: this may be long after tracing. Sizes that were found to vary are not made constants again.
             varies = any(isinstance(x, torch.SymInt) for x in self.inputs)
-            self._plain = torch.compile(copy_graph(self.gm), backend="inductor", dynamic=True if varies else None)
+            self._plain = torch.compile(written(copy_graph(self.gm)), backend="inductor", dynamic=True if varies else None)
         return self._plain(*args)
 
     def run_paged(self, step: Step, *args: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from quire.passes.compile.regions import Look, compile_by_regions
-from quire.passes.fx import placeholders, value
+from quire.passes.fx import placeholders, value, written
 from quire.passes.rewrite.lower import Lowered
 
 COMPILERS = ("inductor", "inductor-whole", "eager")
@@ -18,7 +18,7 @@ COMPILERS = ("inductor", "inductor-whole", "eager")
 def compile_lowered(lowered: Lowered, compiler: str, look: Look | None = None) -> Callable[..., Any]:
     """``lowered.gm`` as a callable on its placeholders' values, by one of COMPILERS. ``look``: of ``compile_by_regions``."""
     if compiler == "eager":
-        return lowered.gm.forward
+        return written(lowered.gm).forward
     if compiler == "inductor-whole":
         return inductor(lowered.gm, [value(n) for n in placeholders(lowered.gm.graph)])
     return compile_by_regions(lowered, inductor, look=look)

@@ -159,6 +159,7 @@ class Sizes:
     def __init__(self) -> None:
         self.env = ShapeEnv()
         self.fake = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.fake.cache_enabled = False  # equal nodes run once, and it makes each result twice
         self._symbols: dict[Any, Any] = {}
         self.of_axis: dict[Any, Any] = {}
 
