@@ -2,10 +2,11 @@
 
 Computing with symbolic sizes takes up to a millisecond per node, and a model repeats its layers. So of nodes that do the same
 with inputs alike only the first is computed, and the others get fakes like its result: in memory of their own, or in that of
-the same input. What an operation makes of fakes follows from their metadata, what memory they share, and the state of PyTorch
-(gradients, autocast). So PyTorch's own cache of fakes, which makes each result twice to see that it can, is off. A node that gives neither tensors nor numbers may be there to change that state, so after one nothing is
-taken from another node any more. Known not to change it: operators, an assignment to parts of a tensor, and what
-``nn.Module()`` leaves in the graph, as in ``self.layers[:n]``.
+the same input. (PyTorch's own cache of fakes makes each result twice, to see that it can, and is off.) What an operation makes
+of fakes follows from their metadata, what memory they share, and the state of PyTorch (gradients, autocast). A node that gives
+neither tensors nor numbers may be there to change that state, so after one nothing is taken from another node any more. Known
+not to change it: operators, an assignment to parts of a tensor, and what ``nn.Module()`` leaves in the graph, as in
+``self.layers[:n]``.
 """
 
 from __future__ import annotations
@@ -204,6 +205,12 @@ def fake_input(fake: FakeTensorMode, name: str, like: torch.Tensor, dynamic: Seq
             like, ConstantSource(name), symbolic_context=symbolic_sizes(dynamic))
     with fake, disable_fake_tensor_cache(fake):
         return torch.empty_strided(sizes, strides, dtype=like.dtype, device=device)
+
+
+def fake_beside(first: FakeTensor, like: torch.Tensor) -> torch.Tensor:
+    """A fake of ``like`` on the device of the fake ``first``, as long as that in dimension 0, which no stride depends on."""
+    with first.fake_mode, disable_fake_tensor_cache(first.fake_mode):
+        return torch.empty_strided((first.shape[0], *like.shape[1:]), like.stride(), dtype=like.dtype, device=first.device)
 
 
 def symbolic_sizes(dynamic: Sequence[bool], base: Any = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import inspect
 import math
 import operator
@@ -195,13 +196,18 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         name = target_name(node)
         plain = name.endswith("__") or getattr(target, "__module__", "") == "_operator"  # operator.not_ writes nothing
         bare = name[2:-2] if name.startswith("__") and name.endswith("__") else name  # x.__iadd__(y)
-        parameters = inspect.signature(target).parameters if getattr(target, "__module__", "") == F.__name__ else ()
+        parameters = _parameters(target) if getattr(target, "__module__", "") == F.__name__ else ()
         inplace = named_arguments(node, parameters).get("inplace")
         in_place = bare in _IN_PLACE or (name.endswith("_") and not plain) or bool(inplace)
         first = node.args[:1] if in_place else ()
         written = [*first[0]] if first and isinstance(first[0], (list, tuple)) else [*first]  # torch._foreach_add_([x], ...)
         written.append(node.kwargs.get("out"))
     return list(dict.fromkeys(x for x in written if isinstance(x, fx.Node)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parameters(function: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 def written_between(first: fx.Node, last: fx.Node, but: fx.Node | None = None) -> bool:

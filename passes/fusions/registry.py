@@ -93,5 +93,5 @@ def _run(fusion: Fusion, stage: str, names: str | Sequence[str], small: bool) ->
     for each in FUSIONS:
         if each.stage == stage and _chosen(each, names) and each.batches != ("large" if small else "small"):
             matches = each.run(fusion)
-            fusion.graph.lint()
             logger.info("%s: %d matches", each.name, matches)
+    fusion.graph.lint()

@@ -20,7 +20,7 @@ window_slot_mapping and window_block_table, and a second ``prepared``.
 
 The new inputs come after the graph's own, in the order of ``LoweredInputs``, which collects their values from the current step.
 Sizes that a batch or a cache decides are dynamic, so one compiled graph serves every batch shape and cache size. Each layer has
-a K and a V input of its own: slices of one tensor would make Inductor copy it.
+a K and a V input of its own, with as many pages: slices of one tensor would make Inductor copy it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
 from quire.attn_ops.kv_quant import is_fixed
 from quire.attn_ops.step import Step
-from quire.passes.fake_values import any_sizes, fake_input
+from quire.passes.fake_values import any_sizes, fake_beside, fake_input
 from quire.passes.fx import add_input, fake_mode, placeholders, value
 from quire.passes.rewrite.last_rows import LAST_ROWS, LastRows, one_query_each
 from quire.passes.rewrite.length_rope import LIMITS, lower_lengths
@@ -115,12 +115,22 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
     tokens, reqs, pages, width = 37, 5, 41, 11
     added: list[fx.Node] = []
 
-    def new_input(name: str, like: torch.Tensor, dynamic: tuple[bool, ...]) -> fx.Node:
-        added.append(add_input(gm.graph, f"quire_{name}", fake_input(fake, f"quire_{name}", like, dynamic, device)))
+    def new_input(name: str, like: torch.Tensor, dynamic: tuple[bool, ...], first: fx.Node | None = None) -> fx.Node:
+        example = fake_input(fake, f"quire_{name}", like, dynamic, device) if first is None else fake_beside(value(first), like)
+        added.append(add_input(gm.graph, f"quire_{name}", example))
         return added[-1]
 
     def table(name: str, dtype: torch.dtype, *shape: int) -> fx.Node:
         return new_input(name, torch.empty(shape, dtype=dtype, device="meta"), (True,) * len(shape))
+
+    def cache(layer: int) -> list[fx.Node | None]:
+        """A layer's tensors have as many pages, and one symbol for them: making one takes milliseconds."""
+        of_layer = list[fx.Node | None]()
+        for name, like in zip(("k_cache", "v_cache", "k_scale", "v_scale"), shapes.of_layer(layer), strict=True):
+            first = of_layer[0] if of_layer and like is not None and not is_fixed(like) else None
+            of_layer.append(None if like is None else new_input(
+                f"{name}_{layer}", like, (not is_fixed(like), *[False] * (like.dim() - 1)), first))
+        return of_layer
 
     tables = [table("slot_mapping", torch.int64, tokens), table("block_table", torch.int32, reqs, width),
               table("query_start_loc", torch.int32, reqs + 1), table("seq_lens", torch.int32, reqs)]
@@ -129,10 +139,8 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
         table("window_slot_mapping", torch.int64, tokens), table("window_block_table", torch.int32, reqs, width), *tables[2:]]
     shapes = PagedKVCache.for_sites(sites, num_pages=pages, page_size=target.page_size, device="meta", dtype=target.kv_dtype,
                                     layout=target.layout, kv_scales=1.0 if target.fixed_scale else None)
-    names, layers = ("k_cache", "v_cache", "k_scale", "v_scale"), tuple(s.layer for s in sites if s.kv_source is None)
-    caches = {layer: [None if like is None else
-                      new_input(f"{name}_{layer}", like, (not is_fixed(like), *[False] * (like.dim() - 1)))
-                      for name, like in zip(names, shapes.of_layer(layer), strict=True)] for layer in layers}
+    layers = tuple(s.layer for s in sites if s.kv_source is None)
+    caches = {layer: cache(layer) for layer in layers}
     limits = gm.meta.get(LIMITS)
     if limits:
         lower_lengths(gm, tables[2], table("total_lens", torch.int32, reqs))
@@ -144,9 +152,9 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
             its: Sequence[fx.Node] = window_tables if key[0] else tables
             its = _of_last_rows(gm.graph, its, last.index) if last is not None and key[1] else its
             batches[key] = its, _prepare(gm.graph, target, its, fake)
-        cache = caches[site.layer if site.kv_source is None else site.kv_source]
-        (_lower_mla if site.latent is not None else _lower_one)(node, site, target.backend, batches[key][0], cache,
-                                                                batches[key][1])
+        lower_site = _lower_mla if site.latent is not None else _lower_one
+        lower_site(node, site, target.backend, batches[key][0],
+                   caches[site.layer if site.kv_source is None else site.kv_source], batches[key][1])
     gm.graph.lint()
     gm.recompile()
     logger.info("lower: %d sites to %s", len(nodes), target.backend.name)

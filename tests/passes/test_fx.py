@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from quire.passes.fx import erase_dead, is_pure, placeholders, shape_conditions, value
+from quire.passes.fx import copy_graph, erase_dead, is_pure, placeholders, shape_conditions, value, written
 from tests.passes.models import capture
 
 
@@ -22,6 +22,21 @@ def named(graph: fx.Graph, name: str) -> fx.Node:
     """The node whose target is called ``name``."""
     (node,) = [n for n in graph.nodes if getattr(n.target, "__name__", n.target) == name]
     return node
+
+
+# Copies.
+
+
+def test_a_copy_runs_as_it_was_rewritten() -> None:
+    """Its code is written when it is first run, not when it is copied: a start copies graphs that never run."""
+    gm = traced(lambda x: x + 1, torch.zeros(3))
+    copy = copy_graph(gm)
+    assert "_code" not in vars(copy)
+    named(copy.graph, "add").args = (placeholders(copy.graph)[-1], 5)
+    x = torch.zeros(4)
+    args = [4 if isinstance(value(n), torch.SymInt) else x for n in placeholders(gm.graph)]
+    assert copy(*args)[0].tolist() == written(copy).forward(*args)[0].tolist() == [5.0] * 4
+    assert gm(*args)[0].tolist() == [1.0] * 4
 
 
 # Sweeping.
