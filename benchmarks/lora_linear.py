@@ -101,7 +101,8 @@ def tile_times(model: str, name: str, tokens: int, own: torch.dtype, rank: int) 
         *(RowsTiles(*second, *FIRST[apart][0]) for second in SECOND),
         *(RowsTiles(*SECOND[0], *first) for first in FIRST[apart][1:]),
         *(WHOLE if tokens <= MAX_TOKENS_PER_TILE else [])]
-    chosen = large_tiles(tokens, k, sizes[0] if swiglu else sum(sizes), swiglu, a[0], b[0], starts)
+    chosen = large_tiles(tokens, k, sizes[0] if swiglu else sum(sizes), swiglu, a[0], b[0], starts,
+                         x.device)
     swiglu_of = torch.compile(lambda y: F.silu(y[:, : sizes[0]]) * y[:, sizes[0] :], dynamic=False)
 
     def alone(i: int) -> torch.Tensor:

@@ -88,22 +88,60 @@ class _Glance(NamedTuple):
     """Quick check of a module that has no hooks and no forward of its own: if all this is unchanged, so are its facts, which
     take ten times as long to compare. ``names``: of all attributes. ``same``: those that must be the same objects: plain
     values, and what is compared as an object. ``kinds``: those that are not compared as long as they are of these types.
-    ``tensors``: see ``ModelGuard._tensors``."""
+    ``held``: what must be in those that may change in place. ``tensors``: see ``ModelGuard._tensors``."""
 
     names: frozenset[str]
     same: Mapping[str, Any]
     kinds: Mapping[str, type]
+    held: Mapping[str, _Items]
     tensors: tuple[Any, ...]
 
     def holds(self, own: dict[str, Any]) -> bool:
         """Whether the attributes ``own`` are as they were."""
         get = own.__getitem__  # of the same names, or it is not called
         return (own.keys() == self.names and all(map(operator.is_, map(get, self.same), self.same.values()))
-                and all(map(operator.is_, map(type, map(get, self.kinds)), self.kinds.values())))
+                and all(map(operator.is_, map(type, map(get, self.kinds)), self.kinds.values()))
+                and all(items.are_in(own[name]) for name, items in self.held.items()))
 
 
 def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or isinstance(value, (enum.Enum, int, float, str))
+
+
+class _Items(NamedTuple):
+    """What is in a dict, list or set, ``kind``: ``keys`` of a dict or members of a set, ``values``, and what is in those of them,
+    by number, that are containers themselves."""
+
+    kind: Any
+    keys: Any
+    values: tuple[Any, ...]
+    inner: tuple[tuple[int, _Items], ...]
+
+    @classmethod
+    def of(cls, value: Any) -> _Items | None:
+        """None for containers of other types, and with keys or members that are not plain."""
+        kind = type(value)
+        if kind not in (dict, list, set) or kind is not list and not all(map(_is_plain, value)):
+            return None
+        values: tuple[Any, ...] = () if kind is set else tuple(value.values() if kind is dict else value)
+        inner = [(i, cls.of(v)) for i, v in enumerate(values) if isinstance(v, _CONTAINERS) and not _is_plain(v)]
+        if any(items is None for _, items in inner):
+            return None
+        return cls(kind, tuple(value) if kind is dict else frozenset(value) if kind is set else None, values,
+                   tuple(inner))  # type: ignore[arg-type]  # none is None
+
+    def are_in(self, value: Any) -> bool:
+        """Whether ``value`` has these, as objects: what is equal may be of another type."""
+        if type(value) is not self.kind:
+            return False
+        if self.kind is set:
+            return value == self.keys
+        if len(value) != len(self.values):
+            return False
+        if self.kind is dict and not all(map(value.__contains__, self.keys)):
+            return False
+        found: list[Any] = [value[key] for key in self.keys] if self.kind is dict else value
+        return all(map(operator.is_, found, self.values)) and all(items.are_in(self.values[i]) for i, items in self.inner)
 
 
 def _fact(value: Any, room: int = _MAX_ENTRIES) -> Any:
@@ -276,7 +314,7 @@ class ModelGuard:
 
     def _glance(self, module: torch.nn.Module) -> _Glance | None:
         """None for a module whose facts are more than objects."""
-        own, same, kinds = vars(module), dict[str, Any](), dict[str, type]()
+        own, same, kinds, held = vars(module), dict[str, Any](), dict[str, type](), dict[str, _Items]()
         if "forward" in own or module._forward_hooks or module._forward_pre_hooks:
             return None
         for name, value in own.items():
@@ -285,13 +323,16 @@ class ModelGuard:
             kind = type(value)
             if isinstance(value, _CONTAINERS) and not _is_plain(value) and not (
                     kind is tuple and all(_is_plain(item) for item in value)):
-                return None  # may change in place
+                if (items := _Items.of(value)) is None or _setting(name, value) is _OTHER:
+                    return None
+                held[name] = items
+                continue
             if kind is tuple or _setting(name, value) is not _OTHER:
                 same[name] = value
             else:
                 kinds[name] = kind
         tensors = self._tensors(module)
-        return None if tensors is None else _Glance(frozenset(own), same, kinds, tensors)
+        return None if tensors is None else _Glance(frozenset(own), same, kinds, held, tensors)
 
     def _tensors(self, module: torch.nn.Module) -> tuple[Any, ...] | None:
         """Facts of the parameters and buffers; None where some are tensor subclasses, whose parts are compared."""

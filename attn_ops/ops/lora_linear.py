@@ -24,10 +24,12 @@ from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
 from quire.attn_ops.ops.lora_counters import next_counter
 from quire.attn_ops.ops.lora_rows import (
+    SPARE_MEMORY,
     RowsTiles,
     adapters_fit,
     adapters_for,
     adapters_per_layer,
+    first_stages,
     launch_first,
     lora_rows_eager,
     rows_tiles,
@@ -100,7 +102,7 @@ def lora_linear_cuda(
     x2, norm_weight = norm_apart(host.rows_contiguous(x[0]), norm_weight, eps, pdl, always=t > MAX_TOKENS)
     x, of_adapters = x2[None], (a, b, starts, scaling, bits)
     if t > MAX_TOKENS:
-        tiles = tiles or large_tiles(t, k, n, swiglu, a, b, starts)
+        tiles = tiles or large_tiles(t, k, n, swiglu, a, b, starts, x.device)
         if isinstance(tiles, RowsTiles):
             return _finished(F.linear(x2, weight, bias), x2, residual, swiglu, of_adapters, tiles, pdl, counters)
         config = tiles
@@ -115,13 +117,15 @@ def lora_linear_cuda(
                           RowsTiles(1, 64, 4, 1, 1, 1), pdl, norm=norm_weight is not None)
 
 
-def large_tiles(t: int, k: int, n: int, swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int]
-                ) -> RowsTiles | Config:
+def large_tiles(t: int, k: int, n: int, swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int],
+                device: torch.device) -> RowsTiles | Config:
     """For t > MAX_TOKENS tokens and n outputs: launch parameters of the adapters' part behind cuBLAS's product; or, where that
-    was measured to be faster, of one launch."""
+    was measured to be faster and the device has the shared memory, of one launch."""
+    config = one_launch(t, n, swiglu)
+    if config is not None and memory_of(config, t, swiglu) <= host.shared_memory(device) - SPARE_MEMORY:
+        return config
     block_r = host.next_power_of_2(max(down.shape[0] for down in a), 16)
-    ranks = adapters_per_layer(starts, b) * block_r
-    return one_launch(t, n, swiglu) or rows_tiles(t, k, ranks, swiglu)
+    return rows_tiles(t, k, adapters_per_layer(starts, b) * block_r, swiglu)
 
 
 def one_launch(t: int, n: int, swiglu: bool) -> Config | None:
@@ -146,7 +150,7 @@ def _finished(base: Tensor, x: Tensor, residual: Tensor | None, swiglu: bool, of
     lora = adapters_for(x[None], *of_adapters, tiles.parts, None if tiles.apart else next_counter(x, counters))
     constants = adapter_tiles(lora, n, Config(tiles.block_n, 1, tiles.num_warps, 1), swiglu, False)._replace(
         first_t=tiles.first_t, ranks=min(lora.shrunk.shape[3], 32), slices=4 if tiles.apart else tiles.num_warps,
-        stages=tiles.stages)
+        stages=first_stages(tiles, lora, x.element_size()))
     first = launch_first(x, lora, constants, tiles, t)
     return _launch_finish(base, x, residual, n, swiglu, lora, constants, first, tiles, pdl)
 

@@ -34,6 +34,8 @@ from quire.attn_ops.step import current_step
 MAX_ADAPTERS = 63
 #: Limits of the kernels.
 MAX_KERNEL_ADAPTERS, MAX_RANK = 16, 128
+#: Bytes of a multiprocessor's shared memory that launch parameters leave: CUDA takes 1 KB, and results are transposed there.
+SPARE_MEMORY = 16 * 1024
 #: In the place of a bit's number, to the kernels: every token has the adapter.
 EVERY = 63
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -163,7 +165,7 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     if t == 1:
         tiles = RowsTiles(1, tiles.block_n, 4, 1, next_power_of_2(max(1, min(k // 512, 16))), 1, 4)
     lora = adapters_for(x, a, b, starts, scaling, bits, tiles.parts, None if tiles.apart else next_counter(x, counters))
-    constants = _constants(lora, tiles, per, min(block_r, 32 if per <= 2 else 16))
+    constants = _constants(lora, tiles, per, min(block_r, 32 if per <= 2 else 16), x2.element_size())
     first = launch_first(x2, lora, constants, tiles, t)
     columns = sum(-(-n // tiles.block_n) for n in sizes)
     out = bases[0].new_empty(1, t, sum(sizes))
@@ -174,12 +176,23 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     return out
 
 
-def _constants(lora: host.Adapters, tiles: RowsTiles, per: int, block_q: int) -> host.AdapterTiles:
+def first_stages(tiles: RowsTiles, lora: host.Adapters, item: int) -> int:
+    """``tiles.stages``, or fewer, for which the device has the shared memory. ``item``: bytes of a number of x."""
+    adapters, _, _, block_r = lora.shrunk.shape
+    tokens, sliced = tiles.first_t, 4 if tiles.apart else tiles.num_warps
+    stage = (item * tokens + 4 * min(block_r, 32)) * 32 * sliced
+    if tiles.apart:
+        stage = max(stage, (item * tokens + 4 * next_power_of_2(adapters * block_r, 64)) * 64)
+    return max(1, min(tiles.stages, (host.shared_memory(lora.shrunk.device) - SPARE_MEMORY) // stage))
+
+
+def _constants(lora: host.Adapters, tiles: RowsTiles, per: int, block_q: int, item: int) -> host.AdapterTiles:
     adapters, parts, t, block_r = lora.shrunk.shape
     warps = tiles.num_warps if not tiles.apart else 1 if t == 1 else 4
     every = all(place == EVERY for place in lora.places)
     return host.AdapterTiles(adapters, host.one_loop(tuple(up.dtype for up in lora.b), t), every, per, parts, block_r, block_q,
-                             per, True, tiles.first_t, block_r if t == 1 else min(block_r, 32), warps, tiles.stages)
+                             per, True, tiles.first_t, block_r if t == 1 else min(block_r, 32), warps,
+                             1 if t == 1 else first_stages(tiles, lora, item))
 
 
 def launch_first(x: Tensor, lora: host.Adapters, constants: host.AdapterTiles, tiles: RowsTiles, t: int) -> int:

@@ -256,6 +256,14 @@ def test_weights_may_change_in_place() -> None:
 @pytest.mark.parametrize("change, what", [
     (lambda m: m.lists.sizes.append(3), "lists.sizes: [1, 2] -> [1, 2, 3]"),  # the same object
     (lambda m: m.nested.pairs[1].append(3), "nested.pairs: (1, [2]) -> (1, [2, 3])"),
+    (lambda m: m.lists.sizes.__setitem__(1, 3), "lists.sizes: [1, 2] -> [1, 3]"),
+    (lambda m: m.dicts.scaling.update(a=2.0), "dicts.scaling: {'a': 1.0} -> {'a': 2.0}"),
+    (lambda m: m.dicts.scaling.update(b=1.0), "dicts.scaling: {'a': 1.0} -> {'a': 1.0, 'b': 1.0}"),
+    (lambda m: m.dicts.scaling.update(b=m.dicts.scaling.pop("a")), "dicts.scaling: {'a': 1.0} -> {'b': 1.0}"),
+    (lambda m: m.dicts.inner["x"]["y"].append(2), "dicts.inner: {'x': {'y': [1]}} -> {'x': {'y': [1, 2]}}"),
+    (lambda m: m.dicts.names.discard("a"), "dicts.names: {'a'} -> set()"),
+    (lambda m: setattr(m.dicts, "names", ["a"]), "dicts.names: {'a'} -> ['a']"),
+    (lambda m: setattr(m.dicts, "scaling", {"a": float("1.0")}), None),  # equal
     (lambda m: setattr(m, "data", 5), "Module.data: absent -> 5"),  # a tensor is not compared, a number is
     (lambda m: (delattr(m, "scale"), setattr(m, "other", 1)), "Module.scale: 1.5 -> absent"),  # as many attributes as before
     (lambda m: setattr(m, "w", torch.nn.Parameter(torch.ones(1, dtype=torch.float16))),
@@ -264,12 +272,15 @@ def test_weights_may_change_in_place() -> None:
      "Module.w: Parameter (torch.float32, cpu, version 0) -> absent"),
     (lambda m: setattr(m, "scale", float("1.5")), None),  # another object, the same number
     (lambda m: setattr(m, "data", torch.ones(2)), None),
-], ids=["list", "nested", "kind", "names", "parameter", "parameters", "equal", "data"])
+], ids=["list", "nested", "item", "value", "entry", "key", "inner", "member", "type", "equal dict", "kind", "names",
+        "parameter", "parameters", "equal", "data"])
 def test_changes_that_a_glance_could_miss(change, what) -> None:
     m = torch.nn.Module()
     m.scale, m.data, m.w, m.lists = 1.5, torch.ones(1), torch.nn.Parameter(torch.ones(1)), torch.nn.Module()
     m.nested = torch.nn.Module()
     m.lists.sizes, m.nested.pairs = [1, 2], (1, [2])
+    m.dicts = torch.nn.Module()
+    m.dicts.scaling, m.dicts.inner, m.dicts.names = {"a": 1.0}, {"x": {"y": [1]}}, {"a"}
     guard = ModelGuard(m, addresses=False)
     assert guard.change() is None
     change(m)

@@ -8,11 +8,12 @@ import functools
 import pytest
 import torch
 
+from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import AdapterTiles
 from quire.attn_ops.ops import small_linear
 from quire.attn_ops.ops.lora_counters import lora_counters
 from quire.attn_ops.ops.lora_linear import large_tiles, lora_linear, lora_linear_cuda, lora_linear_eager
-from quire.attn_ops.ops.lora_rows import MAX_KERNEL_ADAPTERS, RowsTiles, lora_group_cuda
+from quire.attn_ops.ops.lora_rows import MAX_KERNEL_ADAPTERS, RowsTiles, first_stages, lora_group_cuda
 from quire.attn_ops.ops.small_linear import MAX_TOKENS
 from quire.attn_ops.step import running
 from quire.attn_ops.tuning.launch_config import Config
@@ -118,12 +119,27 @@ def test_launches_follow_from_shapes() -> None:
     """Of few outputs there are not enough tiles for a GPU: their columns are shared, or cuBLAS does better. Above one tile of
     tokens too."""
     a, b = [torch.empty(16, 4096)], [torch.empty(64, 16)]
-    found = {(t, n, swiglu): large_tiles(t, 4096, n, swiglu, a, b, [0])
+    found = {(t, n, swiglu): large_tiles(t, 4096, n, swiglu, a, b, [0], torch.device("cpu"))
              for t in (33, 64, 65, 128, 129) for n in (1024, 4096, 14336) for swiglu in (False, True)}
     assert all(isinstance(tiles, RowsTiles) == (t > 128 or n == 1024 or swiglu and n == 4096)
                for (t, n, swiglu), tiles in found.items())
     assert found[64, 4096, False].splits > 1 and found[128, 4096, False].splits > 1
     assert all(found[128, 14336, swiglu].splits == 1 for swiglu in (False, True))
+
+
+@pytest.mark.parametrize(("memory", "whole"), [(233472, {False, True}), (167936, {False}), (102400, set[bool]())])
+def test_launches_fit_smaller_gpus(memory, whole, monkeypatch) -> None:
+    """Shared memory of an H100, an A100 and an L4: a launch that asks for more fails."""
+    monkeypatch.setattr(host, "shared_memory", lambda device: memory)
+    a, b = [torch.empty(16, 4096)], [torch.empty(64, 16)]
+    of = [swiglu for swiglu in (False, True)
+          if isinstance(large_tiles(128, 4096, 14336, swiglu, a, b, [0], torch.device("cpu")), Config)]
+    assert set(of) == whole
+    for tiles in (RowsTiles(64, 64, 4, 128, 2, 3, 4), RowsTiles(64, 64, 4, 32, 8, 4)):
+        shrunk = torch.empty(2, tiles.parts, 128, 64)
+        stages = first_stages(tiles, host.Adapters(*[None] * 3, shrunk, *[None] * 7), 2)
+        stage = max(64 * (2 * tiles.first_t + 4 * 128), 128 * (2 * tiles.first_t + 4 * 32)) if tiles.apart else 128 * (64 + 128)
+        assert 1 <= stages <= tiles.stages and (stages == 1 or stages * stage < memory - 1024)
 
 
 def test_each_launch_has_a_counter(monkeypatch) -> None:
