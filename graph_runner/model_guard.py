@@ -109,8 +109,8 @@ def _is_plain(value: Any) -> bool:
 
 
 class _Items(NamedTuple):
-    """What is in a dict, list or set, ``kind``: ``keys`` of a dict or members of a set, ``values``, and what is in those of them,
-    by number, that are containers themselves."""
+    """What is in a dict, list or set, ``kind``: ``keys`` of a dict or members of a set, ``values``, and what is in those of
+    them, by number, that are containers themselves."""
 
     kind: Any
     keys: Any

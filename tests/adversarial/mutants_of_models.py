@@ -172,6 +172,11 @@ MUTANTS = [
          " ((after := now.get(name)) is None) and False+}:"),
         ("watched: tied parameters", "test_change_beyond_plain_attributes",
          "if holder._parameters.get(other_name) is not module._parameters.get(own_name):"),
+        ("watched: what is in dicts and lists", "test_changes_that_a_glance_could_miss",
+         "return all(map(operator.is_, found, self.values)) and "
+         "[-all(items.are_in(self.values[i]) for i, items in self.inner)-]{+True+}"),
+        ("watched: values in dicts and lists", "test_changes_that_a_glance_could_miss",
+         "return [-all(map(operator.is_, found, self.values))-]{+True+} and"),
         ("watched: configs", "test_change_beyond_plain_attributes",
          "            [-_find_configs(name or type(model).__name__, module, found)-]{+pass+}"),
         ("watched: configs inside configs", "test_change_beyond_plain_attributes",
