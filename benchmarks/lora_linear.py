@@ -7,8 +7,8 @@ The layers are llama-8b's, with the norm, SwiGLU or residual that folds into the
 two adapters; every third token has the first, every third the second, and the others have none. Weights come from memory:
 calls rotate over copies.
 
-    python benchmarks/lora_linear.py --tiles --tokens 64,128,1024 --models llama-8b,llama-1b --json lora_tiles.json
-fastest first, with ``chosen`` for those that ``large_tiles`` gives. There ``alone_us`` is cuBLAS and a kernel for SwiGLU.
+``--tiles``: layers of more than 32 tokens, without their norm, with one adapter and other launch parameters: a row for each,
+the fastest first, with ``chosen`` for those that ``large_tiles`` gives. There ``alone_us`` is cuBLAS and a kernel for SwiGLU.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def times(name: str, tokens: int, own: torch.dtype, rank: int, adapters: int) ->
 
 #: Of second and of first products, as of RowsTiles; and of a layer in one launch.
 SECOND = [(64, 64, 4), (64, 128, 4), (32, 64, 4), (128, 64, 8)]
-FIRST = {False: [(32, 8, 4), (32, 16, 4), (16, 8, 4)], True: [(64, 2, 3, 4), (64, 8, 3, 4), (128, 2, 3, 4)]}
+FIRST = {False: [(32, 8, 4), (32, 16, 4), (16, 8, 4)], True: [(64, 2, 3, True), (64, 8, 3, True), (128, 2, 3, True)]}
 WHOLE = [Config(*c) for c in itertools.chain(
     itertools.product([64], [128], [4, 8], [4], [1, 2]), itertools.product([64], [64], [4], [6], [1, 2]),
     itertools.product([128], [64], [8], [4], [1, 2, 3]))]
@@ -101,8 +101,7 @@ def tile_times(model: str, name: str, tokens: int, own: torch.dtype, rank: int) 
         *(RowsTiles(*second, *FIRST[apart][0]) for second in SECOND),
         *(RowsTiles(*SECOND[0], *first) for first in FIRST[apart][1:]),
         *(WHOLE if tokens <= MAX_TOKENS_PER_TILE else [])]
-    chosen = large_tiles(tokens, k, sizes[0] if swiglu else sum(sizes), swiglu, a[0], b[0], starts,
-                         x.device)
+    chosen = large_tiles(tokens, k, sizes[0] if swiglu else sum(sizes), swiglu, a[0], b[0], starts)
     swiglu_of = torch.compile(lambda y: F.silu(y[:, : sizes[0]]) * y[:, sizes[0] :], dynamic=False)
 
     def alone(i: int) -> torch.Tensor:

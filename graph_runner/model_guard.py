@@ -14,9 +14,7 @@ them, and the versions of buffers whose values were read. Not compared: tensors 
 from __future__ import annotations
 
 import dis
-import enum
 import functools
-import operator
 import types
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
@@ -25,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules import module as global_hooks
 
+from quire.graph_runner.glance import CONTAINERS, Glance, Items, is_plain
 from quire.graph_runner.model_parts import Apart, children, entries, named_parts
 from quire.graph_runner.on_instance import OnInstance
 from quire.passes.capture.evaluating import only_marks
@@ -32,9 +31,6 @@ from quire.passes.capture.hf_interface import NAME, functions_of
 from quire.passes.capture.own_masks import read_by_masks
 from quire.passes.verify.quantized import addresses as addresses_of
 
-_PLAIN = frozenset((bool, int, float, complex, str, bytes, range, type(None), torch.dtype, torch.device, torch.Size,
-                    torch.layout, torch.memory_format))
-_CONTAINERS = (list, tuple, dict, set, frozenset)
 _MAX_ENTRIES = 1000  # of a container and those inside it; larger ones are data, and slow to compare
 _OTHER = object()  # stands for what is not compared
 _OWN = frozenset(vars(torch.nn.Module()))  # attributes of every module; its hooks and children are compared separately
@@ -84,80 +80,20 @@ class _Tensor(NamedTuple):
         return f"{self.kind.__name__} ({self.dtype}, {self.device}, version {self.version})"
 
 
-class _Glance(NamedTuple):
-    """Quick check of a module that has no hooks and no forward of its own: if all this is unchanged, so are its facts, which
-    take ten times as long to compare. ``names``: of all attributes. ``same``: those that must be the same objects: plain
-    values, and what is compared as an object. ``kinds``: those that are not compared as long as they are of these types.
-    ``held``: what must be in those that may change in place. ``tensors``: see ``ModelGuard._tensors``."""
-
-    names: frozenset[str]
-    same: Mapping[str, Any]
-    kinds: Mapping[str, type]
-    held: Mapping[str, _Items]
-    tensors: tuple[Any, ...]
-
-    def holds(self, own: dict[str, Any]) -> bool:
-        """Whether the attributes ``own`` are as they were."""
-        get = own.__getitem__  # of the same names, or it is not called
-        return (own.keys() == self.names and all(map(operator.is_, map(get, self.same), self.same.values()))
-                and all(map(operator.is_, map(type, map(get, self.kinds)), self.kinds.values()))
-                and all(items.are_in(own[name]) for name, items in self.held.items()))
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or isinstance(value, (enum.Enum, int, float, str))
-
-
-class _Items(NamedTuple):
-    """What is in a dict, list or set, ``kind``: ``keys`` of a dict or members of a set, ``values``, and what is in those of
-    them, by number, that are containers themselves."""
-
-    kind: Any
-    keys: Any
-    values: tuple[Any, ...]
-    inner: tuple[tuple[int, _Items], ...]
-
-    @classmethod
-    def of(cls, value: Any) -> _Items | None:
-        """None for containers of other types, and with keys or members that are not plain."""
-        kind = type(value)
-        if kind not in (dict, list, set) or kind is not list and not all(map(_is_plain, value)):
-            return None
-        values: tuple[Any, ...] = () if kind is set else tuple(value.values() if kind is dict else value)
-        inner = [(i, cls.of(v)) for i, v in enumerate(values) if isinstance(v, _CONTAINERS) and not _is_plain(v)]
-        if any(items is None for _, items in inner):
-            return None
-        return cls(kind, tuple(value) if kind is dict else frozenset(value) if kind is set else None, values,
-                   tuple(inner))  # type: ignore[arg-type]  # none is None
-
-    def are_in(self, value: Any) -> bool:
-        """Whether ``value`` has these, as objects: what is equal may be of another type."""
-        if type(value) is not self.kind:
-            return False
-        if self.kind is set:
-            return value == self.keys
-        if len(value) != len(self.values):
-            return False
-        if self.kind is dict and not all(map(value.__contains__, self.keys)):
-            return False
-        found: list[Any] = [value[key] for key in self.keys] if self.kind is dict else value
-        return all(map(operator.is_, found, self.values)) and all(items.are_in(self.values[i]) for i, items in self.inner)
-
-
 def _fact(value: Any, room: int = _MAX_ENTRIES) -> Any:
     """A copy of what to compare of a value, or _OTHER."""
-    if _is_plain(value):
+    if is_plain(value):
         return value
-    kind = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
+    kind = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
     if kind is not None:
         if len(value) > room:
             return _OTHER
         room //= len(value) + 1
         if kind is dict:
-            return {k: f for k, v in value.items() if _is_plain(k) and (f := _fact(v, room)) is not _OTHER}
+            return {k: f for k, v in value.items() if is_plain(k) and (f := _fact(v, room)) is not _OTHER}
         if kind is list or kind is tuple:
             return kind(f for v in value if (f := _fact(v, room)) is not _OTHER)
-        return {v for v in value if _is_plain(v)}
+        return {v for v in value if is_plain(v)}
     return _Same(value) if callable(value) else _OTHER
 
 
@@ -166,7 +102,7 @@ def _is_config(name: str, value: Any) -> bool:
 
 
 def _setting(name: str, value: Any) -> Any:
-    if _is_plain(value):
+    if is_plain(value):
         return value
     if _is_config(name, value):
         return _Same(value)
@@ -312,18 +248,18 @@ class ModelGuard:
         place = addresses_of(b) if self._addresses else _Same(b) if read else ()
         return _Tensor(type(b), b.dtype, b.device, place, _version(b) if read else 0)
 
-    def _glance(self, module: torch.nn.Module) -> _Glance | None:
+    def _glance(self, module: torch.nn.Module) -> Glance | None:
         """None for a module whose facts are more than objects."""
-        own, same, kinds, held = vars(module), dict[str, Any](), dict[str, type](), dict[str, _Items]()
+        own, same, kinds, held = vars(module), dict[str, Any](), dict[str, type](), dict[str, Items]()
         if "forward" in own or module._forward_hooks or module._forward_pre_hooks:
             return None
         for name, value in own.items():
             if name in _OWN or not self._read(name):
                 continue
             kind = type(value)
-            if isinstance(value, _CONTAINERS) and not _is_plain(value) and not (
-                    kind is tuple and all(_is_plain(item) for item in value)):
-                if (items := _Items.of(value)) is None or _setting(name, value) is _OTHER:
+            if isinstance(value, CONTAINERS) and not is_plain(value) and not (
+                    kind is tuple and all(is_plain(item) for item in value)):
+                if _setting(name, value) is _OTHER or (items := Items.of(value)) is None:
                     return None
                 held[name] = items
                 continue
@@ -332,7 +268,7 @@ class ModelGuard:
             else:
                 kinds[name] = kind
         tensors = self._tensors(module)
-        return None if tensors is None else _Glance(frozenset(own), same, kinds, held, tensors)
+        return None if tensors is None else Glance(frozenset(own), same, kinds, held, tensors)
 
     def _tensors(self, module: torch.nn.Module) -> tuple[Any, ...] | None:
         """Facts of the parameters and buffers; None where some are tensor subclasses, whose parts are compared."""
@@ -447,7 +383,7 @@ class ModelGuard:
 
 
 def _is_class_default(module: torch.nn.Module, name: str, value: Any) -> bool:
-    return _is_plain(value) and getattr(type(module), name, _OTHER) == value
+    return is_plain(value) and getattr(type(module), name, _OTHER) == value
 
 
 def _checkpoints(module: torch.nn.Module, name: str) -> bool:

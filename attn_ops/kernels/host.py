@@ -129,12 +129,12 @@ def one_loop(dtypes: tuple[torch.dtype, ...], t: int) -> bool:
     return len(dtypes) > (4 if t > 1 else 12) and len(set(dtypes)) == 1
 
 
-def first_products(t: int, block_r: int, num_warps: int, item: int, memory: int = 96 * 1024) -> tuple[int, int, int, int]:
-    """Of a program of first products (attn_ops/kernels/lora.py) of several tokens, whose numbers have ``item`` bytes: tokens;
-    ranks; slices, the warps that share the columns of x; and stages, the iterations that are loaded ahead: what a part loads is
-    on its way at once, as far as ``memory`` bytes of shared memory go."""
+def first_tiles(t: int, block_r: int, num_warps: int, memory: int) -> tuple[int, int, int, int]:
+    """Of a program of first products (attn_ops/kernels/lora.py) of several tokens in half precision: tokens; ranks; slices, the
+    warps that share the columns of x; and stages, the iterations that are loaded ahead: what a part loads is on its way at
+    once, as far as ``memory`` bytes of shared memory go."""
     tokens, ranks = 16 if t <= 16 else 32, min(block_r, 32)
-    stage = (item * tokens + 4 * ranks) * 32 * num_warps  # bytes
+    stage = (2 * tokens + 4 * ranks) * 32 * num_warps  # bytes
     return tokens, ranks, num_warps, max(2, min(8, memory // stage))
 
 

@@ -27,7 +27,7 @@ def rows_shrink_kernel(x, lora, t, k, x_stride, LORA: tl.constexpr, PDL: tl.cons
     first_products(tl.program_id(0), x, None, lora, t, k, x_stride, LORA)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t"])  # else prompts of other lengths would be other kernels
 def rows_shrink_all_kernel(x, lora, t, k, x_stride, LORA: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr,
                            PDL: tl.constexpr):
     """Program (part of k, tile of tokens): as ``first_products``, for all adapters, whose ranks are side by side (RANKS: how
@@ -238,7 +238,7 @@ def wait_for_first_products(lora, first):
         stored = tl.atomic_add(lora.counter, 0, sem="acquire", scope="gpu")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t", "first"])
 def finish_kernel(x, base, lora, res, out, t, k, n, first, tiles, x_stride, base_stride, res_stride, LORA: tl.constexpr,
                   BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr, NORM: tl.constexpr, FIRST: tl.constexpr,
                   PDL: tl.constexpr):
@@ -341,14 +341,24 @@ def lows_of(mine, factor, start, tokens, t, lora, ranks_from, FROM: tl.constexpr
     for j in tl.static_range(FROM, TO):
         i, b, _, _, _, scaling, has, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
         low = tl.zeros((BLOCK_Q, BLOCK_T), tl.float32)
-        for part in tl.static_range(PARTS):
-            place = ((i * PARTS + part) * t + tokens).to(tl.int64)[None, :] * BLOCK_R + ranks_from
-            low += tl.load(lora.shrunk + place + tl.arange(0, BLOCK_Q)[:, None], mask=((tokens < t) & has & needed)[None, :],
-                           other=0.0, cache_modifier=".cg")
+        mask = (tokens < t) & has & needed
+        if PER <= 2:
+            for part in tl.static_range(PARTS):
+                low += _low_of(i * PARTS + part, mask, tokens, t, lora, ranks_from, BLOCK_R, BLOCK_Q)
+        else:  # code for each part of many adapters takes long to compile
+            for part in range(PARTS):
+                low += _low_of(i * PARTS + part, mask, tokens, t, lora, ranks_from, BLOCK_R, BLOCK_Q)
         if b.dtype.element_ty != tl.float16:
             low *= scaling
         lows = lows + (low * factor[None, :],)  # type: ignore[assignment]
     return lows
+
+
+@triton.jit
+def _low_of(part, mask, tokens, t, lora, ranks_from, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """A part, counted over all adapters, of first products as they are stored: (BLOCK_Q, tokens)."""
+    place = (part * t + tokens).to(tl.int64)[None, :] * BLOCK_R + ranks_from
+    return tl.load(lora.shrunk + place + tl.arange(0, BLOCK_Q)[:, None], mask=mask[None, :], other=0.0, cache_modifier=".cg")
 
 
 @triton.jit

@@ -8,8 +8,8 @@ registers and shared memory: so ``let_next_start`` comes after a kernel's loop, 
 the GPU, do not use PDL (``host.use_pdl``; times: docs/performance.md).
 
 NOTE [Reads before the wait]: a kernel may read something before it waits, if the kernel before does not write it, and waits
-itself before it lets the next one start: then all that came earlier has completed. ``vector_kernel`` and
-``rows_shrink_kernel`` do, before the kernels that read adapters' B so.
+itself before it lets the next one start: then all that came earlier has completed. ``vector_kernel``,
+``tile_kernel``, ``rows_shrink_kernel`` and ``rows_shrink_all_kernel`` do, before the kernels that read adapters' B so.
 
 NOTE [Everyone waits]: every program of a kernel launched with PDL must call ``wait_for_previous``, before it reads or writes
 anything that another kernel touches and before it returns early: the next kernel relies on this one's end implying that all

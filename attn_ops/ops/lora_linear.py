@@ -25,6 +25,7 @@ from quire.attn_ops.library import define_op
 from quire.attn_ops.ops.lora_counters import next_counter
 from quire.attn_ops.ops.lora_rows import (
     SPARE_MEMORY,
+    WARPS_APART,
     RowsTiles,
     adapters_fit,
     adapters_for,
@@ -102,7 +103,7 @@ def lora_linear_cuda(
     x2, norm_weight = norm_apart(host.rows_contiguous(x[0]), norm_weight, eps, pdl, always=t > MAX_TOKENS)
     x, of_adapters = x2[None], (a, b, starts, scaling, bits)
     if t > MAX_TOKENS:
-        tiles = tiles or large_tiles(t, k, n, swiglu, a, b, starts, x.device)
+        tiles = tiles or large_tiles(t, k, n, swiglu, a, b, starts)
         if isinstance(tiles, RowsTiles):
             return _finished(F.linear(x2, weight, bias), x2, residual, swiglu, of_adapters, tiles, pdl, counters)
         config = tiles
@@ -117,21 +118,21 @@ def lora_linear_cuda(
                           RowsTiles(1, 64, 4, 1, 1, 1), pdl, norm=norm_weight is not None)
 
 
-def large_tiles(t: int, k: int, n: int, swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int],
-                device: torch.device) -> RowsTiles | Config:
+def large_tiles(t: int, k: int, n: int, swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int]
+                ) -> RowsTiles | Config:
     """For t > MAX_TOKENS tokens and n outputs: launch parameters of the adapters' part behind cuBLAS's product; or, where that
     was measured to be faster and the device has the shared memory, of one launch."""
-    config = one_launch(t, n, swiglu)
-    if config is not None and memory_of(config, t, swiglu) <= host.shared_memory(device) - SPARE_MEMORY:
+    config, per = one_launch(t, n, swiglu), adapters_per_layer(starts, b)
+    few = per * max(down.shape[0] for down in a) <= 32  # more do not fit the registers beside a layer's sums
+    if config is not None and few and memory_of(config, t, swiglu) <= host.shared_memory(a[0].device) - SPARE_MEMORY:
         return config
-    block_r = host.next_power_of_2(max(down.shape[0] for down in a), 16)
-    return rows_tiles(t, k, adapters_per_layer(starts, b) * block_r, swiglu)
+    return rows_tiles(t, k, per, a, swiglu)
 
 
 def one_launch(t: int, n: int, swiglu: bool) -> Config | None:
     """For t > MAX_TOKENS tokens and n outputs: parameters of ``small_linear``'s kernel where with adapters it is faster than
-    cuBLAS and a launch for them (``h200_lora_tiles.json``): where its programs fill an H200, which with few outputs share the
-    columns."""
+    cuBLAS and a launch for them (``h200_lora_tiles_first.json``): where its programs fill an H200, which with few outputs share
+    the columns."""
     if t > MAX_TOKENS_PER_TILE:
         return None
     if swiglu:
@@ -149,7 +150,7 @@ def _finished(base: Tensor, x: Tensor, residual: Tensor | None, swiglu: bool, of
     t, n = base.shape[0], base.shape[1] // (2 if swiglu else 1)
     lora = adapters_for(x[None], *of_adapters, tiles.parts, None if tiles.apart else next_counter(x, counters))
     constants = adapter_tiles(lora, n, Config(tiles.block_n, 1, tiles.num_warps, 1), swiglu, False)._replace(
-        first_t=tiles.first_t, ranks=min(lora.shrunk.shape[3], 32), slices=4 if tiles.apart else tiles.num_warps,
+        first_t=tiles.first_t, ranks=min(lora.shrunk.shape[3], 32), slices=WARPS_APART if tiles.apart else tiles.num_warps,
         stages=first_stages(tiles, lora, x.element_size()))
     first = launch_first(x, lora, constants, tiles, t)
     return _launch_finish(base, x, residual, n, swiglu, lora, constants, first, tiles, pdl)
@@ -169,9 +170,9 @@ def _launch_finish(base: Tensor, x: Tensor, residual: Tensor | None, n: int, swi
 
 def _parts(a: Sequence[Tensor], t: int, n: int, k: int, swiglu: bool, config: Config, device: torch.device) -> int:
     """Parts of the first products' sums: so many that a program of them has half as many iterations as one of the weight at
-    most, or fewer, so that all programs run at once, if those of the weight do. No more: gate and up of 32 tokens took 3 us
-    longer with 16 programs of first products on 132 multiprocessors, of which those of the weight fill 112, than with four
-    (``h200_lora_linear.json``, ``h200_lora_linear_parts.json``)."""
+    most, or fewer, so that all programs of up to MAX_TOKENS tokens run at once, if those of the weight do. No more: gate and up
+    of 32 tokens took 3 us longer with 16 programs of first products on 132 multiprocessors, of which those of the weight fill
+    112, than with four (``h200_lora_linear.json``, ``h200_lora_linear_parts.json``)."""
     block_r = host.next_power_of_2(max(down.shape[0] for down in a), 16)
     programs = len(a) * (block_r // min(block_r, 32))
     at_once = host.num_sms(device) * max(1, host.shared_memory(device) // memory_of(config, t, swiglu))

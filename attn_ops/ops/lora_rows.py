@@ -7,9 +7,9 @@ LoRA (Hu et al., 2021) adds ``B A x * scaling`` to a linear layer's ``W x``. Her
 which the step in progress has (``Step.adapters``): a graph takes the same inputs whatever the requests of a batch ask for. An
 adapter may also be that of every token. The adapters' own parameters are read, so changes in place are seen.
 
-On CUDA one launch computes all adapters of a group, or two for one token, up to MAX_KERNEL_ADAPTERS adapters and rank
-MAX_RANK, and skips an adapter that no token of a tile has: a decode step reads (K + N) r elements of each adapter in use.
-Elsewhere the ops run their eager definitions, in which each adapter costs two products for all tokens.
+On CUDA one launch computes all adapters of a group, or two for one token and for long prompts, up to MAX_KERNEL_ADAPTERS
+adapters and rank MAX_RANK, and skips an adapter that no token of a tile has: a decode step reads (K + N) r elements of each
+adapter in use. Elsewhere the ops run their eager definitions, in which each adapter costs two products for all tokens.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ MAX_ADAPTERS = 63
 MAX_KERNEL_ADAPTERS, MAX_RANK = 16, 128
 #: Bytes of a multiprocessor's shared memory that launch parameters leave: CUDA takes 1 KB, and results are transposed there.
 SPARE_MEMORY = 16 * 1024
+#: Warps of a program of first products in a launch of their own, and columns of an iteration that has all adapters.
+WARPS_APART, BLOCK_K = 4, 64
 #: In the place of a bit's number, to the kernels: every token has the adapter.
 EVERY = 63
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -128,7 +130,7 @@ class RowsTiles(NamedTuple):
     Args:
         block_t, block_n, num_warps: tokens, columns and warps of a program of second products.
         first_t, parts, stages: tokens of a program of first products, parts of their sums, iterations that are loaded ahead.
-        apart: 0: one launch for both. Else the first products have one of their own, whose programs have so many warps.
+        apart: whether the first products have a launch of their own.
     """
 
     block_t: int
@@ -137,35 +139,43 @@ class RowsTiles(NamedTuple):
     first_t: int
     parts: int
     stages: int
-    apart: int = 0
+    apart: bool = False
 
 
-def rows_tiles(t: int, k: int, ranks: int, swiglu: bool = False) -> RowsTiles:
-    """Launch parameters for t > 1 tokens (``h200_lora_tiles.json``). ``ranks``: padded, that a program of second products adds.
-    All parts of first products are read by each of these programs, so there are few of them."""
+def rows_tiles(t: int, k: int, per: int, a: Sequence[Tensor], swiglu: bool = False) -> RowsTiles:
+    """Launch parameters for t > 1 tokens (``h200_lora_tiles_first.json``). ``per``: ``adapters_per_layer``. All parts of first
+    products are read by each program of second ones, so there are few of them: no more than fill the GPU twice."""
+    block_r = next_power_of_2(max(down.shape[0] for down in a), 16)
+    ranks, together = per * block_r, side_by_side(block_r, tuple(down.dtype for down in a))
     block_n = 64 if ranks <= 128 else 32 if ranks <= 256 else 16  # registers
     block_t = 16 if t <= 16 else 64 if t > 32 and ranks <= 64 and not swiglu else 32
-    if t > 512:
-        parts = next_power_of_2(max(1, min(8, k // 512, max(2, 8192 // t))))
-        return RowsTiles(block_t, block_n, 4, 128 if t > 2048 else 64, parts, 3, 4)
-    parts = next_power_of_2(max(1, min(16 if k > 8192 else 8, k // 512)))
-    return RowsTiles(block_t, block_n, 4, 16 if t <= 16 else 32, parts, 4)
+    apart = t > 512
+    first_t = (128 if t > 2048 else 64) if apart else 16 if t <= 16 else 32
+    programs = -(-t // first_t) * (1 if apart and together else len(a) * (block_r // min(block_r, 32)))
+    most = max(2, 8192 // t) if apart else 16 if k > 8192 else 8
+    parts = next_power_of_2(max(1, min(8 if apart else 16, most, k // 512, 2 * host.num_sms(a[0].device) // programs)))
+    return RowsTiles(block_t, block_n, 4, first_t, parts, 3 if apart else 4, apart)
+
+
+def side_by_side(block_r: int, dtypes: tuple[torch.dtype, ...]) -> int:
+    """The ranks, padded, of a program of first products in a launch of their own that has those of all adapters; 0: it has one
+    adapter's."""
+    ranks = next_power_of_2(len(dtypes) * block_r, 64)
+    return ranks if ranks <= MAX_RANK and len(set(dtypes)) == 1 else 0
 
 
 def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], layers: Sequence[int],
-            scaling: Sequence[float], bits: Sequence[int], counters: Tensor | None = None, tiles: RowsTiles | None = None
-            ) -> Tensor:
+            scaling: Sequence[float], bits: Sequence[int], counters: Tensor | None = None) -> Tensor:
     t, k, x2 = x.shape[1], x.shape[2], host.rows_contiguous(x[0])
     flat = [host.rows_contiguous(base[0]) for base in bases]
     sizes = tuple(base.shape[2] for base in bases)
     starts = [sum(sizes[:layer]) for layer in layers]
-    block_r = next_power_of_2(max(down.shape[0] for down in a), 16)
     per = adapters_per_layer(starts, b)  # a tile ends where its layer does
-    tiles = tiles or rows_tiles(t, k, per * block_r)
+    tiles = rows_tiles(t, k, per, a)
     if t == 1:
-        tiles = RowsTiles(1, tiles.block_n, 4, 1, next_power_of_2(max(1, min(k // 512, 16))), 1, 4)
+        tiles = RowsTiles(1, tiles.block_n, 4, 1, next_power_of_2(max(1, min(k // 512, 16))), 1, True)
     lora = adapters_for(x, a, b, starts, scaling, bits, tiles.parts, None if tiles.apart else next_counter(x, counters))
-    constants = _constants(lora, tiles, per, min(block_r, 32 if per <= 2 else 16), x2.element_size())
+    constants = _constants(lora, tiles, per, x2.element_size())
     first = launch_first(x2, lora, constants, tiles, t)
     columns = sum(-(-n // tiles.block_n) for n in sizes)
     out = bases[0].new_empty(1, t, sum(sizes))
@@ -178,17 +188,18 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
 
 def first_stages(tiles: RowsTiles, lora: host.Adapters, item: int) -> int:
     """``tiles.stages``, or fewer, for which the device has the shared memory. ``item``: bytes of a number of x."""
-    adapters, _, _, block_r = lora.shrunk.shape
-    tokens, sliced = tiles.first_t, 4 if tiles.apart else tiles.num_warps
-    stage = (item * tokens + 4 * min(block_r, 32)) * 32 * sliced
-    if tiles.apart:
-        stage = max(stage, (item * tokens + 4 * next_power_of_2(adapters * block_r, 64)) * 64)
+    block_r, tokens = lora.shrunk.shape[3], tiles.first_t
+    if tiles.apart and (ranks := side_by_side(block_r, tuple(down.dtype for down in lora.a))):
+        stage = (item * tokens + 4 * ranks) * BLOCK_K
+    else:
+        stage = (item * tokens + 4 * min(block_r, 32)) * 32 * (WARPS_APART if tiles.apart else tiles.num_warps)
     return max(1, min(tiles.stages, (host.shared_memory(lora.shrunk.device) - SPARE_MEMORY) // stage))
 
 
-def _constants(lora: host.Adapters, tiles: RowsTiles, per: int, block_q: int, item: int) -> host.AdapterTiles:
+def _constants(lora: host.Adapters, tiles: RowsTiles, per: int, item: int) -> host.AdapterTiles:
     adapters, parts, t, block_r = lora.shrunk.shape
-    warps = tiles.num_warps if not tiles.apart else 1 if t == 1 else 4
+    block_q = min(block_r, 32 if per <= 2 else 16)
+    warps = tiles.num_warps if not tiles.apart else 1 if t == 1 else WARPS_APART
     every = all(place == EVERY for place in lora.places)
     return host.AdapterTiles(adapters, host.one_loop(tuple(up.dtype for up in lora.b), t), every, per, parts, block_r, block_q,
                              per, True, tiles.first_t, block_r if t == 1 else min(block_r, 32), warps,
@@ -201,12 +212,12 @@ def launch_first(x: Tensor, lora: host.Adapters, constants: host.AdapterTiles, t
     programs = constants.adapters * (constants.block_r // constants.ranks) * constants.parts * blocks
     if not tiles.apart:
         return programs
-    pdl, ranks = host.use_pdl(x.device, t), next_power_of_2(constants.adapters * constants.block_r, 64)
-    if t > 1 and ranks <= MAX_RANK and len({down.dtype for down in lora.a}) == 1:
-        launch(kernels.rows_shrink_all_kernel, (constants.parts, blocks), x, lora, t, k, x.stride(0), LORA=constants,
-               RANKS=ranks, BLOCK_K=64, pdl=pdl, num_warps=tiles.apart)
+    pdl, options = host.use_pdl(x.device, t), {"LORA": constants, "num_warps": WARPS_APART}
+    if t > 1 and (ranks := side_by_side(constants.block_r, tuple(down.dtype for down in lora.a))):
+        launch(kernels.rows_shrink_all_kernel, (constants.parts, blocks), x, lora, t, k, x.stride(0), RANKS=ranks,
+               BLOCK_K=BLOCK_K, pdl=pdl, **options)
     else:
-        launch(kernels.rows_shrink_kernel, (programs,), x, lora, t, k, x.stride(0), LORA=constants, pdl=pdl, num_warps=4)
+        launch(kernels.rows_shrink_kernel, (programs,), x, lora, t, k, x.stride(0), pdl=pdl, **options)
     return 0
 
 

@@ -8,12 +8,12 @@ memory bandwidth. So what comes before and after it in a decoder layer runs in t
 * after: SwiGLU, ``silu(gate) * up``, where weight holds the rows of gate, then of up; or the sum with the residual stream.
 
 Two kernels: for M = 1 a sum of products (no tensor cores: their smallest tile would be 16 tokens), and else a tile of weight
-rows times the tokens, padded to 16 or 32, on the tensor cores.
+rows times the tokens, padded to 16 or 32, with LoRA's adapters also to 64 or 128, on the tensor cores.
 
 Weights quantized by rows (``scale``) are read as codes, and for up to MAX_TOKENS_QUANTIZED tokens. For up to MAX_TOKENS a third
 kernel multiplies them, whose warps split the columns; for one token too, where that was measured to be faster. For more
 tokens several programs may share the columns of a tile, where the weight has too few rows for a GPU, and a fourth kernel
-adds up.
+adds up; so they may with adapters.
 
 int4 weights, in PyTorch's packed layout, and larger batches with codes run in kernels of their own (``small_linear_wide.py``).
 
@@ -187,7 +187,7 @@ def _adapter_tiles(shrunk: tuple[int, ...], starts: tuple[int, ...], sizes: tupl
     edges = {n, *starts, *(start + size for start, size in zip(starts, sizes, strict=True))}
     per = most_per_layer(starts, sizes, dtypes) if not any(edge % block_n for edge in edges) else adapters
     block_q = min(block_r, 32 if per <= 2 else 16)
-    first = (1, 2, 1, 1) if t == 1 else host.first_products(t, block_r, num_warps, 2, memory_of(config, t, swiglu))
+    first = (1, 2, 1, 1) if t == 1 else host.first_tiles(t, block_r, num_warps, memory_of(config, t, swiglu))
     held = max(1, min(per, 1024 * num_warps // (block_q * block_n * operands)))  # 32 numbers per thread
     # A large loop with a norm has no registers left for what is kept meanwhile: qkv's of 32 tokens took 3 to 5 us more
     # (h200_lora_linear_early.json).

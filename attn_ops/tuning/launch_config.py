@@ -21,7 +21,8 @@ class Config(NamedTuple):
 
     Args:
         block_n, block_k: weight rows and columns per tile (per warp, for codes and up to 32 tokens).
-        splits: for codes and more tokens, programs that share the columns of a tile, where a weight has few rows.
+        splits: for more tokens with codes or LoRA's adapters, programs that share the columns of a tile, where a weight has few
+            rows.
         block_m: tokens per tile of ``attn_ops/kernels/small_linear_wide.py``, and turned: its order of columns; 0: another
         kernel.
     """

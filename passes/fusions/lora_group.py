@@ -13,7 +13,7 @@ After::
     counters = lora_counters(A)    # once, before all layers
     q, k = split(lora_group([base_q, base_k], x, [A ...], [B ...], layers, scaling, bits, counters), [Nq, Nk])
 
-so q, k and v have one launch (two for one token) and not six or more. Left alone: other ranks and numbers of adapters than the
+so q, k and v have one launch, or two, and not six or more. Left alone: other ranks and numbers of adapters than the
 kernels take; layers of which one's result is read before another's base is there have a launch each.
 """
 

@@ -13,8 +13,8 @@ One product reads x once, fills the GPU better than three small ones and saves t
 
 Not fused: weights with a second user or that share memory (NOTE [Memory of fused parameters]), weights of different dtypes,
 siblings of which only some have a bias, other tensor subclasses, siblings between which something is changed in place, and
-LoRA's A and B of a layer whose adapters have a launch together (passes/fusions/lora_group.py), or the layer's own in graphs
-for small batches, which share the weights with graphs for large ones.
+LoRA's A and B of a layer whose adapters are part of its op, or have a launch together (passes/fusions/lora_linear.py,
+lora_group.py).
 """
 
 from __future__ import annotations

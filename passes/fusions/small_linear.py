@@ -1,6 +1,7 @@
 """For small batches, linear layers run with their norm, SwiGLU and residual sum in one kernel (attn_ops/ops/small_linear.py).
 
-Only the graph for at most ``MAX_TOKENS`` tokens is rewritten; others keep Inductor's fusions and cuBLAS.
+Only the graph for at most ``MAX_TOKENS`` tokens is rewritten; others keep Inductor's fusions and cuBLAS, but around layers with
+LoRA's adapters (passes/fusions/lora_linear.py).
 
 Before, for one half of a Llama layer::
 

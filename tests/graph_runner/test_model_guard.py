@@ -287,6 +287,16 @@ def test_changes_that_a_glance_could_miss(change, what) -> None:
     assert guard.change() == seen(guard) == what
 
 
+def test_a_list_that_holds_itself() -> None:
+    m = torch.nn.Module()
+    m.loop, m.scale = [1], 1.5
+    m.loop.append(m.loop)
+    guard = ModelGuard(m, addresses=False)
+    assert guard.change() is None
+    m.scale = 2.0
+    assert guard.change() == "Module.scale: 1.5 -> 2.0"
+
+
 def test_a_setting_beside_lists_that_nobody_read() -> None:
     """A module that a glance compares in part: its lists are data."""
     m = torch.nn.Module()

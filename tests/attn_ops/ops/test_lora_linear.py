@@ -13,7 +13,7 @@ from quire.attn_ops.kernels.host import AdapterTiles
 from quire.attn_ops.ops import small_linear
 from quire.attn_ops.ops.lora_counters import lora_counters
 from quire.attn_ops.ops.lora_linear import large_tiles, lora_linear, lora_linear_cuda, lora_linear_eager
-from quire.attn_ops.ops.lora_rows import MAX_KERNEL_ADAPTERS, RowsTiles, first_stages, lora_group_cuda
+from quire.attn_ops.ops.lora_rows import MAX_KERNEL_ADAPTERS, RowsTiles, first_stages, lora_group_cuda, rows_tiles
 from quire.attn_ops.ops.small_linear import MAX_TOKENS
 from quire.attn_ops.step import running
 from quire.attn_ops.tuning.launch_config import Config
@@ -99,8 +99,8 @@ def test_kernels(tokens, swiglu, fold, every, width, dtype, own) -> None:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(("tokens", "swiglu", "every", "own", "tiles"), [
     (70, True, False, torch.float32, RowsTiles(32, 64, 4, 32, 4, 2)),
-    (70, False, True, None, RowsTiles(64, 32, 4, 64, 2, 2, 4)), (40, True, False, None, Config(64, 64, 4, 2)),
-    (130, True, False, torch.float32, RowsTiles(64, 64, 4, 64, 1, 2, 4)),
+    (70, False, True, None, RowsTiles(64, 32, 4, 64, 2, 2, True)), (40, True, False, None, Config(64, 64, 4, 2)),
+    (130, True, False, torch.float32, RowsTiles(64, 64, 4, 64, 1, 2, True)),
     (70, False, False, torch.float32, Config(64, 64, 4, 2, 3))], ids=str)
 def test_large_batches(tokens, swiglu, every, own, tiles, dtype) -> None:
     """As ``test_kernels``: the adapters' part behind another library's product, in a launch or in two; the layer in one launch
@@ -115,14 +115,35 @@ def test_large_batches(tokens, swiglu, every, own, tiles, dtype) -> None:
     assert got.dtype == dtype and not got.isnan().any()
 
 
+@pytest.mark.parametrize("ranks", [(4, 16, 1, 40), (4, 16, 1, 16)], ids=["large", "of two dtypes"])
+def test_first_products_apart_that_do_not_fit_side_by_side(ranks) -> None:
+    """Of long prompts, adapters of more ranks than a program takes, and of several dtypes."""
+    pytest.importorskip("triton")
+    case = Case(70, torch.float32, width=300, ranks=ranks)
+    if max(ranks) < 40:
+        case.a, case.b = ([t.half() if i % 2 else t for i, t in enumerate(of)] for of in (case.a, case.b))
+    with case.step:
+        got = case.run(functools.partial(lora_linear_cuda, tiles=RowsTiles(32, 32, 4, 64, 2, 3, True)))
+        want = case.run(lora_linear_eager, dtype=torch.float64)
+    torch.testing.assert_close(got.double(), want, atol=3 * 32 * 2**-11 / 4, rtol=2**-9)
+
+
+def test_many_adapters_have_few_parts() -> None:
+    """Each program of second products reads all parts of its adapters."""
+    a = [torch.empty(16, 4096)] * 16
+    parts = {(t, count): rows_tiles(t, 4096, count, a[:count]).parts for t in (64, 512, 4096) for count in (1, 16)}
+    assert all(parts[t, 16] <= parts[t, 1] for t, _ in parts) and parts[512, 16] == 1 < parts[64, 1]
+
+
 def test_launches_follow_from_shapes() -> None:
     """Of few outputs there are not enough tiles for a GPU: their columns are shared, or cuBLAS does better. Above one tile of
     tokens too."""
     a, b = [torch.empty(16, 4096)], [torch.empty(64, 16)]
-    found = {(t, n, swiglu): large_tiles(t, 4096, n, swiglu, a, b, [0], torch.device("cpu"))
+    found = {(t, n, swiglu): large_tiles(t, 4096, n, swiglu, a, b, [0])
              for t in (33, 64, 65, 128, 129) for n in (1024, 4096, 14336) for swiglu in (False, True)}
     assert all(isinstance(tiles, RowsTiles) == (t > 128 or n == 1024 or swiglu and n == 4096)
                for (t, n, swiglu), tiles in found.items())
+    assert isinstance(large_tiles(64, 4096, 14336, True, a * 8, b * 8, [0] * 8), RowsTiles)  # of many adapters too
     assert found[64, 4096, False].splits > 1 and found[128, 4096, False].splits > 1
     assert all(found[128, 14336, swiglu].splits == 1 for swiglu in (False, True))
 
@@ -133,12 +154,12 @@ def test_launches_fit_smaller_gpus(memory, whole, monkeypatch) -> None:
     monkeypatch.setattr(host, "shared_memory", lambda device: memory)
     a, b = [torch.empty(16, 4096)], [torch.empty(64, 16)]
     of = [swiglu for swiglu in (False, True)
-          if isinstance(large_tiles(128, 4096, 14336, swiglu, a, b, [0], torch.device("cpu")), Config)]
+          if isinstance(large_tiles(128, 4096, 14336, swiglu, a, b, [0]), Config)]
     assert set(of) == whole
-    for tiles in (RowsTiles(64, 64, 4, 128, 2, 3, 4), RowsTiles(64, 64, 4, 32, 8, 4)):
+    for tiles in (RowsTiles(64, 64, 4, 128, 2, 3, True), RowsTiles(64, 64, 4, 32, 8, 4)):
         shrunk = torch.empty(2, tiles.parts, 128, 64)
-        stages = first_stages(tiles, host.Adapters(*[None] * 3, shrunk, *[None] * 7), 2)
-        stage = max(64 * (2 * tiles.first_t + 4 * 128), 128 * (2 * tiles.first_t + 4 * 32)) if tiles.apart else 128 * (64 + 128)
+        stages = first_stages(tiles, host.Adapters(None, a * 2, None, shrunk, *[None] * 7), 2)
+        stage = 64 * (2 * tiles.first_t + 4 * 128) if tiles.apart else 128 * (64 + 128)
         assert 1 <= stages <= tiles.stages and (stages == 1 or stages * stage < memory - 1024)
 
 
