@@ -35,11 +35,14 @@ class Items(NamedTuple):
         if not depth or kind not in (dict, list, set) or kind is not list and not all(map(is_plain, value)):
             return None
         values: tuple[Any, ...] = () if kind is set else tuple(value.values() if kind is dict else value)
-        inner = [(i, cls.of(v, depth - 1)) for i, v in enumerate(values) if isinstance(v, CONTAINERS) and not is_plain(v)]
-        if any(items is None for _, items in inner):
-            return None
+        inner = list[tuple[int, Items]]()
+        for i, v in enumerate(values):
+            if isinstance(v, CONTAINERS) and not is_plain(v):
+                if (items := cls.of(v, depth - 1)) is None:
+                    return None
+                inner.append((i, items))
         return cls(kind, tuple(value) if kind is dict else frozenset(value) if kind is set else None, values,
-                   tuple(inner))  # type: ignore[arg-type]  # none is None
+                   tuple(inner))
 
     def are_in(self, value: Any) -> bool:
         """Whether ``value`` has these, as objects: what is equal may be of another type."""

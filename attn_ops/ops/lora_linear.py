@@ -131,8 +131,9 @@ def large_tiles(t: int, k: int, n: int, swiglu: bool, a: Sequence[Tensor], b: Se
 
 def one_launch(t: int, n: int, swiglu: bool) -> Config | None:
     """For t > MAX_TOKENS tokens and n outputs: parameters of ``small_linear``'s kernel where with adapters it is faster than
-    cuBLAS and a launch for them (``h200_lora_tiles_first.json``): where its programs fill an H200, which with few outputs share
-    the columns."""
+    cuBLAS and a launch for them: where its programs fill an H200, which with few outputs share the columns. Chosen by times of
+    llama-8b's and llama-1b's layers, of which ``h200_lora_tiles.json`` keeps those of 64 tokens;
+    ``benchmarks/lora_linear.py --tiles`` measures others."""
     if t > MAX_TOKENS_PER_TILE:
         return None
     if swiglu:

@@ -143,8 +143,9 @@ class RowsTiles(NamedTuple):
 
 
 def rows_tiles(t: int, k: int, per: int, a: Sequence[Tensor], swiglu: bool = False) -> RowsTiles:
-    """Launch parameters for t > 1 tokens (``h200_lora_tiles_first.json``). ``per``: ``adapters_per_layer``. All parts of first
-    products are read by each program of second ones, so there are few of them: no more than fill the GPU twice."""
+    """Launch parameters for t > 1 tokens, chosen as those of ``lora_linear.one_launch``. ``per``: ``adapters_per_layer``. All
+    parts of first products are read by each program of second ones, so there are few of them: no more than fill the GPU
+    twice."""
     block_r = next_power_of_2(max(down.shape[0] for down in a), 16)
     ranks, together = per * block_r, side_by_side(block_r, tuple(down.dtype for down in a))
     block_n = 64 if ranks <= 128 else 32 if ranks <= 256 else 16  # registers
