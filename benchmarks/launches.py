@@ -40,7 +40,7 @@ CUDA = torch.device("cuda", 0)
 H200 = SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=140 << 30, regs_per_multiprocessor=65536,
     max_threads_per_multi_processor=2048, warp_size=32, gcnArchName="", shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448, L2_cache_size=50 << 20, uuid="none")
+    shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, L2_cache_size=50 << 20, uuid="none")
 
 
 class _Generated(Exception):

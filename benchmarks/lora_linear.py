@@ -9,6 +9,8 @@ calls rotate over copies.
 
 ``--tiles``: layers of more than 32 tokens, without their norm, with one adapter and other launch parameters: a row for each,
 the fastest first, with ``chosen`` for those that ``large_tiles`` gives. There ``alone_us`` is cuBLAS and a kernel for SwiGLU.
+Most of the time goes to compiling: one process for each model, number of tokens and of ``--sites``, all at once, fills Triton's
+cache for a run that measures.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ def times(name: str, tokens: int, own: torch.dtype, rank: int, adapters: int) ->
 
 #: Of second and of first products, as of RowsTiles; and of a layer in one launch.
 SECOND = [(64, 64, 4), (64, 128, 4), (32, 64, 4), (128, 64, 8)]
-FIRST = {False: [(32, 8, 4), (32, 16, 4), (16, 8, 4)], True: [(64, 2, 3, True), (64, 8, 3, True), (128, 2, 3, True)]}
+FIRST = {False: [(32, 8, 4), (32, 16, 4), (16, 8, 4), (16, 16, 4)],
+         True: [(64, 2, 3, True), (64, 8, 3, True), (128, 2, 3, True)]}
 WHOLE = [Config(*c) for c in itertools.chain(
     itertools.product([64], [128], [4, 8], [4], [1, 2]), itertools.product([64], [64], [4], [6], [1, 2]),
     itertools.product([128], [64], [8], [4], [1, 2, 3]))]
@@ -130,11 +133,12 @@ def tile_times(model: str, name: str, tokens: int, own: torch.dtype, rank: int) 
 
 def main() -> None:
     args = script(__doc__, None, tokens=[1, 8, 32], rank=16, lora_dtype=("float32,bfloat16", "of the adapters"),
-                  tiles=(False, "other launch parameters"), models=("llama-8b", "with --tiles, of these")).parse_args()
+                  tiles=(False, "other launch parameters"), models=("llama-8b", "with --tiles, of these"),
+                  sites=(",".join(LAYERS), "with --tiles, these layers")).parse_args()
     record = started(args)
     if args.tiles:
         for model, tokens, dtype in itertools.product(args.models.split(","), args.tokens, args.lora_dtype.split(",")):
-            for name in LAYERS:
+            for name in args.sites.split(","):
                 for row in tile_times(model, name, tokens, getattr(torch, dtype), args.rank):
                     record.keep(row)
         return

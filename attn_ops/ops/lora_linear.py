@@ -100,8 +100,8 @@ def lora_linear_cuda(
     n = rows // (2 if swiglu else 1)
     pdl = host.use_pdl(x.device, t) if pdl is None else pdl
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
-    x2, norm_weight = norm_apart(host.rows_contiguous(x[0]), norm_weight, eps, pdl, always=t > MAX_TOKENS)
-    x, of_adapters = x2[None], (a, b, starts, scaling, bits)
+    x2, norm_weight = norm_apart(host.rows_contiguous(x.squeeze(0)), norm_weight, eps, pdl, always=t > MAX_TOKENS)
+    x, of_adapters = x2.unsqueeze(0), (a, b, starts, scaling, bits)
     if t > MAX_TOKENS:
         tiles = tiles or large_tiles(t, k, n, swiglu, a, b, starts)
         if isinstance(tiles, RowsTiles):
@@ -114,42 +114,39 @@ def lora_linear_cuda(
         return small_linear_cuda(x, weight, bias, norm_weight, eps, residual, swiglu, config=config, pdl=pdl, lora=lora)
     lora = adapters_for(x, *of_adapters, 1)
     base = small_linear_cuda(x, weight, bias, norm_weight, eps, None, swiglu, config=config, pdl=pdl, lora=lora)
-    return _launch_finish(base[0], x2, residual, n, swiglu, lora, adapter_tiles(lora, n, Config(64, 1, 4, 1), swiglu, False), 0,
-                          RowsTiles(1, 64, 4, 1, 1, 1), pdl, norm=norm_weight is not None)
+    return _launch_finish(base.squeeze(0), x2, residual, n, swiglu, lora,
+                          adapter_tiles(lora, n, Config(64, 1, 4, 1), swiglu, False), 0, RowsTiles(1, 64, 4, 1, 1, 1), pdl,
+                          norm=norm_weight is not None)
 
 
 def large_tiles(t: int, k: int, n: int, swiglu: bool, a: Sequence[Tensor], b: Sequence[Tensor], starts: Sequence[int]
                 ) -> RowsTiles | Config:
     """For t > MAX_TOKENS tokens and n outputs: launch parameters of the adapters' part behind cuBLAS's product; or, where that
     was measured to be faster and the device has the shared memory, of one launch."""
-    config, per = one_launch(t, n, swiglu), adapters_per_layer(starts, b)
+    config, per = one_launch(t, k, n, swiglu), adapters_per_layer(starts, b)
     few = per * max(down.shape[0] for down in a) <= 32  # more do not fit the registers beside a layer's sums
     if config is not None and few and memory_of(config, t, swiglu) <= host.shared_memory(a[0].device) - SPARE_MEMORY:
         return config
     return rows_tiles(t, k, per, a, swiglu)
 
 
-def one_launch(t: int, n: int, swiglu: bool) -> Config | None:
-    """For t > MAX_TOKENS tokens and n outputs: parameters of ``small_linear``'s kernel where with adapters it is faster than
-    cuBLAS and a launch for them: where its programs fill an H200, which with few outputs share the columns. Chosen by times of
-    llama-8b's and llama-1b's layers, of which ``h200_lora_tiles.json`` keeps those of 64 tokens;
-    ``benchmarks/lora_linear.py --tiles`` measures others."""
-    if t > MAX_TOKENS_PER_TILE:
+def one_launch(t: int, k: int, n: int, swiglu: bool) -> Config | None:
+    """For t > MAX_TOKENS tokens, k inputs and n outputs: parameters of ``small_linear``'s kernel where with adapters it is
+    faster than cuBLAS and a launch for them: where its programs fill an H200, and above 64 tokens only with SwiGLU. Programs
+    of few outputs share the columns. Chosen by times of the layers of llama-8b, llama-1b and qwen3-0.6b
+    (``h200_lora_tiles.json``; ``benchmarks/lora_linear.py --tiles``)."""
+    if swiglu and n >= 12288 and t <= MAX_TOKENS_PER_TILE:
+        return Config(128, 64, 8, 4)
+    if t > 64 or n < 3072:
         return None
-    if swiglu:
-        if n >= 12288:
-            return Config(128, 64, 8, 4)
-        return Config(64, 64, 4, 6) if t <= 64 and n >= 6144 else None
-    if t <= 64:
-        return Config(64, 128, 4, 4, 1 if n > 4096 else 2) if n >= 2048 else None
-    return Config(128, 64, 8, 4, max(1, min(4, 12288 // n))) if n >= 3072 else None
+    return Config(64, 64, 4, 6) if swiglu else Config(64, 128, 4, 4, 2 if n <= 4096 <= k else 1)
 
 
 def _finished(base: Tensor, x: Tensor, residual: Tensor | None, swiglu: bool, of_adapters: _OfAdapters, tiles: RowsTiles,
               pdl: bool, counters: Tensor | None) -> Tensor:
     """The layer's result (1, T, n) from its product ``base`` and its input, (T, N) and (T, K)."""
     t, n = base.shape[0], base.shape[1] // (2 if swiglu else 1)
-    lora = adapters_for(x[None], *of_adapters, tiles.parts, None if tiles.apart else next_counter(x, counters))
+    lora = adapters_for(x.unsqueeze(0), *of_adapters, tiles.parts, None if tiles.apart else next_counter(x, counters))
     constants = adapter_tiles(lora, n, Config(tiles.block_n, 1, tiles.num_warps, 1), swiglu, False)._replace(
         first_t=tiles.first_t, ranks=min(lora.shrunk.shape[3], 32), slices=WARPS_APART if tiles.apart else tiles.num_warps,
         stages=first_stages(tiles, lora, x.element_size()))
@@ -160,7 +157,7 @@ def _finished(base: Tensor, x: Tensor, residual: Tensor | None, swiglu: bool, of
 def _launch_finish(base: Tensor, x: Tensor, residual: Tensor | None, n: int, swiglu: bool, lora: host.Adapters,
                    constants: host.AdapterTiles, first: int, tiles: RowsTiles, pdl: bool, norm: bool = False) -> Tensor:
     t, columns = x.shape[0], -(-n // tiles.block_n)
-    res = None if residual is None else host.rows_contiguous(residual[0])
+    res = None if residual is None else host.rows_contiguous(residual.squeeze(0))
     out = x.new_empty(1, t, n)
     launch(host.kernel_module("kernels.lora").finish_kernel, (first + columns * -(-t // tiles.block_t),), x, base, lora, res,
            out, t, x.shape[1], n, first, columns, x.stride(0), base.stride(0), 0 if res is None else res.stride(0),

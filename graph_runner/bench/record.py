@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -24,8 +25,9 @@ from quire.graph_runner.bench.roofline import copy_bandwidth
 PATIENCE = 10.0  # seconds from the deadline until a measurement that was not interrupted ends the process
 
 
-class OutOfTime(Exception):
-    """The script's time is over."""
+class OutOfTime(BaseException):
+    """The script's time is over. No Exception: what a measurement catches, and torch.compile reports in its own words, is not
+    that."""
 
 
 class Record:
@@ -118,8 +120,8 @@ class Record:
             if outermost:
                 signal.setitimer(signal.ITIMER_REAL, min(self.left, most))
             run()
-        except Exception as error:
-            self.keep({"row": name, "after_s": time.monotonic() - began, **failure(error)})
+        except (Exception, OutOfTime) as error:
+            self.keep({"row": name, "after_s": time.monotonic() - began, **failure(error), **_interrupted_in(error)})
             return False
         finally:
             if outermost:
@@ -135,6 +137,14 @@ class Record:
     def _exit(self, name: str) -> None:
         self.keep({"row": name, "error": "cut off: its time is over, and the process did not return to Python"})
         os._exit(124)
+
+
+def _interrupted_in(error: BaseException) -> dict[str, Any]:
+    """Where a measurement was when its time was over: the innermost calls, the last one first."""
+    if not isinstance(error, OutOfTime):
+        return {}
+    frames = traceback.extract_tb(error.__traceback__)[:-1]  # without the handler
+    return {"in": [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames[-8:])]}
 
 
 def _age() -> float:

@@ -37,7 +37,7 @@ LEFT = ("workload", "system", "attention", "cache", "row", "verdict")  # left-al
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def failure(error: Exception) -> Row:
+def failure(error: BaseException) -> Row:
     """The columns of a row that could not be measured."""
     return {"error": f"{type(error).__name__}: {error}"}
 

@@ -222,6 +222,8 @@ def _dora(dora: Any, x: torch.Tensor, *, lora_A: Any, lora_B: Any, scaling: floa
 
 def _forward(layer: Any, names: list[str], doras: list[str], places: LoraPlaces | None, number: int, x: torch.Tensor,
              *args: Any, **kwargs: Any) -> torch.Tensor:
+    if not torch.compiler.is_compiling():  # the model's own forward, which says why it cannot be traced
+        return type(layer).forward(layer, x, *args, **kwargs)
     if x.dim() != 3:  # without the batch's dimension, as in opt's MLP, or with one more, as DeepSeek-V3's latents
         rows = _forward(layer, names, doras, places, number, x.flatten(0, -2)[None], *args, **kwargs)[0]
         return rows.view(*x.shape[:-1], rows.shape[-1])

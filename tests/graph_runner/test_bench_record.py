@@ -41,8 +41,22 @@ def test_a_measurement_that_takes_too_long_is_interrupted_and_the_rows_before_it
     assert not record.measure("later", lambda: record.keep({"row": "later"}))
     first, inner, later = rows(tmp_path / "rows.json")
     assert first == {"row": "first", "ms": 1.0}
-    assert inner["row"] == "inner" and "deadline" in str(inner["error"])
+    assert inner["row"] == "inner" and "deadline" in str(inner["error"]) and "<lambda>" in inner["in"][0]
     assert later["row"] == "later" and "left out" in str(later["error"])
+
+
+def test_what_is_measured_does_not_take_the_interruption_for_an_error_of_its_own(tmp_path: Path) -> None:
+    """As torch.compile would, whose error would then stand in the row."""
+    record = made(tmp_path / "rows.json", 1.5)
+
+    def run() -> None:
+        try:
+            time.sleep(60)
+        except Exception as error:
+            raise ValueError("the model cannot be compiled") from error
+
+    assert not record.measure("slow", run)
+    assert "deadline" in str(rows(tmp_path / "rows.json")[0]["error"])
 
 
 def test_a_measurement_that_cannot_be_interrupted_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("peft", reason="pip install 'quire[integrations]'")
 
 from peft import LoraConfig, get_peft_model
 
+from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.capture.lora import active_adapters, adapter_layers, merged_adapters
+from quire.passes.capture.paged_model import PagedModel
 from tests.tiny import small_llama
 
 
@@ -61,3 +64,12 @@ def test_an_adapter_of_some_layers_is_merged() -> None:
     peft = adapted(["q_proj"])
     peft.merge_adapter(["two"])
     assert active_adapters(peft.base_model.model) is None
+
+
+def test_why_a_model_with_adapters_by_request_cannot_be_traced() -> None:
+    """The message names the fault in the model, not what quire puts in the place of PEFT's layers."""
+    peft = adapted()
+    act = peft.base_model.model.model.layers[0].mlp.act_fn
+    act.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break("by the hook"))
+    with pytest.raises(UnsupportedAttention, match="could not be traced into one graph.*\n?.*by the hook"):
+        PagedModel(peft, adapters=["one", "two"])
