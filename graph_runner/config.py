@@ -76,7 +76,11 @@ class EngineConfig:
         None, "maximum number of tokens of a captured step, where sizes are not listed one by one. None: max_num_seqs for "
         "decode steps, and 1024 for mixed ones, or more for models of small matrices on a fast GPU, as far as launching a step "
         "takes longer than running it", least=1)
-    cudagraph_lazy: bool = _option(False, "capture a batch size when the first batch of it comes, and not at the start")
+    cudagraph_lazy: bool = _option(
+        False, "False: capture all batch sizes before the engine is ready, so that no request waits for a capture and memory "
+        "for the graphs is there: steady times from the first request on. True, for a quick start: capture the largest then, "
+        "any other when the first batch of it comes, and the rest one by one between decode steps, in at most a fifth of the "
+        "time")
     cudagraph_debug: bool = _option(
         False, "check at each replay that a graph's inputs are where they were, and fill padding with wild values")
     cudagraph_piecewise: bool = _option(

@@ -9,6 +9,11 @@ NOTE [Largest first, one pool]: graphs are captured from the largest bucket down
 the memory of large ones. That is sound because only one graph runs at a time and its outputs are read before the next one
 runs: an output is valid until the next replay of *any* bucket.
 
+NOTE [Late captures]: a lazy runner captures the largest bucket at the start, whose memory in the pool all others use again,
+and any other when the first batch of it comes. A decode step whose graph is there first captures one of the rest, the largest,
+where captures then take less than LATE_SHARE of the time. So no step waits for more than one capture, and none with prompts for
+a graph that it does not need.
+
 What records and replays is the device's (``graph_runner/device_graph.py``). On a CPU there is nothing to capture; the same
 runner keeps one callable per bucket, so that buckets, padding and fallback are tested without a GPU.
 """
@@ -35,6 +40,8 @@ from quire.graph_runner.step_buffers import BatchShape
 logger = logging.getLogger(__name__)
 #: Eager runs before the first capture, which create library handles, and before each other one, which load its own kernels.
 FIRST_WARMUPS, WARMUPS = 2, 1
+#: Of the time of a lazy runner, the most that goes to graphs that no batch has needed yet.
+LATE_SHARE = 0.2
 
 
 class EncoderShape(NamedTuple):
@@ -80,7 +87,7 @@ class CudaGraphRunner:
         buckets: shapes to capture, any order. Decode buckets have num_tokens == num_reqs; mixed ones have more tokens. Those
             with cross attention are EncoderShapes.
         progress: wraps the sequence of buckets while capturing, for a progress bar.
-        lazy: capture a bucket when the first batch for it comes (``can_run``), and not at the start.
+        lazy: capture the largest bucket at the start, and the others in ``can_run``. See NOTE [Late captures].
         pool: memory shared with other runners; one of its own by default.
         keep_outputs: ``replay`` returns copies, which later replays leave alone. For runners that share a pool, as those of a
             target and a draft model: of engines that speculate, which quire's own does not.
@@ -105,6 +112,7 @@ class CudaGraphRunner:
         self.stats = GraphStats()
         self.reason: str | None = None
         self._no_room = False  # a late capture ran out of memory
+        self._next_late = 0.0  # when a step may capture a bucket that it does not need
         self.lazy, self.hidden_mode, self._keep, self._inputs = lazy, hidden_mode, keep_outputs, inputs
         self._progress = progress or iter
         self._graphs = device_graphs(device)
@@ -148,19 +156,26 @@ class CudaGraphRunner:
             return self._no(shape, f"more tokens or rows than the largest mixed bucket {tuple(mixed[-1][:2])}", logging.DEBUG)
         if (why := better()) is not None:
             return self._no(shape, why, logging.DEBUG)
-        if bucket not in self._entries:
-            if self._no_room:
-                return self._no(shape, "there was no memory for another graph")
-            try:
-                self._capture([bucket])
-            except RuntimeError as error:
-                if not isinstance(error.__cause__, torch.OutOfMemoryError):
-                    raise
-                self._no_room = True
-                return self._no(shape, str(error))
+        if len(self._entries) < len(self.buckets) and (why := self._capture_late(bucket, decode)) is not None:
+            return self._no(shape, why)
         self.reason = None
         self.stats.padding_tokens += bucket.num_tokens - shape.num_tokens
         return bucket
+
+    def _capture_late(self, bucket: Bucket, decode: bool) -> str | None:
+        """Capture ``bucket``, or another if it has its graph and there is time. Returns why it has none. See NOTE [Late
+        captures]."""
+        missing = bucket not in self._entries
+        if self._no_room or not (missing or (decode and time.perf_counter() >= self._next_late)):
+            return "there was no memory for another graph" if missing else None
+        try:
+            self._capture([bucket if missing else next(b for b in self.buckets if b not in self._entries)])
+        except RuntimeError as error:
+            if not isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise
+            self._no_room = True
+            return str(error) if missing else None
+        return None
 
     def _bucket(self, shape: BatchShape, decode: bool, cross: bool) -> Bucket | None:
         sizes, mixed = self._sizes[cross]
@@ -183,12 +198,10 @@ class CudaGraphRunner:
         return None
 
     def capture(self) -> None:
-        """Capture every bucket, or none yet if ``lazy``. See NOTE [Largest first, one pool]. Raises RuntimeError, which says
+        """Capture every bucket, or the largest if ``lazy``. See NOTE [Largest first, one pool]. Raises RuntimeError, which says
         what to change, if memory runs out. Earlier captures are dropped."""
-        if self.lazy:
-            return
         try:
-            self._capture(self._progress(self.buckets))
+            self._capture(self._progress(self.buckets[:1] if self.lazy else self.buckets))
         except RuntimeError:
             self.clear()
             raise
@@ -212,7 +225,8 @@ class CudaGraphRunner:
         began = time.perf_counter()
         self._graphs.release()  # recording does so too: what eager steps left would count as gained
         before = self._graphs.free_bytes()
-        with freeze_gc():
+        # Garbage may hold memory, but a collection walks all objects of the process: for a late capture, longer than it takes.
+        with freeze_gc(collect=not self._entries):
             for bucket in buckets:
                 try:
                     self._capture_one(bucket)
@@ -221,7 +235,9 @@ class CudaGraphRunner:
                         f"out of GPU memory while capturing the CUDA graph of {bucket.num_reqs} rows. Give the KV cache less "
                         "(gpu_memory_utilization or num_pages), capture fewer or smaller batches (max_num_seqs or "
                         "cudagraph_capture_sizes), or none (cudagraph_capture_sizes=[]).") from error
-        self.stats.capture_seconds += time.perf_counter() - began
+        ended = time.perf_counter()
+        self._next_late = ended + (ended - began) * (1 / LATE_SHARE - 1)
+        self.stats.capture_seconds += ended - began
         self.stats.capture_bytes += max(0, before - self._graphs.free_bytes())
 
     def _capture_one(self, bucket: Bucket) -> None:

@@ -1,10 +1,14 @@
-"""Piecewise graphs: steps recorded between their attention calls. A device without hardware records what PyTorch runs."""
+"""Piecewise graphs: steps recorded between their attention calls. A device without hardware records what PyTorch runs. And
+the graphs of other devices."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import sys
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +20,17 @@ import quire
 from quire.attn_ops.backend import CudagraphSupport
 from quire.attn_ops.breaks import breakable, breaking, left_out
 from quire.attn_ops.registry import get_backend
-from quire.graph_runner.device_graph import CpuGraphs, Recorded, alias, record_in_segments, register_device_graphs
+from quire.graph_runner.cuda_graph import CudaGraphRunner
+from quire.graph_runner.device_graph import (
+    CpuGraphs,
+    NpuGraphs,
+    Recorded,
+    alias,
+    device_graphs,
+    record_in_segments,
+    register_device_graphs,
+)
+from quire.graph_runner.step_buffers import BatchShape
 from tests.tiny import hf_greedy, small_llama, tokens
 
 
@@ -166,3 +180,39 @@ def test_mixed_steps_of_a_backend_that_plans(tape_graphs) -> None:
     with quire.Engine(model, **options, cudagraph_token_sizes=[16]) as engine:
         assert tokens(engine.generate(prompts, params)) == want
         assert engine.runner.graphs.stats.fell_back["a prefill in the batch, and no mixed bucket captured"] > 0
+
+
+def test_devices_without_graphs() -> None:
+    with pytest.raises(RuntimeError, match="no graphs are known for xla; there are those of cpu, cuda, npu"):
+        device_graphs(torch.device("xla"))
+    with pytest.raises(RuntimeError, match="need torch_npu, which is not installed: pip install torch_npu"):
+        device_graphs(SimpleNamespace(type="npu"))
+    assert not NpuGraphs.verified
+
+
+def test_calls_of_the_npu_class(monkeypatch) -> None:
+    """In the order and with the arguments of torch_npu's signatures; its hardware has not been seen."""
+    log: list = []
+
+    class NPUGraph:
+        def replay(self) -> None:
+            log.append("replay")
+
+    @contextlib.contextmanager
+    def graph(npu_graph, pool=None, stream=None, capture_error_mode="global", auto_dispatch_capture=False):
+        assert isinstance(npu_graph, NPUGraph)
+        log.append(("begin", pool, auto_dispatch_capture))
+        yield
+        log.append("end")
+
+    npu = SimpleNamespace(NPUGraph=NPUGraph, graph=graph, graph_pool_handle=lambda: "pool", empty_cache=lambda: None,
+                          synchronize=lambda: log.append("wait"), mem_get_info=lambda device: (7, 9))
+    monkeypatch.setitem(sys.modules, "torch_npu", npu)
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    device = SimpleNamespace(type="npu")
+    r = CudaGraphRunner(lambda shape: log.append("run") or torch.ones(shape.num_reqs), [BatchShape(2, 2)], device)
+    r.capture()
+    assert log == ["run", "run", "wait", ("begin", "pool", True), "run", "end"]
+    assert r.replay(BatchShape(2, 2)).tolist() == [1, 1] and log[-1] == "replay"
+    with pytest.raises(RuntimeError, match="make the engine without cudagraph_piecewise"):
+        CudaGraphRunner(print, [BatchShape(2, 2)], device, piecewise=lambda shape: True).capture()
