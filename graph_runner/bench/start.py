@@ -26,7 +26,7 @@ from quire.graph_runner.bench.report import Row
 from quire.graph_runner.bench.systems import SYSTEMS, Limits, NotMeasured, open_system
 from quire.passes.start_times import seconds
 
-PARTS = ("trace", "compile", "kernels", "autotune", "capture", "set-up")
+PARTS = ("trace", "compile", "kernels", "autotune", "prefill kernels", "graph memory", "capture", "set-up")
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm",
            "QUIRE_CACHE_DIR": "quire"}
 

@@ -116,15 +116,29 @@ def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str]
 def as_inductor_will(device: torch.device) -> None:
     """Set the environment variables that Inductor sets when it first compiles a kernel, unless the user has: the folder of
     Triton's cache, and the assembler, whose version is part of each kernel's name there. Set half-way through a start, they
-    would hide what was compiled before. The digest of Triton's files (half a gigabyte), another part, is computed in a
-    thread."""
+    would hide what was compiled before. The digests of Triton's files (half a gigabyte), another part of the name, and of
+    PyTorch's, a part of each key of Inductor's caches, are computed in threads: most of that is reading and hashing, during
+    which this one goes on."""
     with _left_to_launches():  # private functions, which a later Inductor may not have
         from torch._inductor.runtime import cache_dir_utils, compile_tasks, triton_compat
 
         os.environ.setdefault("TRITON_CACHE_DIR", cache_dir_utils.triton_cache_dir(device.index or 0))
         compile_tasks._set_triton_ptxas_path()
         if triton_compat.HAS_TRITON:
-            threading.Thread(target=_left_to_launches()(triton_compat.triton_key), daemon=True).start()
+            _begin(triton_compat.triton_key)
+    with contextlib.suppress(ImportError), timed("compile"):
+        from torch._inductor.codecache import torch_key  # not in the thread, where an import may hold up those of this one
+
+        _begin(torch_key)
+
+
+def _begin(digest: Callable[[], Any]) -> None:
+    """Start a computation in a thread, whose result is kept for those who call it later. They see why it fails, if it does."""
+    def compute() -> None:
+        with contextlib.suppress(Exception):
+            digest()
+
+    threading.Thread(target=compute, daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -198,7 +198,8 @@ def test_start_splits_the_time() -> None:
     row = next(rows)
     rows.close()
     assert row["variant"] == "cold" and row["attention"] == "torch_native" and row["first_token_s"] > 0
-    assert set(row["parts_s"]) == {"import", "load", "trace", "compile", "kernels", "autotune", "capture", "set-up", "other"}
+    assert set(row["parts_s"]) == {"import", "load", "trace", "compile", "kernels", "autotune", "prefill kernels",
+                                   "graph memory", "capture", "set-up", "other"}
     assert math.isclose(sum(row["parts_s"].values()), row["seconds"])
 
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +362,8 @@ def test_without_inductors_private_functions(monkeypatch: pytest.MonkeyPatch, ca
     as_inductor_will(torch.device("cuda", 0))
     monkeypatch.setitem(sys.modules, "torch._inductor.runtime", None)  # as if a later torch had no such module
     as_inductor_will(torch.device("cuda", 0))
+    monkeypatch.setitem(sys.modules, "torch._inductor.codecache", None)
+    as_inductor_will(torch.device("cuda", 0))
     assert CompileAhead.for_device([], CPU) is None
     # Without a GPU, asking the driver fails: kernels are compiled at their launch, then.
     monkeypatch.setenv("QUIRE_COMPILE_WORKERS", "2")
@@ -430,3 +433,13 @@ def test_kernels_keep_their_names_when_inductor_comes(monkeypatch: pytest.Monkey
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     as_inductor_will(torch.device("cuda", 0))
     assert (os.environ["TRITON_PTXAS_PATH"], os.environ["TRITON_CACHE_DIR"]) == ("mine", str(tmp_path))
+
+
+def test_digests_do_not_hold_up_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Triton's and of PyTorch's files are begun in threads, and the start does not wait for them."""
+    began, go = [threading.Event(), threading.Event()], threading.Event()
+    for event, name in zip(began, ("runtime.triton_compat.triton_key", "codecache.torch_key"), strict=True):
+        monkeypatch.setattr(f"torch._inductor.{name}", lambda event=event: event.set() or go.wait(60))
+    as_inductor_will(torch.device("cuda", 0))
+    assert all(event.wait(60) for event in began) and not go.is_set()
+    go.set()
