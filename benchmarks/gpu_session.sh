@@ -19,7 +19,7 @@ mkdir -p "$OUT"
 # The GPU suite, by how much it may find: tests of code that has seldom run on a GPU first. It takes the time that is left, and
 # later calls go on with what has not passed of these sources.
 SUITE="tests/gpu/test_states_gpu.py tests/gpu/test_local_gpu.py tests/gpu/test_requests_gpu.py tests/gpu/test_sparse_gpu.py tests/gpu/test_engine_gpu.py
-       tests/gpu/test_engine_memory_gpu.py tests/gpu/test_weights_gpu.py tests/gpu/test_generate_gpu.py
+       tests/gpu/test_engine_memory_gpu.py tests/gpu/test_late_captures_gpu.py tests/gpu/test_weights_gpu.py tests/gpu/test_generate_gpu.py
        tests/gpu/test_devices_gpu.py tests/gpu/test_packing_check_gpu.py tests/gpu/test_kept_trace_gpu.py
        tests/gpu/test_triton_gpu.py tests/gpu/test_experts_gpu.py tests/gpu/test_sampler_gpu.py tests/gpu/test_small_linear_gpu.py
        tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py tests/attn_ops/ops/test_lora_rows.py

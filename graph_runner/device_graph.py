@@ -110,9 +110,11 @@ def _recorded(graph: Any, recording: AbstractContextManager[Any], run: Callable[
 
 
 class CudaGraphs:
-    """CUDA graphs, recorded on the side stream that quire's kernels know."""
+    """CUDA graphs, recorded on the side stream that quire's kernels know. Other threads of the process may go on using the GPU:
+    while a thread records, CUDA refuses what would not be recorded (allocating memory, say) to that thread only."""
 
     verified: ClassVar[bool] = True
+    _MODE = "thread_local"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -130,12 +132,13 @@ class CudaGraphs:
 
     def record(self, run: Callable[[], Any], pool: Any) -> Recorded:
         graph = torch.cuda.CUDAGraph()
-        return _recorded(graph, torch.cuda.graph(graph, pool=pool, stream=side_stream(self.device)), run)
+        recording = torch.cuda.graph(graph, pool=pool, stream=side_stream(self.device), capture_error_mode=self._MODE)
+        return _recorded(graph, recording, run)
 
     def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
         def begin() -> torch.cuda.CUDAGraph:
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=pool)
+            graph.capture_begin(pool=pool, capture_error_mode=self._MODE)
             return graph
 
         def end(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:

@@ -17,7 +17,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import quire
 from quire import Engine, SamplingParams
-from quire.graph_runner import cuda_graph, model_runner
+from quire.graph_runner import model_runner
 from quire.graph_runner.capture_shapes import FAST_GPUS
 from quire.graph_runner.step_buffers import BatchShape
 from tests.gpu.helpers import check_likely, need
@@ -339,25 +339,6 @@ def test_mixed_steps_in_pieces(compiler, half, prompts) -> None:
         assert not stats.fell_back and {b.num_tokens for b in stats.replays} & {16, 64}
     for prompt, found in zip(prompts, outs, strict=True):
         check_likely(half, prompt, found)
-
-
-@pytest.mark.parametrize("backend", ["triton", "flashinfer"])
-def test_graphs_captured_between_steps(backend, half, prompts, monkeypatch) -> None:
-    """After a quick start each decode step waits for the capture of a graph that it does not need, while the step before may
-    run: tokens are right all the time, and the graphs take what they take when all are captured at the start."""
-    options = {**QUICK, "attention": need(backend), "cudagraph_capture_sizes": list(range(1, 9))}
-    with Engine(half, **options) as engine:
-        whole = engine.runner.graphs.stats
-    monkeypatch.setattr(cuda_graph, "LATE_SHARE", 1.0)
-    with Engine(half, **options, cudagraph_lazy=True) as engine:
-        stats = engine.runner.graphs.stats
-        assert engine._depth == 1 and stats.captured == 1 < whole.captured
-        outs = [tokens(engine.generate(prompts, replace(GREEDY, ignore_eos=True))) for _ in range(2)]
-        assert stats.captured == whole.captured and stats.replayed
-        assert stats.capture_bytes <= whole.capture_bytes + 2**25
-    for prompt, *found in zip(prompts, *outs, strict=True):
-        for each in found:
-            check_likely(half, prompt, each)
 
 
 def test_whole_chunks_of_prompts_in_graphs(half, prompts) -> None:
