@@ -29,7 +29,7 @@ from quire.passes.fx import copy_graph, erase_dead, inline_checkpoints, placehol
 from quire.passes.rewrite.device_numbers import numbers_on_device
 from quire.passes.rewrite.last_rows import keep_last_rows
 from quire.passes.rewrite.length_rope import choose_per_sequence, use_short_frequencies
-from quire.passes.rewrite.lower import Lowered, LoweringTarget, lower
+from quire.passes.rewrite.lower import ADDED_INPUTS, Lowered, LoweringTarget, lower
 from quire.passes.rewrite.own_positions import use_given_positions
 from quire.passes.rewrite.raise_mla import raise_mla, with_latents
 from quire.passes.rewrite.raise_sdpa import raise_sdpa
@@ -84,7 +84,7 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
     check_positions(gm.graph, tokens, config is not None)
     check_tokens(gm.graph, tokens, _row_data(gm, row_data))
     check_rows(gm.graph, real)
-    gm.meta[KV_SOURCES] = shared_layers(gm.graph)
+    gm.meta[KV_SOURCES], gm.meta[ADDED_INPUTS] = shared_layers(gm.graph), {}
     _check_shape_conditions(gm, inputs, tokens, raised > 0, max_length, by_hand)
     return gm, with_sources(gm, with_latents(gm, sites))
 

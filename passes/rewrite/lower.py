@@ -50,6 +50,8 @@ from quire.passes.verify.shared_kv import KV_SOURCES
 from quire.passes.verify.sites import site_nodes, site_of
 
 logger = logging.getLogger(__name__)
+#: In the meta of a raised graph and its copies: the fakes of the inputs that lowering added to one of them, by target and name.
+ADDED_INPUTS = "quire_added_inputs"
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,12 @@ class LoweringTarget:
     window_tables: bool = False
     shared: bool = False
     fixed_scale: bool = False
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """To compare targets by: the backend by its name."""
+        return (self.backend.name, self.page_size, self.kv_dtype, self.layout, self.latent, self.window_tables, self.shared,
+                self.fixed_scale)
 
 
 @dataclass(frozen=True)
@@ -114,10 +122,15 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
     # Sizes are arbitrary, but all different and none 0 or 1, so that no symbol is merged with another or specialized.
     tokens, reqs, pages, width = 37, 5, 41, 11
     added: list[fx.Node] = []
+    made = gm.meta.get(ADDED_INPUTS, {})
 
     def new_input(name: str, like: torch.Tensor, dynamic: tuple[bool, ...], first: fx.Node | None = None) -> fx.Node:
-        example = fake_input(fake, f"quire_{name}", like, dynamic, device) if first is None else fake_beside(value(first), like)
-        added.append(add_input(gm.graph, f"quire_{name}", example))
+        """The same symbols in each graph for one target: they are the same numbers, and PyTorch takes milliseconds for one."""
+        key = (target.key, name)
+        if key not in made:
+            made[key] = fake_beside(value(first), like) if first is not None else fake_input(
+                fake, f"quire_{name}", like, dynamic, device)
+        added.append(add_input(gm.graph, f"quire_{name}", made[key]))
         return added[-1]
 
     def table(name: str, dtype: torch.dtype, *shape: int) -> fx.Node:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from quire.passes.backend import QuireBackend
 from quire.passes.capture.traced import TracedGraph
 from quire.passes.fx import placeholders
 from quire.passes.options import QuireOptions
+from quire.passes.rewrite.lower import LoweringTarget
 from quire.passes.verify.sites import site_nodes
 from tests.passes.models import HIDDEN, Attention, Tiny, changes, inputs, listing, served, tiny, trace
 
@@ -46,6 +48,18 @@ def lowered(graph: TracedGraph, page_size: int = 16, layout: str = "NHD"):
     cache = PagedKVCache.for_sites(graph.sites, num_pages=3, page_size=page_size, device="cpu", layout=layout)
     meta = CommonAttentionMetadata.build([1], [1], [[1]], page_size=page_size)
     return graph.compiled(Step(cache, meta, attention="torch_native")).lowered
+
+
+def test_graphs_for_one_target_have_the_same_symbols() -> None:
+    """The graph for small batches and that for all others get the same caches and tables, and a new symbol takes milliseconds.
+    For another target, with sizes of its own, there are others: its caches may have other sizes."""
+    graph = trace(tiny())
+    target = LoweringTarget(all_backends()["torch_native"], 16)
+    one, small, other = (graph.lowered(to, "none", small=of)[0].example_inputs for to, of in (
+        (target, False), (target, True), (replace(target, page_size=8), False)))
+    assert all(a is b for a, b in zip(one, small, strict=True))
+    symbols = [{str(n) for t in found for n in t.shape if isinstance(n, torch.SymInt)} for found in (one, other)]
+    assert symbols[0] and symbols[1] and symbols[0].isdisjoint(symbols[1])
 
 
 def test_before_and_after() -> None:
