@@ -7,8 +7,8 @@ The layers are llama-8b's, with the norm, SwiGLU or residual that folds into the
 two adapters; every third token has the first, every third the second, and the others have none. Weights come from memory:
 calls rotate over copies.
 
-``--tiles``: layers of more than 32 tokens, without their norm, with one adapter and other launch parameters: a row for each,
-the fastest first, with ``chosen`` for those that ``large_tiles`` gives. There ``alone_us`` is cuBLAS and a kernel for SwiGLU.
+``--tiles``: layers without their norm, with other launch parameters: a row for each, the fastest first, with ``chosen`` for
+those that ``lora_linear`` has by itself. There ``alone_us`` is cuBLAS and a kernel for SwiGLU for more than 32 tokens.
 Most of the time goes to compiling: one process for each model, number of tokens and of ``--sites``, all at once, fills Triton's
 cache for a run that measures.
 """
@@ -17,23 +17,26 @@ from __future__ import annotations
 
 import functools
 import itertools
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from triton.runtime.errors import OutOfResources
 
+import quire.attn_ops.ops.lora_linear as op
 from quire.attn_ops.ops.lora_counters import lora_counters_eager
 from quire.attn_ops.ops.lora_linear import large_tiles, lora_linear_cuda
 from quire.attn_ops.ops.lora_rows import RowsTiles
-from quire.attn_ops.ops.small_linear import MAX_TOKENS_PER_TILE, small_linear_cuda
+from quire.attn_ops.ops.small_linear import MAX_TOKENS, MAX_TOKENS_PER_TILE, small_linear_cuda
 from quire.attn_ops.step import running
-from quire.attn_ops.tuning.launch_config import Config, config_for
+from quire.attn_ops.tuning.launch_config import Config, by_rule, config_for
 from quire.attn_ops.tuning.small_linear import LinearShape, tune
 from quire.graph_runner.bench.attention_op import on_the_device
 from quire.graph_runner.bench.models import ModelSpec, config_of
-from quire.graph_runner.bench.record import script, started
+from quire.graph_runner.bench.record import numbers, script, started
 
 #: Inputs, outputs of sibling layers, whether there is a norm, SwiGLU, a residual.
 LAYERS = {"qkv": (4096, (4096, 1024, 1024), True, False, False), "o": (4096, (4096,), False, False, True),
@@ -85,62 +88,83 @@ def layers_of(model: str) -> dict[str, tuple[int, tuple[int, ...]]]:
             "down": (wide, (hidden,))}
 
 
-def tile_times(model: str, name: str, tokens: int, own: torch.dtype, rank: int) -> list[dict[str, Any]]:
+class Parts(NamedTuple):
+    """Of the first products of a layer of up to MAX_TOKENS tokens."""
+
+    parts: int
+
+
+def tile_times(model: str, name: str, tokens: int, own: torch.dtype, rank: int, adapters: int) -> list[dict[str, Any]]:
     """A row for each choice of launch parameters that fits the GPU, the fastest first."""
     k, sizes = layers_of(model)[name]
     copies = max(2, -(-600_000_000 // (2 * k * sum(sizes)))) if tokens <= 256 else 2
+    of = [i for i in range(len(sizes)) for _ in range(adapters)]
+    bits = [0 if adapters == 1 else 1 << (j % 2) for j in range(len(of))]
 
     def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=dtype) * 0.05
 
     weights = [normal(sum(sizes), k) for _ in range(copies)]
-    a = [[normal(rank, k, dtype=own) for _ in sizes] for _ in range(copies)]
-    b = [[normal(n, rank, dtype=own) for n in sizes] for _ in range(copies)]
+    a = [[normal(rank, k, dtype=own) for _ in of] for _ in range(copies)]
+    b = [[normal(sizes[i], rank, dtype=own) for i in of] for _ in range(copies)]
     x, swiglu = normal(1, tokens, k), name == "gate_up"
     residual = normal(1, tokens, sizes[0]) if len(sizes) == 1 else None
-    around, starts = (None, None, 0.0, residual, swiglu), [sum(sizes[:i]) for i in range(len(sizes))]
-    apart = tokens > 512
-    tiles: list[RowsTiles | Config] = [
-        *(RowsTiles(*second, *FIRST[apart][0]) for second in SECOND),
-        *(RowsTiles(*SECOND[0], *first) for first in FIRST[apart][1:]),
-        *(WHOLE if tokens <= MAX_TOKENS_PER_TILE else [])]
-    chosen = large_tiles(tokens, k, sizes[0] if swiglu else sum(sizes), swiglu, a[0], b[0], starts)
+    around, starts = (None, None, 0.0, residual, swiglu), [sum(sizes[:i]) for i in of]
+    n, apart, alike = sizes[0] if swiglu else sum(sizes), tokens > 512, tokens <= MAX_TOKENS
+    if alike:
+        tune([LinearShape(sum(sizes), k, False, residual is not None, swiglu, torch.bfloat16)], x.device)
+        config = config_for(tokens, sum(sizes), k, swiglu, x.device) or by_rule(tokens, sum(sizes), k, swiglu)
+        chosen: RowsTiles | Config | Parts = Parts(op._parts(a[0], tokens, n, k, swiglu, config, x.device))
+        tiles: list[RowsTiles | Config | Parts] = [Parts(count) for count in (1, 2, 4, 8)]
+    else:
+        chosen = large_tiles(tokens, k, n, swiglu, a[0], b[0], starts)
+        tiles = [*(RowsTiles(*second, *FIRST[apart][0]) for second in SECOND),
+                 *(RowsTiles(*SECOND[0], *first) for first in FIRST[apart][1:]),
+                 *(WHOLE if tokens <= MAX_TOKENS_PER_TILE else [])]
     swiglu_of = torch.compile(lambda y: F.silu(y[:, : sizes[0]]) * y[:, sizes[0] :], dynamic=False)
 
     def alone(i: int) -> torch.Tensor:
+        if alike:
+            return small_linear_cuda(x, weights[i % copies], *around)
         y = F.linear(x[0], weights[i % copies])
         return swiglu_of(y) if swiglu else y
 
     counters = lora_counters_eager(x)
 
-    def adapted(tiles: RowsTiles | Config, i: int) -> torch.Tensor:
+    def adapted(tiles: RowsTiles | Config | Parts, i: int) -> torch.Tensor:
         nonlocal counters
         if i % 64 == 0:  # zeroed for some launches at once, as in a forward
             counters = lora_counters_eager(x)
-        return lora_linear_cuda(x, weights[i % copies], *around, a[i % copies], b[i % copies], starts, [2.0] * len(sizes),
-                                [0] * len(sizes), counters, tiles=tiles)
+        with mock.patch.object(op, "_parts", lambda *args: tiles[0]) if isinstance(tiles, Parts) else nullcontext():
+            return lora_linear_cuda(x, weights[i % copies], *around, a[i % copies], b[i % copies], starts, [2.0] * len(of),
+                                    bits, counters, tiles=None if isinstance(tiles, Parts) else tiles)
 
-    alone_us, rows = on_the_device(alone).us, []
-    for each in dict.fromkeys([chosen, *tiles]):
-        try:
-            us = on_the_device(functools.partial(adapted, each)).us
-        except OutOfResources:
-            continue
-        rows.append({"model": model, "layer": name, "tokens": tokens, "dtype": str(own), "alone_us": alone_us,
-                     "adapted_us": us, "launches": type(each).__name__, "tiles": list(each), "chosen": each == chosen})
+    step: Any = SimpleNamespace(adapters=(torch.arange(tokens, device="cuda") + 1) % 3)
+    rows = []
+    with running(step):
+        alone_us = on_the_device(alone).us
+        for each in dict.fromkeys([chosen, *tiles]):
+            try:
+                us = on_the_device(functools.partial(adapted, each)).us
+            except OutOfResources:
+                continue
+            rows.append({"model": model, "layer": name, "tokens": tokens, "dtype": str(own), "adapters": adapters,
+                         "alone_us": alone_us, "adapted_us": us, "launches": type(each).__name__, "tiles": list(each),
+                         "chosen": each == chosen})
     return sorted(rows, key=lambda row: row["adapted_us"])
 
 
 def main() -> None:
     args = script(__doc__, None, tokens=[1, 8, 32], rank=16, lora_dtype=("float32,bfloat16", "of the adapters"),
                   tiles=(False, "other launch parameters"), models=("llama-8b", "with --tiles, of these"),
-                  sites=(",".join(LAYERS), "with --tiles, these layers")).parse_args()
+                  sites=(",".join(LAYERS), "with --tiles, these layers"),
+                  adapters=("1", "with --tiles, of these: 1, for every token, or 2, as each")).parse_args()
     record = started(args)
     if args.tiles:
-        for model, tokens, dtype in itertools.product(args.models.split(","), args.tokens, args.lora_dtype.split(",")):
-            for name in args.sites.split(","):
-                for row in tile_times(model, name, tokens, getattr(torch, dtype), args.rank):
-                    record.keep(row)
+        for model, tokens, adapters, dtype, name in itertools.product(
+                args.models.split(","), args.tokens, numbers(args.adapters), args.lora_dtype.split(","), args.sites.split(",")):
+            for row in tile_times(model, name, tokens, getattr(torch, dtype), args.rank, adapters):
+                record.keep(row)
         return
     for name, tokens, dtype, adapters in itertools.product(LAYERS, args.tokens, args.lora_dtype.split(","), (1, 2)):
         record.keep({"layer": name, "tokens": tokens, "dtype": dtype, "adapters": "one" if adapters == 1 else "each",
