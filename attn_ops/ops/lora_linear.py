@@ -123,23 +123,25 @@ def large_tiles(t: int, k: int, n: int, swiglu: bool, a: Sequence[Tensor], b: Se
                 ) -> RowsTiles | Config:
     """For t > MAX_TOKENS tokens and n outputs: launch parameters of the adapters' part behind cuBLAS's product; or, where that
     was measured to be faster and the device has the shared memory, of one launch."""
-    config, per = one_launch(t, k, n, swiglu), adapters_per_layer(starts, b)
+    per = adapters_per_layer(starts, b)
+    config = one_launch(t, k, n, per, swiglu)
     few = per * max(down.shape[0] for down in a) <= 32  # more do not fit the registers beside a layer's sums
     if config is not None and few and memory_of(config, t, swiglu) <= host.shared_memory(a[0].device) - SPARE_MEMORY:
         return config
     return rows_tiles(t, k, per, a, swiglu)
 
 
-def one_launch(t: int, k: int, n: int, swiglu: bool) -> Config | None:
-    """For t > MAX_TOKENS tokens, k inputs and n outputs: parameters of ``small_linear``'s kernel where with adapters it is
-    faster than cuBLAS and a launch for them: where its programs fill an H200, and above 64 tokens only with SwiGLU. Programs
-    of few outputs share the columns. Chosen by times of the layers of llama-8b, llama-1b and qwen3-0.6b
-    (``h200_lora_tiles.json``; ``benchmarks/lora_linear.py --tiles``)."""
+def one_launch(t: int, k: int, n: int, per: int, swiglu: bool) -> Config | None:
+    """For t > MAX_TOKENS tokens, k inputs and n outputs: parameters of ``small_linear``'s kernel where with ``per`` adapters of
+    the same outputs it is faster than cuBLAS and a launch for them: where its programs fill an H200, and above 64 tokens only
+    with SwiGLU. Programs of few outputs share the columns, for one adapter. Chosen by times of the layers of llama-8b,
+    llama-1b and qwen3-0.6b, with one adapter and with two (``h200_lora_tiles.json``; ``benchmarks/lora_linear.py --tiles``)."""
     if swiglu and n >= 12288 and t <= MAX_TOKENS_PER_TILE:
         return Config(128, 64, 8, 4)
-    if t > 64 or n < 3072:
+    few = n <= 4096 <= k
+    if t > 64 or n < 3072 or (few and not swiglu and per > 1):
         return None
-    return Config(64, 64, 4, 6) if swiglu else Config(64, 128, 4, 4, 2 if n <= 4096 <= k else 1)
+    return Config(64, 64, 4, 6) if swiglu else Config(64, 128, 4, 4, 2 if few else 1)
 
 
 def _finished(base: Tensor, x: Tensor, residual: Tensor | None, swiglu: bool, of_adapters: _OfAdapters, tiles: RowsTiles,
@@ -167,15 +169,18 @@ def _launch_finish(base: Tensor, x: Tensor, residual: Tensor | None, n: int, swi
 
 
 def _parts(a: Sequence[Tensor], t: int, n: int, k: int, swiglu: bool, config: Config, device: torch.device) -> int:
-    """Parts of the first products' sums: so many that a program of them has half as many iterations as one of the weight at
-    most, or fewer, so that all programs of up to MAX_TOKENS tokens run at once, if those of the weight do. No more: gate and up
-    of 32 tokens took 3 us longer with 16 programs of first products on 132 multiprocessors, of which those of the weight fill
-    112, than with four (``h200_lora_linear.json``, ``h200_lora_linear_parts.json``)."""
+    """Parts of the first products' sums, a power of two: no more than there are programs for beside those of the weight, 16 in
+    all and eight for an adapter, and with SwiGLU no more than that a program of them has half as many iterations as one of the
+    weight. Gate and up of 32 tokens took 3 us longer with 16 programs of first products on 132 multiprocessors, of which those
+    of the weight fill 112, than with four (``h200_lora_linear.json``, ``h200_lora_linear_parts.json``); for other layers
+    ``h200_lora_tiles.json`` has the times."""
     block_r = host.next_power_of_2(max(down.shape[0] for down in a), 16)
     programs = len(a) * (block_r // min(block_r, 32))
     at_once = host.num_sms(device) * max(1, host.shared_memory(device) // memory_of(config, t, swiglu))
     free = at_once - -(-n // config.block_n)
-    return max(1, min(k // 1024, -(-2 * config.block_k // (32 * config.num_warps)), free // programs if free > 0 else 4))
+    most = min(k // 1024, -(-2 * config.block_k // (32 * config.num_warps))) if swiglu else min(k // 256, 8)
+    parts = min(most, 16 // programs, free // programs if free > 0 else 4)
+    return 1 << max(1, parts).bit_length() - 1
 
 
 def _fake(

@@ -145,6 +145,7 @@ def test_launches_follow_from_shapes() -> None:
                for (t, n, swiglu), tiles in found.items())
     assert isinstance(large_tiles(64, 4096, 14336, True, a * 8, b * 8, [0] * 8), RowsTiles)  # of many adapters too
     assert found[64, 4096, False].splits > 1 == found[64, 14336, False].splits
+    assert isinstance(large_tiles(64, 4096, 4096, False, a * 2, b * 2, [0] * 2), RowsTiles)  # nor with two adapters
     assert large_tiles(64, 1024, 4096, False, a, b, [0]).splits == 1  # nor of few columns
 
 
