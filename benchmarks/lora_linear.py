@@ -114,7 +114,7 @@ def tile_times(model: str, name: str, tokens: int, own: torch.dtype, rank: int, 
     if alike:
         tune([LinearShape(sum(sizes), k, False, residual is not None, swiglu, torch.bfloat16)], x.device)
         config = config_for(tokens, sum(sizes), k, swiglu, x.device) or by_rule(tokens, sum(sizes), k, swiglu)
-        chosen: RowsTiles | Config | Parts = Parts(op._parts(a[0], tokens, n, k, swiglu, config, x.device))
+        chosen: RowsTiles | Config | Parts = Parts(op._parts(a[0], tokens, n, k, swiglu, False, config, x.device))
         tiles: list[RowsTiles | Config | Parts] = [Parts(count) for count in (1, 2, 4, 8)]
     else:
         chosen = large_tiles(tokens, k, n, swiglu, a[0], b[0], starts)

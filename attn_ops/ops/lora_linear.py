@@ -110,7 +110,8 @@ def lora_linear_cuda(
     else:
         config = config_for(t, rows, k, swiglu, x.device) or by_rule(t, rows, k, swiglu)
     if t > 1:
-        lora = adapters_for(x, *of_adapters, _parts(a, t, n, k, swiglu, config, x.device), next_counter(x, counters))
+        parts = _parts(a, t, n, k, swiglu, norm_weight is not None, config, x.device)
+        lora = adapters_for(x, *of_adapters, parts, next_counter(x, counters))
         return small_linear_cuda(x, weight, bias, norm_weight, eps, residual, swiglu, config=config, pdl=pdl, lora=lora)
     lora = adapters_for(x, *of_adapters, 1)
     base = small_linear_cuda(x, weight, bias, norm_weight, eps, None, swiglu, config=config, pdl=pdl, lora=lora)
@@ -168,19 +169,19 @@ def _launch_finish(base: Tensor, x: Tensor, residual: Tensor | None, n: int, swi
     return out
 
 
-def _parts(a: Sequence[Tensor], t: int, n: int, k: int, swiglu: bool, config: Config, device: torch.device) -> int:
-    """Parts of the first products' sums, a power of two: no more than there are programs for beside those of the weight, 16 in
-    all and eight for an adapter, and with SwiGLU no more than that a program of them has half as many iterations as one of the
-    weight. Gate and up of 32 tokens took 3 us longer with 16 programs of first products on 132 multiprocessors, of which those
-    of the weight fill 112, than with four (``h200_lora_linear.json``, ``h200_lora_linear_parts.json``); for other layers
-    ``h200_lora_tiles.json`` has the times."""
+def _parts(a: Sequence[Tensor], t: int, n: int, k: int, swiglu: bool, norm: bool, config: Config, device: torch.device) -> int:
+    """Parts of the first products' sums, a power of two: no more than there are programs for beside those of the weight. With
+    SwiGLU or a norm no more than that a program of them has half as many iterations as one of the weight: gate and up of 32
+    tokens took 3 us longer with 16 programs of first products on 132 multiprocessors, of which those of the weight fill 112,
+    than with four (``h200_lora_linear.json``, ``h200_lora_linear_parts.json``). Else eight, or 16 for all adapters
+    (``h200_lora_tiles.json``)."""
     block_r = host.next_power_of_2(max(down.shape[0] for down in a), 16)
     programs = len(a) * (block_r // min(block_r, 32))
     at_once = host.num_sms(device) * max(1, host.shared_memory(device) // memory_of(config, t, swiglu))
     free = at_once - -(-n // config.block_n)
-    most = min(k // 1024, -(-2 * config.block_k // (32 * config.num_warps))) if swiglu else min(k // 256, 8)
-    parts = min(most, 16 // programs, free // programs if free > 0 else 4)
-    return 1 << max(1, parts).bit_length() - 1
+    most = min(k // 1024, -(-2 * config.block_k // (32 * config.num_warps))) if swiglu or norm else min(
+        k // 256, 8, 16 // programs)
+    return 1 << max(1, min(most, free // programs if free > 0 else 4)).bit_length() - 1
 
 
 def _fake(

@@ -19,7 +19,7 @@ from quire.attn_ops.backends.torch_native import mla_paged_attention, paged_atte
 from quire.attn_ops.registry import get_backend, register_backend
 from quire.attn_ops.tuning import attention as tuning
 from quire.graph_runner.bench.attention import site_of
-from quire.graph_runner.bench.attention_op import decode_point, extend_points, measure, op_batch, work
+from quire.graph_runner.bench.attention_op import Point, decode_point, extend_points, measure, op_batch, work
 from quire.graph_runner.cli import main
 from quire.graph_runner.engine import Engine
 from quire.passes.explain import explain
@@ -188,8 +188,19 @@ def test_a_measured_batch_is_a_real_one(name: str, point: Any) -> None:
     site = AttentionSite(0, 4, 2, 16, 16, torch.float32, 0.25, window=7, softcap=5.0, sinks=True)
     batch = op_batch(site, point, page_size=4, device=CPU, max_len=64)
     assert batch.metadata.block_table_tensor.shape == (2, 16)
+    for k_cache, v_cache, *_ in batch.caches:
+        _ = k_cache.zero_(), v_cache.zero_()
     timing = measure(backend, batch)
     assert timing.us > 0 and timing.us == timing.host_us and timing.how == "host"
+    slots = batch.metadata.slot_mapping
+    for k_cache, v_cache, *_ in batch.caches:
+        assert torch.equal(k_cache[slots // 4, slots % 4], batch.k) and torch.equal(v_cache[slots // 4, slots % 4], batch.v)
+
+
+def test_pages_hold_the_keys_of_the_step() -> None:
+    """Rivals' kernels read them from there and store none: of zeros their products would be others, and quicker."""
+    batch = op_batch(AttentionSite(0, 4, 2, 16, 16, torch.float32, 0.25), Point("prefill", "", (5, 3), (9, 3)), page_size=4,
+                     device=CPU)
     slots = batch.metadata.slot_mapping
     for k_cache, v_cache, *_ in batch.caches:
         assert torch.equal(k_cache[slots // 4, slots % 4], batch.k) and torch.equal(v_cache[slots // 4, slots % 4], batch.v)
