@@ -2,7 +2,7 @@
 ``benchmarks/attention_grid.py`` (its rows of quire's backends, without windows and quantized caches) and of ``python
 benchmarks/backend_kernels.py mla``.
 
-    cd benchmarks && python attention_choices.py results/h200_attention.json results/h200_mla.json results/h200_mla_waves.json
+    cd benchmarks && python attention_choices.py results/h200_attention.json results/h200_mla.json
 
 The content of the given files replaces the old content; times of a later file replace those of an earlier one for the same
 backend and shape. Only plain causal attention, and MLA, are supported so far.
@@ -55,11 +55,14 @@ def made(environment: dict[str, Any], backend: str, shape: ShapeClass, kv_heads:
 
 
 def latent(environment: dict[str, Any], rows: list[dict[str, Any]]) -> list[Measurement]:
-    """One per backend and number of heads, of DeepSeek's sizes in bf16: the decodes. No rule reads times of MLA's prefills."""
+    """One per backend and number of heads, of DeepSeek's sizes in bf16: the decodes. No rule reads times of MLA's prefills, nor
+    times of a package whose version is not known."""
     times: dict[tuple[str, int], dict[str, float]] = {}
+    known = {name for name in {row["system"] for row in rows}
+             if all(CALLED.get(p, p) in environment["versions"] for p in get_backend(name).packages)}
     for row in rows:
         shape = re.fullmatch(r"decode (\d+x\d+) H=(\d+)", row["shape"])
-        if shape is not None and "us" in row:
+        if shape is not None and "us" in row and row["system"] in known:
             times.setdefault((row["system"], int(shape[2])), {})[shape[1]] = row["us"]
     return [made(environment, name, ShapeClass("bfloat16", "bfloat16", 512 + 64, 512, heads, environment["page_size"], "NHD",
                                                (LATENT,)), 1, {"decode": us, "extend": {}})

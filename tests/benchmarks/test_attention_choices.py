@@ -13,7 +13,7 @@ from quire.attn_ops.tuning.attention import STORE, load
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 #: In the order of the command in attention_choices.py: later times replace earlier ones.
-RESULTS = [BENCHMARKS / "results" / f"h200_{name}.json" for name in ("attention", "mla", "mla_waves")]
+RESULTS = [BENCHMARKS / "results" / f"h200_{name}.json" for name in ("attention", "mla")]
 
 
 @pytest.fixture
