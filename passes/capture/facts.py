@@ -66,11 +66,13 @@ class Check(NamedTuple):
     fact: Any
 
 
-def checks(guards: Iterable[Any], scope: Mapping[str, Any]) -> list[Check]:
-    """The guards of a trace, as ``guard_filter_fn`` gets them, with the facts of now. ``scope``: of their expressions. Raises
-    NotPortable if one has no fact that means the same in another process."""
-    found: dict[tuple[str, str, Any], Check] = {}
+def checks(guards: Iterable[Any], scope: Mapping[str, Any], values: Iterable[str] = ()) -> list[Check]:
+    """The guards of a trace, as ``guard_filter_fn`` gets them, with the facts of now. ``scope``: of their expressions, and of
+    ``values``, plain ones without a guard. Raises NotPortable if one has no fact that means the same in another process."""
     _class_digest.cache_clear()
+    found: dict[tuple[str, str, Any], Check] = {}
+    for each in values:
+        found[each, "CONSTANT_MATCH", None] = Check(each, "CONSTANT_MATCH", None, _look(each, "CONSTANT_MATCH", None, scope))
     for guard in guards:
         kind, name = guard.guard_type, None
         if kind in _PROCESS:

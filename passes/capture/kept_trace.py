@@ -61,6 +61,15 @@ class _At:
     index: int  # of the node that it stands for
 
 
+class _Globals(dict[str, Any]):
+    """Of the traced module. Dynamo adds the built-in functions, under a name that it counts up from trace to trace."""
+
+    def __missing__(self, name: str) -> Any:
+        if name.startswith("__builtins_dict___"):
+            return vars(builtins)
+        raise KeyError(name)
+
+
 class Taken(NamedTuple):
     """A graph from the disk: its inputs, the context of its fake values, how to read the inputs from a call's arguments by
     name, the globals of the trace, and what ``Reads.restore`` needs."""
@@ -280,10 +289,12 @@ class TraceFile:
         self._model, self._local = model, local
         self._state = environment(next(model.parameters()).device)
         tensors = [(name, str(p.dtype), str(p.device), tuple(p.shape)) for name, p in model.named_parameters()]
-        key = repr((_quire_digest(), self._state, type(model).__module__, type(model).__qualname__, tensors, more))
+        classes = [(cls.__module__, cls.__qualname__) for cls in type(model).__mro__]  # ``paged`` gives a model another class
+        key = repr((_quire_digest(), self._state, classes, tensors, more))
         self.path = cache_folder() / "traces" / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.pickle"
         self._nodes, self._guards = list[_Node](), frozenset[str]()
         self._checks: list[Check] | None = None
+        self._held: Sequence[str] = ()
 
     @classmethod
     def of(cls, model: torch.nn.Module, local: Mapping[str, Any], *more: Any) -> TraceFile | None:
@@ -298,8 +309,10 @@ class TraceFile:
             logger.info("traces are not kept: %s: %s", type(error).__name__, error)
             return None
 
-    def note_graph(self, gm: fx.GraphModule) -> None:
-        """Note the graph of a trace, as Dynamo gives it to the backend: compiling it may add conditions on sizes."""
+    def note_graph(self, gm: fx.GraphModule, held: Sequence[str]) -> None:
+        """Note the graph of a trace, as Dynamo gives it to the backend: compiling it may add conditions on sizes. ``held``: of
+        ``check_side_effects``."""
+        self._held = held
         at, mode = {node: i for i, node in enumerate(gm.graph.nodes)}, fake_mode(gm.graph)
         with _unless_it_fails():
             self._guards = _conditions(None if mode is None else mode.shape_env)
@@ -308,7 +321,7 @@ class TraceFile:
     def note_guards(self, guards: Sequence[Any], owner: Any, scope: Mapping[str, Any]) -> None:
         """Note what the trace of a method of ``owner`` read. Arguments: of ``Reads.add``."""
         with _unless_it_fails():
-            self._checks = checks(guards, self._scope(owner, scope, {}))
+            self._checks = checks(guards, self._scope(owner, scope, {}), self._held)
 
     def write(self, gm: fx.GraphModule, scope: Mapping[str, Any], reads: Any) -> None:
         """Keep what was noted of the trace ``gm``, and remove the oldest files beyond 64. ``reads``: of ``Reads.stored``."""
@@ -350,4 +363,4 @@ class TraceFile:
         """Names in the expressions of a trace: arguments, and globals, to which Dynamo adds modules and built-in functions."""
         local = {"self": owner, **self._local}
         modules = {name: sys.modules[module] for name, module in imports.items()}
-        return {**local, "L": local, "G": {**scope, **modules, "__builtins_dict___0": vars(builtins)}}
+        return {**local, "L": local, "G": _Globals({**scope, **modules})}

@@ -228,9 +228,9 @@ class PagedModel:
         if self._graph is not None:  # a second trace, maybe in another state of the model
             raise RuntimeError("the trace of this model is gone (torch._dynamo.reset() drops all of them): close the engine "
                                "and make a new one")
-        check_side_effects()
+        held = check_side_effects()
         if self._disk is not None:
-            self._disk.note_graph(gm)
+            self._disk.note_graph(gm, held)
         self._keep(gm, inputs)
         return _weakly(self._run)
 

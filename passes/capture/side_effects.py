@@ -28,15 +28,22 @@ _KEPT, _CHANGED = "quire_kept_tensors", "quire_changed_objects"
 _LEFT_OVER = "the model's forward, or a hook of it, changes what outlives the call: "
 
 
-def check_side_effects() -> None:
+def check_side_effects() -> list[str]:
     """Called by a backend during the trace. Dynamo replays side effects in its own code, with the values of the trace; a
-    captured CUDA graph, or a graph from the disk, does not. Raises UnsupportedAttention, which names the objects."""
-    changed = [source for source, _ in _changed(translator().output)]
+    captured CUDA graph, or a graph from the disk, does not. Raises UnsupportedAttention, which names the objects.
+
+    Returns:
+        expressions of what may stay as it is because it has the value that the forward assigns: no guard is on it.
+    """
+    output = translator().output
+    changed = [source for source, _ in _changed(output)]
     if changed:
         raise UnsupportedAttention(
             f"{_LEFT_OVER}{', '.join(changed[:5])}. It runs only "
             "when traced, so later changes would be lost; let it return what it makes, and remove hooks that record. If the "
             "first call only fills a cache, call the model once before")
+    return [f"vars({source})[{name!r}]" for variable, stores in output.side_effects.store_attr_mutations.items()
+            if (source := _name(variable)) and _holds_all(source, variable, output) for name in stores]
 
 
 def note_changes(gm: torch.fx.GraphModule) -> None:
@@ -98,10 +105,9 @@ def _is_harmless(source: str, variable: Any, output: Any) -> bool:
         found = _resolve(source, output)
     except Exception:
         return False
-    stores = output.side_effects.store_attr_mutations.get(variable, {})
-    if stores and not getattr(variable, "items", None) and all(_holds(found, name, v) for name, v in stores.items()):
+    if _holds_all(source, variable, output):
         return True  # nothing changes: bitsandbytes 0.49 sets a dtype to what it is in each forward
-    attributes = set(stores)
+    attributes = set(output.side_effects.store_attr_mutations.get(variable, {}))
     if _of_transformers(found) and type(found).__name__ == "CompileableContextVar":
         return attributes <= {"global_var", "compiling"}  # set in each forward, and reset at its end
     if isinstance(found, torch.nn.Module):
@@ -113,6 +119,18 @@ def _is_harmless(source: str, variable: Any, output: Any) -> bool:
         keys = {key.vt.as_python_constant() for key in getattr(variable, "items", {})}
         return _of_transformers(owner) and keys <= _ROPE_KEYS | set(found)
     return False
+
+
+def _holds_all(source: str, variable: Any, output: Any) -> bool:
+    """Whether what the trace does with an object is to store in its attributes what they hold."""
+    stores = output.side_effects.store_attr_mutations.get(variable, {})
+    if not stores or getattr(variable, "items", None):
+        return False
+    try:
+        found = _resolve(source, output)
+        return all(_holds(found, name, stored) for name, stored in stores.items())
+    except Exception:
+        return False
 
 
 def _holds(found: Any, name: str, stored: Any) -> bool:

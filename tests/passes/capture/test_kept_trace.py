@@ -25,6 +25,7 @@ from torch._guards import Guard
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers.models.llama import modeling_llama
 
+import quire
 from quire import Engine, SamplingParams, UnsupportedAttention
 from quire.passes.capture import facts, kept_trace
 from quire.passes.capture.paged_model import PagedModel
@@ -118,6 +119,53 @@ def test_an_engine_on_it_samples_the_same_tokens_and_sees_changes(compiler: str)
         assert counters["stats"]["unique_graphs"] > before
     with Engine(one_layer(), **options) as engine:  # and what is kept now is not of that model
         assert outputs(engine) == expected
+
+
+def test_the_second_model_of_a_process_leaves_a_trace_that_the_next_takes() -> None:
+    """Dynamo counts up the names of what it adds to the globals. Else only a process's first model would start fast later."""
+    torch._dynamo.reset()
+    for hidden in (32, 48):
+        assert was_traced(functools.partial(small_llama, hidden_size=hidden))
+        torch._dynamo.reset()  # with which they go
+    for hidden in (48, 32):
+        assert not was_traced(functools.partial(small_llama, hidden_size=hidden))
+
+
+def test_a_paged_model_leaves_the_trace_of_a_plain_one() -> None:
+    """Else a program that has both would trace each time that it starts."""
+    options: Any = dict(num_pages=32, max_num_seqs=4, max_model_len=64)
+    for again in (False, True):
+        before = counters["stats"]["unique_graphs"]
+        assert was_traced(one_layer) is not again
+        quire.paged(model := one_layer(), **options)
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+        model.generate.close()
+        assert (counters["stats"]["unique_graphs"] == before) is again
+
+
+class State:
+    dtype: torch.dtype
+
+
+def with_state(dtype: torch.dtype) -> nn.Module:
+    """Each forward sets a dtype, as those of bitsandbytes 0.49 do."""
+    model, state = tiny(is_causal=True), State()
+    state.dtype = dtype
+    model.layers[0].state = state
+    model.layers[0].register_forward_pre_hook(_set_dtype)
+    return model
+
+
+def _set_dtype(module: Any, args: Any) -> None:
+    module.state.dtype = args[0].dtype
+
+
+def test_an_assignment_of_what_is_there_is_one_of_that_model_only() -> None:
+    """No guard is on what is assigned: a model that holds something else would be served, and not be changed."""
+    assert was_traced(functools.partial(with_state, torch.float32))
+    assert not was_traced(functools.partial(with_state, torch.float32))
+    with pytest.raises(UnsupportedAttention, match="changes what outlives the call: model.layers.0.state"):
+        PagedModel(with_state(torch.bfloat16), EAGER)
 
 
 @pytest.mark.slow
