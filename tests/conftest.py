@@ -15,8 +15,11 @@ from hypothesis import settings
 
 from tests.interpreter import make_faster
 
+# The same for all processes of pytest-xdist: one takes the traces that another has kept (``traces_kept``).
+RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+
 # What was measured on this machine for attention="auto" must not decide what a test sees.
-os.environ["QUIRE_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"quire-no-measurements-{os.getpid()}")
+os.environ["QUIRE_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"quire-no-measurements-{RUN}")
 
 # A test traces what it serves: on a GPU traces are kept by default.
 os.environ.setdefault("QUIRE_TRACE_CACHE", "0")
@@ -129,8 +132,8 @@ def tokens_unchecked() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def traces_kept() -> Iterator[None]:
-    """For a file that serves one model in many ways (``pytestmark``): its later engines take the trace of the first from the
-    disk, as a later process of a user with a GPU does."""
+    """For a file that serves one model in many ways (``pytestmark``): its later engines, and those of other such files, take
+    the trace of the first from the disk, as a later process of a user with a GPU does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_TRACE_CACHE", "1")
         yield

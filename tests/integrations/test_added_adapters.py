@@ -22,7 +22,7 @@ from quire.graph_runner.adapter_places import AdapterPlaces
 from tests.integrations.test_peft import fill, paged_only
 from tests.tiny import assert_idle, hf_greedy, small_llama, tokens
 
-pytestmark = pytest.mark.usefixtures("traces_kept")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 
 PROMPT = [5, 6, 7, 8, 9]
 PARAMS = quire.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

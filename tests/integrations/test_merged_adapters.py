@@ -21,7 +21,7 @@ from quire.passes.capture.lora import active_adapters, check_adapters, merged_ad
 from tests.integrations.test_peft import fill, paged_only
 from tests.tiny import assert_idle, hf_greedy, small_llama, tokens
 
-pytestmark = pytest.mark.usefixtures("traces_kept")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 
 PROMPTS = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 10, 11], [20, 21]]
 PARAMS = quire.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -17,7 +17,7 @@ from quire.passes.options import QuireOptions
 from tests.steps import in_one_step
 from tests.tiny import assert_unchanged, load_model, snapshot
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 
 IDS = torch.arange(3, 12)
 

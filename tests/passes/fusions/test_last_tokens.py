@@ -32,7 +32,7 @@ from tests.steps import ragged
 from tests.tiny import load_model
 from tests.zoo.harness import LENGTHS, STEPS
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 
 #: Two float32 results of one formula: sums over up to 48 terms of order 1, in another order where a product has other rows.
 CLOSE = dict(atol=1e-5, rtol=1e-5)

@@ -24,7 +24,7 @@ from quire.passes.rewrite.lower import LoweringTarget
 from quire.passes.verify.sites import site_nodes
 from tests.passes.models import HIDDEN, Attention, Tiny, changes, inputs, listing, served, tiny, trace
 
-pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 TOLERANCE = 1e-5  # float32, sums of up to 22 numbers of order 1; eps is 1.2e-7
 
 
