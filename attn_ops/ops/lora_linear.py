@@ -5,7 +5,7 @@ Legend: T tokens, K and N the inputs and outputs of the layer, r the rank of an 
 LoRA (Hu et al., 2021) adds ``B A x * scaling`` to ``W x``. The first products, ``A x``, are computed by programs of the
 kernel that computes ``W x`` (``small_linear``, which folds in the norm before the layer, SwiGLU and the residual); its others
 wait for them and add ``B A x``: see NOTE [First products in the same launch] in attn_ops/kernels/lora.py. For one token a
-second, small kernel does; it also does where cuBLAS computes ``W x``, which is faster for more than some hundred tokens
+second, small kernel does; it also does where cuBLAS computes ``W x``, which is faster for most layers of more than 64 tokens
 (``large_tiles``), and there has the first products, too. The adapters' own parameters are read, so changes in place are seen.
 
 In half precision on CUDA; elsewhere the op runs its eager definition.
