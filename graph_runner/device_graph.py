@@ -32,7 +32,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from quire.attn_ops.breaks import breaking
-from quire.attn_ops.kernels.launch import side_stream
+from quire.attn_ops.kernels.launch import CAPTURE_MODE, side_stream
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,9 @@ def _recorded(graph: Any, recording: AbstractContextManager[Any], run: Callable[
 
 
 class CudaGraphs:
-    """CUDA graphs, recorded on the side stream that quire's kernels know. Other threads of the process may go on using the GPU:
-    while a thread records, CUDA refuses what would not be recorded (allocating memory, say) to that thread only."""
+    """CUDA graphs, recorded on the side stream that quire's kernels know, in CAPTURE_MODE."""
 
     verified: ClassVar[bool] = True
-    _MODE = "thread_local"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -132,13 +130,13 @@ class CudaGraphs:
 
     def record(self, run: Callable[[], Any], pool: Any) -> Recorded:
         graph = torch.cuda.CUDAGraph()
-        recording = torch.cuda.graph(graph, pool=pool, stream=side_stream(self.device), capture_error_mode=self._MODE)
+        recording = torch.cuda.graph(graph, pool=pool, stream=side_stream(self.device), capture_error_mode=CAPTURE_MODE)
         return _recorded(graph, recording, run)
 
     def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
         def begin() -> torch.cuda.CUDAGraph:
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=pool, capture_error_mode=self._MODE)
+            graph.capture_begin(pool=pool, capture_error_mode=CAPTURE_MODE)
             return graph
 
         def end(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:

@@ -117,6 +117,11 @@ def descriptor(tensor: torch.Tensor, block_shape: tuple[int, ...]) -> Any:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block_shape))
 
 
+#: How CUDA graphs are recorded. Other threads of the process may go on using the GPU: while a thread records, CUDA refuses what
+#: would not be recorded (allocating memory, say) to that thread only.
+CAPTURE_MODE = "thread_local"
+
+
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream on which graphs are captured, one per device: cuBLAS keeps a workspace of 32 MiB for each stream it ran on.
     ``device``: a CUDA device; without an index the current one."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from quire.attn_ops.kernels.launch import Launch, recording, side_stream
+from quire.attn_ops.kernels.launch import CAPTURE_MODE, Launch, recording, side_stream
 from quire.attn_ops.ops import small_linear as op
 from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS
 from quire.attn_ops.tuning.launch_config import INT4, STORE, Config, keep, key, known, wide_configs
@@ -161,7 +161,7 @@ def graph_time(run: Callable[[], Any], calls: int) -> float:
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode=CAPTURE_MODE):
         run()
     times = []
     for _ in range(7):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +148,20 @@ def test_a_candidate_that_fails_or_errs_is_left_out(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("quire.attn_ops.ops.small_linear.small_linear_cuda", broken)
     best = tuning.fastest(SHAPE, 8, CPU, Timer(9.0, 5.0))
     assert best == CANDIDATES[False][2]
+
+
+def test_other_threads_go_on_while_shapes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that starts beside one that serves, or beside training, must not end their work: in CUDA's default mode it
+    refuses memory to every thread while one records."""
+    modes: list[str] = []
+    cuda = SimpleNamespace(
+        current_device=lambda: 0, synchronize=lambda: None, stream=contextlib.nullcontext,
+        CUDAGraph=lambda: SimpleNamespace(replay=lambda: None),
+        Event=lambda enable_timing: SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 0.008),
+        graph=lambda graph, stream, capture_error_mode="global": modes.append(capture_error_mode) or contextlib.nullcontext())
+    monkeypatch.setattr(tuning, "side_stream", lambda device: None)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    assert tuning.graph_time(lambda: None, 4) == 2.0 and modes == ["thread_local"]
 
 
 def test_other_shapes_go_by_the_rule(instant) -> None:
