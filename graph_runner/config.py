@@ -80,7 +80,7 @@ class EngineConfig:
         False, "False: capture all batch sizes before the engine is ready, so that no request waits for a capture and memory "
         "for the graphs is there: steady times from the first request on. True, for a quick start: capture the largest then, "
         "any other when the first batch of it comes, and the rest one by one between decode steps, in at most a fifth of the "
-        "time")
+        "time; no other thread may then call torch.cuda.synchronize or draw random numbers on that GPU")
     cudagraph_debug: bool = _option(
         False, "check at each replay that a graph's inputs are where they were, and fill padding with wild values")
     cudagraph_piecewise: bool = _option(

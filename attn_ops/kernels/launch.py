@@ -117,8 +117,9 @@ def descriptor(tensor: torch.Tensor, block_shape: tuple[int, ...]) -> Any:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block_shape))
 
 
-#: How CUDA graphs are recorded. Other threads of the process may go on using the GPU: while a thread records, CUDA refuses what
-#: would not be recorded (allocating memory, say) to that thread only.
+#: How CUDA graphs are recorded: while a thread records, CUDA refuses what would not be recorded (allocating memory, asking for
+#: events) to that thread only. To others, on the same GPU, it still refuses ``torch.cuda.synchronize``, and PyTorch its
+#: generator of random numbers; and their work on ``side_stream`` would be recorded.
 CAPTURE_MODE = "thread_local"
 
 
