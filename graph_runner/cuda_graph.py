@@ -112,7 +112,7 @@ class CudaGraphRunner:
         self.stats = GraphStats()
         self.reason: str | None = None
         self._no_room = False  # a late capture ran out of memory
-        self._next_late = 0.0  # when a step may capture a bucket that it does not need
+        self._ahead, self._next_late = True, 0.0  # whether a step may capture a bucket that it does not need, and when
         self.lazy, self.hidden_mode, self._keep, self._inputs = lazy, hidden_mode, keep_outputs, inputs
         self._progress = progress or iter
         self._graphs = device_graphs(device)
@@ -163,18 +163,21 @@ class CudaGraphRunner:
         return bucket
 
     def _capture_late(self, bucket: Bucket, decode: bool) -> str | None:
-        """Capture ``bucket``, or another if it has its graph and there is time. Returns why it has none. See NOTE [Late
-        captures]."""
+        """Capture ``bucket``, or another if it has its graph and there is time. Returns why it has none. A capture that no
+        batch needs may fail, and is the last such one. See NOTE [Late captures]."""
         missing = bucket not in self._entries
-        if self._no_room or not (missing or (decode and time.perf_counter() >= self._next_late)):
+        if self._no_room or not (missing or (decode and self._ahead and time.perf_counter() >= self._next_late)):
             return "there was no memory for another graph" if missing else None
         try:
             self._capture([bucket if missing else next(b for b in self.buckets if b not in self._entries)])
-        except RuntimeError as error:
-            if not isinstance(error.__cause__, torch.OutOfMemoryError):
-                raise
-            self._no_room = True
-            return str(error) if missing else None
+        except Exception as error:
+            self._no_room |= isinstance(error.__cause__, torch.OutOfMemoryError)
+            if missing:
+                if not self._no_room:
+                    raise
+                return str(error)
+            self._ahead = False
+            logger.warning("a CUDA graph that no batch needs yet was not captured, and the rest waits for batches: %s", error)
         return None
 
     def _bucket(self, shape: BatchShape, decode: bool, cross: bool) -> Bucket | None:

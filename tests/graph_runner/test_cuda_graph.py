@@ -282,6 +282,25 @@ def test_no_memory_for_a_graph_that_no_batch_needs(clock) -> None:
     assert clock.captured == shapes(9, 8) and not r.stats.fell_back
 
 
+def test_a_graph_that_no_batch_needs_cannot_be_captured(clock, caplog) -> None:
+    """A request of another batch size does not fail with it. What a batch needs is still captured, or the step says why not."""
+    def broken(shape: BatchShape) -> None:
+        clock.capture(shape)
+        if shape.num_reqs == 8:
+            raise ValueError("another thread synchronized the GPU")
+
+    r = runner(9, 8, 7, 1, lazy=True, before_capture=broken)
+    for _ in range(3):
+        clock.now += 60
+        assert r.can_run(BatchShape(9, 9), True) == BatchShape(9, 9)
+    assert clock.captured == shapes(9, 8) and "another thread synchronized" in caplog.text
+    assert r.can_run(BatchShape(1, 1), True) == BatchShape(1, 1) and clock.captured == shapes(9, 8, 1)
+    clock.now += 60
+    assert r.can_run(BatchShape(9, 9), True) == BatchShape(9, 9) and clock.captured == shapes(9, 8, 1)  # not once more
+    with pytest.raises(ValueError, match="another thread"):
+        r.can_run(BatchShape(8, 8), True)
+
+
 def test_hidden_states() -> None:
     """A graph that returns fewer than a batch wants must not run it; one that returns more may."""
     null, last, full = CaptureHiddenMode
