@@ -84,8 +84,8 @@ def op_batch(site: AttentionSite, point: Point, *, page_size: int, device: torch
              max_len: int = 0, kv_dtype: torch.dtype | None = None) -> OpBatch:
     """Random queries, keys and values for ``point``; the pages of each sequence are scattered over the cache, of ``kv_dtype``
     (None: the site's). The step's own keys are there too: not every kernel that is timed stores them, and products with zeros
-    take less power, and so less time. ``max_len``: tokens that the block table has room for, at least (an engine's is as wide
-    as its longest sequence)."""
+    take less power, and may take less time. ``max_len``: tokens that the block table has room for, at least (an engine's is as
+    wide as its longest sequence)."""
     batch = lay_out(site, point.query_lens, point.seq_lens, page_size=page_size, device=device, layout=layout, write=False,
                     kv_dtype=kv_dtype, table_width=pages_for(max_len, page_size), fill=0.0, expect=False)
     batch.write = True
