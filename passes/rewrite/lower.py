@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -72,9 +72,8 @@ class LoweringTarget:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """To compare targets by: the backend by its name."""
-        return (self.backend.name, self.page_size, self.kv_dtype, self.layout, self.latent, self.window_tables, self.shared,
-                self.fixed_scale)
+        """To compare targets by, in all fields: the backend, which has no hash, by its name."""
+        return self.backend.name, *(getattr(self, field.name) for field in fields(self) if field.name != "backend")
 
 
 @dataclass(frozen=True)
