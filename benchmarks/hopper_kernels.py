@@ -41,6 +41,7 @@ from quire.attn_ops.ops.varlen import varlen_attention_cuda
 from quire.attn_ops.step import running
 from quire.attn_ops.tuning import launch_config
 from quire.attn_ops.tuning.launch_config import INT4, Config
+from quire.attn_ops.tuning.small_linear import LinearShape, candidates
 
 SMS = 132
 #: name -> query heads, KV heads, D, Dv, and options of the site
@@ -100,9 +101,10 @@ def attention(heads: int, kv_heads: int, dim: int, dim_v: int, site: dict[str, A
         backend.paged_attention(q, k, v, *rest, **options)
 
 
-def linear(tokens: int, n: int, k: int, norm: bool, residual: bool, swiglu: bool, pdl: bool) -> None:
+def linear(tokens: int, n: int, k: int, norm: bool, residual: bool, swiglu: bool, pdl: bool, config: Config | None = None
+           ) -> None:
     small_linear_cuda(zeros(1, tokens, k), zeros(n, k), None, zeros(k) if norm else None, 1e-5,
-                      zeros(1, tokens, n) if residual else None, swiglu, pdl=pdl)
+                      zeros(1, tokens, n) if residual else None, swiglu, config=config, pdl=pdl)
 
 
 def quantized_linear(tokens: int, n: int, k: int, kind: torch.dtype, residual: bool, pdl: bool) -> None:
@@ -338,6 +340,12 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
               "odd": (1000, 1100, True, False, False)}
     for (name, layer), tokens, pdl in product(shapes.items(), (1, 8, 32), (False, True)):
         yield f"small_linear {name} {tokens}{' pdl' if pdl else ''}", partial(linear, tokens, *layer, pdl)
+    for (n, k, *rest), tokens in product(((4608, 3584, True, False, False), (37888, 3584, True, False, True),
+                                          (3584, 18944, False, True, False)), (1, 8, 32)):  # of qwen2-7b
+        shape = LinearShape(n, k, *rest, HALF)
+        for config in candidates(tokens, shape, torch.device("cpu")):
+            yield f"candidate linear {n} x {k} {tokens} {config[:4]} {config.rows}", partial(
+                linear, tokens, n, k, *rest, True, config)
     for kind, (n, k), tokens in product((torch.int8, torch.float8_e4m3fn, INT4), ((6144, 4096), (28672, 4096), (1000, 1100)),
                                         (1, 8, 32, 64, 256)):
         k -= k % 128 if kind == INT4 else 0

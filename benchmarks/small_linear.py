@@ -28,7 +28,7 @@ from torch.nn.functional import linear
 from quire.attn_ops.ops.small_linear import MAX_TOKENS, small_linear_cuda, small_linear_eager
 from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS, unpacked
 from quire.attn_ops.tuning.launch_config import INT4, STORE, Config, keep, key
-from quire.attn_ops.tuning.small_linear import LinearShape, arguments, copies_of, graph_time
+from quire.attn_ops.tuning.small_linear import LinearShape, arguments, copies_of, evenly, graph_time
 from quire.graph_runner.bench.record import Record, script, started
 
 #: model: {layer: (rows of the weight, K)}
@@ -37,6 +37,14 @@ MODELS = {
                  "head": (128256, 4096)},
     "qwen3-8b": {"gate_up": (24576, 4096), "down": (4096, 12288), "head": (151936, 4096)},  # the others are Llama-8B's
     "llama2-7b": {"qkv": (12288, 4096), "gate_up": (22016, 4096), "down": (4096, 11008), "head": (32000, 4096)},
+    "qwen2-7b": {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944),
+                 "head": (152064, 3584)},
+    "gemma2-9b": {"qkv": (8192, 3584), "o": (3584, 4096), "gate_up": (28672, 3584), "down": (3584, 14336),
+                  "head": (256000, 3584)},
+    "phi-3-mini": {"qkv": (9216, 3072), "o": (3072, 3072), "gate_up": (16384, 3072), "down": (3072, 8192),
+                   "head": (32064, 3072)},
+    "llama-1b": {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16384, 2048), "down": (2048, 8192),
+                 "head": (128256, 2048)},
     "qwen3-0.6b": {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)},
     "tiny": {"qkv": (512, 256), "gate_up": (1024, 256)},
 }
@@ -47,7 +55,8 @@ SMS = 132
 SHARED = 227 * 1024  # bytes per multiprocessor
 VECTOR = [Config(*c) for c in itertools.product((1, 2, 4), (512, 1024, 2048), (4, 8), (1, 3))]
 TILE = [Config(*c) for c in itertools.product((16, 32, 64), (128, 256), (4,), (3, 4, 5))] + [
-    Config(64, 64, 4, 6), Config(128, 64, 4, 5), Config(128, 128, 8, 3), Config(32, 512, 8, 3), Config(16, 512, 4, 3)]
+    Config(*c) for c in ((64, 64, 4, 6), (128, 64, 4, 5), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 3), (32, 512, 8, 3),
+                         (16, 512, 4, 3))]
 # For codes: one token without tensor cores; up to 32 tokens, a slice per warp; more tokens.
 VECTOR_CODES = [Config(*c) for c in ((1, 2048, 4, 2), (2, 2048, 4, 2), (4, 1024, 4, 2), (4, 1024, 8, 2))]
 SLICED = [Config(*c) for c in itertools.product((16, 32, 64), (64, 128), (4,), (3, 4))] + [
@@ -108,8 +117,11 @@ def fits(config: Config, codes: torch.dtype | None) -> bool:
 def candidates(shape: LinearShape, m: int, wide: bool) -> list[Config]:
     if wide:
         return [c._replace(splits=s) for c in wide_tiles(m, shape.codes) for s in splits(c, m, shape.n, shape.k)]
+    if shape.codes is None and m > 1:
+        n, device = shape.n // 2 if shape.swiglu else shape.n, torch.device("cuda")
+        return [*TILE, *(even for c in TILE if (even := evenly(c, m, n, shape.swiglu, device)))]
     if shape.codes is None:
-        return VECTOR if m == 1 else TILE
+        return VECTOR
     return TILE_CODES if m > MAX_TOKENS else SLICED if m > 1 else VECTOR_CODES + SLICED
 
 
@@ -122,7 +134,7 @@ def shape_of(layer: str, size: tuple[int, int], m: int, codes: torch.dtype | Non
 
 def kernels_of(work: list[tuple[LinearShape, int]], wide: bool) -> list[tuple[LinearShape, int, Config]]:
     """A small launch for each kernel to compile."""
-    small = {(shape._replace(n=256, k=4096), m) for shape, m in work}
+    small = {(shape._replace(n=256, k=4096 if shape.k % 4096 == 0 else shape.k), m) for shape, m in work}
     if not wide:
         return [(shape, m, c) for shape, m in sorted(small, key=str) for c in candidates(shape, m, False)]
     found = {(shape, 16, c._replace(splits=s)) for shape, m in small for c in wide_tiles(m, shape.codes)

@@ -138,11 +138,13 @@ def _vector(program, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, rms
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M"])  # else 16 and 32 tokens would be separate kernels
-def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora, BLOCK_M: tl.constexpr,
-                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-                SPLITS: tl.constexpr, PDL: tl.constexpr, LORA: tl.constexpr = None):
+@triton.jit(do_not_specialize=["M", "each"])  # else 16 and 32 tokens would be separate kernels
+def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora, each,
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr,
+                EVEN_K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr, LORA: tl.constexpr = None):
     """BLOCK_M tokens and BLOCK_N weight rows per program, the latter as the left operand of the tensor cores (the long side).
+    ``each``: rows per program, a multiple of 4; fewer than BLOCK_N, without EVEN_N, where that fills the GPU evenly (see
+    ``Config.rows``).
 
     With SPLITS > 1 a program has a part of the columns, out is (SPLITS, M, N) float32, and ``add_up_kernel`` does the rest.
     LORA: with adapters ``lora`` (host.Adapters) of one tile of tokens, whose first products the first programs compute
@@ -162,18 +164,23 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
                 let_next_start(PDL)
         else:
             _tile(program - first, first, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora,
-                  BLOCK_M, BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL, LORA)
+                  BLOCK_N, BLOCK_M, BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL, LORA)
     else:
-        _tile(tl.program_id(0), 0, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, None, BLOCK_M,
-              BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL, None)
+        _tile(tl.program_id(0), 0, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, None, each,
+              BLOCK_M, BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL, None)
 
 
 @triton.jit
-def _tile(program, first_programs, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora,
+def _tile(program, first_programs, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora, each,
           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr,
           EVEN_K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr, LORA: tl.constexpr):
     """A program of ``tile_kernel``, behind the ``first_programs``."""
-    rows = program * BLOCK_N + tl.arange(0, BLOCK_N)
+    if EVEN_N:
+        rows = program * BLOCK_N + tl.arange(0, BLOCK_N)
+        end = N
+    else:
+        rows = tl.multiple_of(program * each, 4) + tl.arange(0, BLOCK_N)
+        end = tl.minimum(N, (program + 1) * each)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -195,19 +202,19 @@ def _tile(program, first_programs, x, w, scale, bias, norm, res, out, M, N, K, s
             wide = xs.to(tl.float32)
             squares += tl.sum(wide * wide, 0)
             xs = (wide * tl.load(norm + cols, mask=cols < K, other=0.0).to(tl.float32)[:, None]).to(xs.dtype)
-        acc = tl.dot(_load_weights(w, scale, xs, rows, cols, stride_w, N, K, EVEN_N, EVEN_K), xs, acc)
+        acc = tl.dot(_load_weights(w, scale, xs, rows, cols, stride_w, end, K, EVEN_N, EVEN_K), xs, acc)
         if SWIGLU:
-            up = _load_weights(w + N.to(tl.int64) * stride_w, scale, xs, rows, cols, stride_w, N, K, EVEN_N, EVEN_K)
+            up = _load_weights(w + N.to(tl.int64) * stride_w, scale, xs, rows, cols, stride_w, end, K, EVEN_N, EVEN_K)
             acc_up = tl.dot(up, xs, acc_up)
         if scale is not None:
             wait_for_products()
     let_next_start(PDL)
     if SPLITS == 1:
-        _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU,
+        _finish(acc, acc_up, squares, rows, end, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU,
                 mine, program * BLOCK_N, first_programs, lora, LORA, BLOCK_M, BLOCK_N)
     else:
         tl.store(out + (tl.program_id(2) * M + tokens)[None, :] * N + rows[:, None], acc,
-                 mask=(rows < N)[:, None] & (tokens < M)[None, :])
+                 mask=(rows < end)[:, None] & (tokens < M)[None, :])
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -225,7 +232,7 @@ def add_up_kernel(parts, scale, bias, res, out, M, N, stride_r, lora, BLOCK_M: t
     for split in tl.static_range(SPLITS):
         acc += tl.load(parts + (split * M + tokens)[None, :] * N + rows[:, None], mask=inside, other=0.0)
     let_next_start(PDL)
-    _finish(acc, acc, None, rows, tokens, scale, bias, None, res, out, M, N, 0, stride_r, 0.0, False, mine,
+    _finish(acc, acc, None, rows, N, tokens, scale, bias, None, res, out, M, N, 0, stride_r, 0.0, False, mine,
             tl.program_id(0) * BLOCK_N, 0, lora, LORA, BLOCK_M, BLOCK_N)
 
 
@@ -256,8 +263,8 @@ def sliced_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x
             up = _load_slices(w + N.to(tl.int64) * stride_w, xs, rows, cols, stride_w, N, K, EVEN_N, EVEN_K)
             acc_up = tl.dot(up, xs, acc_up)
     let_next_start(PDL)
-    _finish(tl.sum(acc, 0), tl.sum(acc_up, 0), tl.sum(squares, 0), rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r,
-            eps, SWIGLU)
+    _finish(tl.sum(acc, 0), tl.sum(acc_up, 0), tl.sum(squares, 0), rows, N, tokens, scale, bias, norm, res, out, M, N, K,
+            stride_r, eps, SWIGLU)
 
 
 @triton.jit
@@ -272,25 +279,25 @@ def _load_slices(w, like, rows, cols, stride, N, K, EVEN_N: tl.constexpr, EVEN_K
 
 
 @triton.jit
-def _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU: tl.constexpr,
+def _finish(acc, acc_up, squares, rows, end, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU: tl.constexpr,
             mine=None, start=0, first_programs=0, lora=None, LORA: tl.constexpr = None, BLOCK_M: tl.constexpr = 0,
             BLOCK_N: tl.constexpr = 0):
-    """Norm, scales, bias, adapters, SwiGLU and residual for the sums (BLOCK_N, BLOCK_M) of the rows from ``start``; store the
-    results."""
+    """Norm, scales, bias, adapters, SwiGLU and residual for the sums (BLOCK_N, BLOCK_M) of ``rows``, which begin at ``start``
+    and of which those before ``end`` count; store the results."""
     rms = tl.zeros_like(tokens).to(tl.float32) + 1.0
     if norm is not None:
         rms = tl.rsqrt(squares / K + eps)
         acc *= rms[None, :]
         acc_up *= rms[None, :]
     if scale is not None:
-        acc *= tl.load(scale + rows, mask=rows < N, other=0.0)[:, None]
+        acc *= tl.load(scale + rows, mask=rows < end, other=0.0)[:, None]
         if SWIGLU:
-            acc_up *= tl.load(scale + N + rows, mask=rows < N, other=0.0)[:, None]
-    inside = (rows < N)[:, None] & (tokens < M)[None, :]
+            acc_up *= tl.load(scale + N + rows, mask=rows < end, other=0.0)[:, None]
+    inside = (rows < end)[:, None] & (tokens < M)[None, :]
     if bias is not None:
-        acc += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+        acc += tl.load(bias + rows, mask=rows < end, other=0.0).to(tl.float32)[:, None]
         if SWIGLU:
-            acc_up += tl.load(bias + N + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+            acc_up += tl.load(bias + N + rows, mask=rows < end, other=0.0).to(tl.float32)[:, None]
     if LORA is not None:
         y = acc.to(out.dtype.element_ty).to(tl.float32)  # rounded as the layer's own result is
         up = acc_up.to(out.dtype.element_ty).to(tl.float32)

@@ -51,7 +51,7 @@ def float_linear_cuda(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         launch(kernels.vector_kernel, (blocks,), *pointers, n, k, weight.stride(0), 0.0, None, **options)
     else:
         launch(kernels.tile_kernel, (blocks, 1), *pointers, m, n, k, weight.stride(0), rows.stride(0), 0, 0.0, None,
-               BLOCK_M=padded(m), SPLITS=1, **options)
+               found.block_n, BLOCK_M=padded(m), SPLITS=1, **options)
     return out.view(*x.shape[:-1], n)
 
 

@@ -141,11 +141,12 @@ def small_linear_cuda(
             return launch_wide(x2, weight, scale, bias, res, config, pdl).view(*x.shape[:-1], n)
         config = by_rule(m, weight.shape[0], k, swiglu, weight.dtype, wide=False)
     kernels = host.kernel_module("kernels.small_linear")
+    each = config.rows if config.rows and lora is None else config.block_n  # adapters' columns go by whole tiles
     options: dict[str, Any] = {"SWIGLU": swiglu, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "pdl": pdl,
-                               "EVEN_N": n % config.block_n == 0, "EVEN_K": k % config.block_k == 0,
+                               "EVEN_N": n % config.block_n == 0 and each == config.block_n, "EVEN_K": k % config.block_k == 0,
                                "num_warps": config.num_warps, "num_stages": config.num_stages}
     pointers = (x2, weight, scale, bias, norm_weight, res, out)
-    rows = -(-n // config.block_n)
+    rows = -(-n // each)
     if lora is not None:
         options["LORA"] = tiles = adapter_tiles(lora, n, config, swiglu, norm_weight is not None)
         rows += tiles.adapters * (tiles.block_r // tiles.ranks) * tiles.parts * max(1, padded(m) // tiles.first_t)
@@ -159,10 +160,10 @@ def small_linear_cuda(
             options["EVEN_K"] = k % (config.block_k * config.num_warps) == 0
             launch(kernels.sliced_kernel, grid, *pointers, *sizes, BLOCK_M=block_m, SLICES=config.num_warps, **options)
         elif config.splits == 1 or norm_weight is not None or swiglu:  # whole sums in one program
-            launch(kernels.tile_kernel, grid, *pointers, *sizes, lora, BLOCK_M=block_m, SPLITS=1, **options)
+            launch(kernels.tile_kernel, grid, *pointers, *sizes, lora, each, BLOCK_M=block_m, SPLITS=1, **options)
         else:
             sums = x.new_empty(config.splits, m, n, dtype=torch.float32)
-            launch(kernels.tile_kernel, (*grid, config.splits), *pointers[:-1], sums, *sizes, lora, BLOCK_M=block_m,
+            launch(kernels.tile_kernel, (*grid, config.splits), *pointers[:-1], sums, *sizes, lora, each, BLOCK_M=block_m,
                    SPLITS=config.splits, **options)
             block_m, block_n, of_adapters = (4, 256, {}) if lora is None else (16, 64, {
                 "LORA": adapter_tiles(lora, n, Config(64, 1, 4, 1), False, False)})

@@ -25,6 +25,8 @@ class Config(NamedTuple):
             rows.
         block_m: tokens per tile of ``attn_ops/kernels/small_linear_wide.py``, and turned: its order of columns; 0: another
         kernel.
+        rows: weight rows per program of several tokens, fewer than block_n and a multiple of 4; 0: block_n. See
+        ``small_linear.evenly``.
     """
 
     block_n: int
@@ -34,6 +36,7 @@ class Config(NamedTuple):
     splits: int = 1
     block_m: int = 0
     turned: int = 0
+    rows: int = 0
 
 
 def padded(num_tokens: int) -> int:
@@ -91,7 +94,7 @@ def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | 
 def _read(devices: Any) -> dict[str, dict[str, list[int] | None]]:
     for configs in devices.values():
         for config in configs.values():
-            if config is not None and (not 4 <= len(config) <= 7 or not all(type(x) is int for x in config)
+            if config is not None and (not 4 <= len(config) <= 8 or not all(type(x) is int for x in config)
                                        or min(config[:5]) < 1 or min(config) < 0):
                 raise ValueError(f"{config} are not launch parameters")
     return devices

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.launch import CAPTURE_MODE, Launch, recording, side_stream
 from quire.attn_ops.ops import small_linear as op
 from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 SIZES = (1, 8, 32)  # tokens that are measured: one per padded size
 SIZES_QUANTIZED = (*SIZES, 64, 128, 256)
 _COLD = 240e6  # bytes of weights to go through in turn: several times the L2 cache of a large GPU
+_CPU = torch.device("cpu")
 MOST_COPIES = 64  # of one weight: enough launches to time it, and a small model's weights are in the cache anyway
 
 
@@ -44,6 +46,10 @@ CANDIDATES = {
     True: (Config(1, 1024, 4, 2), Config(1, 2048, 4, 1), Config(2, 1024, 4, 3)),
     False: (Config(32, 256, 4, 5), Config(64, 256, 4, 4), Config(128, 128, 8, 3)),
 }
+#: For one token too, where 1024 columns at a time leave a rest.
+UNEVEN = (Config(4, 512, 4, 1), Config(1, 512, 4, 1))
+#: For several tokens, by whether the layer has SwiGLU: tried with ``evenly``.
+EVENED = {True: (Config(128, 64, 8, 3), Config(64, 256, 4, 3)), False: (Config(32, 256, 4, 5), Config(64, 256, 4, 4))}
 #: The same for codes, by the largest number of tokens. Fewer than 16 rows: without the matrix units.
 CANDIDATES_QUANTIZED = {
     1: (Config(4, 1024, 4, 2), Config(16, 128, 4, 4), Config(16, 64, 4, 4), Config(32, 64, 4, 3)),
@@ -53,9 +59,25 @@ CANDIDATES_QUANTIZED = {
 WIDE = 3  # tiles of the wide kernels that are tried: the best by the model of ``small_linear_tiles.py``
 
 
-def candidates(num_tokens: int, shape: LinearShape) -> tuple[Config, ...]:
+def evenly(config: Config, num_tokens: int, n: int, swiglu: bool, device: torch.device) -> Config | None:
+    """``config`` for n outputs and several tokens, with no more weight rows per program than give each multiprocessor the same
+    work; None if its tiles do already. The GPU runs as many programs at once as its shared memory and registers hold, and
+    bandwidth is idle while a last few end: 296 tiles of Qwen2-7B's gate and up on 132 multiprocessors are two and a quarter
+    rounds. Rows beyond ``Config.rows`` are not read, but their products are computed, which costs little."""
+    at_once = max(1, min(host.shared_memory(device) // op.memory_of(config, num_tokens, swiglu), 8 // config.num_warps))
+    places = host.num_sms(device) * at_once
+    rounds = -(-n // (config.block_n * places))
+    rows = -(-n // (4 * rounds * places)) * 4
+    return config._replace(rows=rows) if 8 <= rows <= 0.9 * config.block_n else None
+
+
+def candidates(num_tokens: int, shape: LinearShape, device: torch.device = _CPU) -> tuple[Config, ...]:
+    if shape.codes is None and num_tokens == 1:
+        return (*CANDIDATES[True], *(UNEVEN if shape.k > 1024 and shape.k % 1024 else ()))
     if shape.codes is None:
-        return CANDIDATES[num_tokens == 1]
+        n = shape.n // 2 if shape.swiglu else shape.n
+        even = (evenly(config, num_tokens, n, shape.swiglu, device) for config in EVENED[shape.swiglu])
+        return (*CANDIDATES[False], *(config for config in even if config is not None))
     few = () if shape.codes == INT4 else next(tried for most, tried in CANDIDATES_QUANTIZED.items() if num_tokens <= most)
     return (*few, *wide_configs(num_tokens, shape.n, shape.k, shape.swiglu, shape.codes)[:WIDE])
 
@@ -104,7 +126,7 @@ def launches(shapes: Iterable[LinearShape], device: torch.device) -> set[Launch]
     with FakeTensorMode(), recording() as noted:
         for shape, num_tokens in missing(shapes, device):
             (call,) = arguments(shape, num_tokens, device, 1)
-            for config in candidates(num_tokens, shape):
+            for config in candidates(num_tokens, shape, device):
                 kernel(*call, config=config)
     return noted
 
@@ -123,7 +145,7 @@ def fastest(shape: LinearShape, num_tokens: int, device: torch.device, timer: Ca
     times: dict[Config | None, float] = {None: float("inf")}  # of int4, it is for many tokens
     if shape.codes != INT4:
         times[None] = timer(lambda: [op.small_linear_eager(*a) for a in calls], len(calls))
-    for config in candidates(num_tokens, shape):
+    for config in candidates(num_tokens, shape, device):
         try:
             out = kernel(*calls[0], config=config).double()
             if not (out - reference).norm() <= 1e-2 * reference.norm():

@@ -60,6 +60,19 @@ def test_every_parameter_set(key) -> None:
             assert error(ops.small_linear(*given), truth) <= 2 * error(ops.small_linear_eager(*given), truth)
 
 
+@pytest.mark.parametrize("tokens", [1, 8, 29])
+@pytest.mark.parametrize("n, k, swiglu", [(4608, 3584, False), (37888, 3584, True), (3584, 18944, False), (3072, 8192, False)])
+def test_every_candidate(tokens, n, k, swiglu) -> None:
+    """As above, of shapes whose tiles do not fill the GPU evenly: programs of fewer rows are tried there."""
+    args = arguments(tokens, n, k, swiglu)
+    truth = ops.small_linear_eager(*[wide(a) for a in args])
+    bound = 2 * error(ops.small_linear_eager(*args), truth)
+    tried = candidates(tokens, LinearShape(n, k, True, True, swiglu, torch.bfloat16), args[0].device)
+    assert tokens == 1 or any(config.rows for config in tried)
+    for config in tried:
+        assert error(ops.small_linear_cuda(*args, config=config), truth) <= bound, config
+
+
 @pytest.mark.parametrize("codes", ops.QUANTIZED_WEIGHT_DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 8, 29, 64, 200])
 def test_every_candidate_for_codes(tokens, codes) -> None:

@@ -75,6 +75,14 @@ def test_programs_share_the_columns(tokens, n, k, splits) -> None:
     close(out, (args[0], args[1].float() * args[-1][:, None], *args[2:-1]))
 
 
+@pytest.mark.parametrize("options", [{}, dict(norm=True, bias=True, residual=True, swiglu=True)], ids=len)
+@pytest.mark.parametrize("tokens, n, k, rows", [(3, 64, 128, 12), (17, 40, 200, 16), (32, 100, 64, 28), (16, 64, 128, 20)])
+def test_programs_of_fewer_rows_than_their_tile(tokens, n, k, rows, options) -> None:
+    """Each row is computed, once, and none is written for its neighbour: the tiles overlap."""
+    args = case(tokens, n, k, **options)
+    close(small_linear_cuda(*args, config=Config(32, 64, 4, 2, rows=rows)), args)
+
+
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 32])
 def test_large_activations_in_float16(tokens, swiglu) -> None:
