@@ -134,9 +134,10 @@ def shape_of(layer: str, size: tuple[int, int], m: int, codes: torch.dtype | Non
 
 def kernels_of(work: list[tuple[LinearShape, int]], wide: bool) -> list[tuple[LinearShape, int, Config]]:
     """A small launch for each kernel to compile."""
-    small = {(shape._replace(n=256, k=4096 if shape.k % 4096 == 0 else shape.k), m) for shape, m in work}
-    if not wide:
-        return [(shape, m, c) for shape, m in sorted(small, key=str) for c in candidates(shape, m, False)]
+    if not wide:  # the number of rows per program makes no other kernel
+        return sorted({(shape._replace(n=256, k=4096 if shape.k % 4096 == 0 else shape.k), m, c._replace(rows=min(c.rows, 8)))
+                       for shape, m in work for c in candidates(shape, m, False)}, key=str)
+    small = {(shape._replace(n=256, k=4096), m) for shape, m in work}
     found = {(shape, 16, c._replace(splits=s)) for shape, m in small for c in wide_tiles(m, shape.codes)
              if fits(c, shape.codes) for s in (1, 2)}
     found |= {(shape, 16, Config(64, 128, 4, 4, s, 16)) for shape, _ in small for s in range(3, 13)}  # sums of the parts

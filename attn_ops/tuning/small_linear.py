@@ -48,8 +48,10 @@ CANDIDATES = {
 }
 #: For one token too, where 1024 columns at a time leave a rest.
 UNEVEN = (Config(4, 512, 4, 1), Config(1, 512, 4, 1))
-#: For several tokens, by whether the layer has SwiGLU: tried with ``evenly``.
-EVENED = {True: (Config(128, 64, 8, 3), Config(64, 256, 4, 3)), False: (Config(32, 256, 4, 5), Config(64, 256, 4, 4))}
+#: For several tokens with SwiGLU, and EVENED where ``evenly`` has a share for it. Near the best of each layer of four models
+#: (``h200_small_linear_uneven.json``), as are the others above.
+SWIGLU = (Config(64, 64, 4, 6), Config(64, 256, 4, 3), Config(128, 128, 8, 3))
+EVENED = Config(128, 64, 8, 3)
 #: The same for codes, by the largest number of tokens. Fewer than 16 rows: without the matrix units.
 CANDIDATES_QUANTIZED = {
     1: (Config(4, 1024, 4, 2), Config(16, 128, 4, 4), Config(16, 64, 4, 4), Config(32, 64, 4, 3)),
@@ -75,9 +77,8 @@ def candidates(num_tokens: int, shape: LinearShape, device: torch.device = _CPU)
     if shape.codes is None and num_tokens == 1:
         return (*CANDIDATES[True], *(UNEVEN if shape.k > 1024 and shape.k % 1024 else ()))
     if shape.codes is None:
-        n = shape.n // 2 if shape.swiglu else shape.n
-        even = (evenly(config, num_tokens, n, shape.swiglu, device) for config in EVENED[shape.swiglu])
-        return (*CANDIDATES[False], *(config for config in even if config is not None))
+        even = evenly(EVENED, num_tokens, shape.n // 2, True, device) if shape.swiglu else None
+        return (*(SWIGLU if shape.swiglu else CANDIDATES[False]), *filter(None, [even]))
     few = () if shape.codes == INT4 else next(tried for most, tried in CANDIDATES_QUANTIZED.items() if num_tokens <= most)
     return (*few, *wide_configs(num_tokens, shape.n, shape.k, shape.swiglu, shape.codes)[:WIDE])
 

@@ -68,7 +68,7 @@ def test_every_candidate(tokens, n, k, swiglu) -> None:
     truth = ops.small_linear_eager(*[wide(a) for a in args])
     bound = 2 * error(ops.small_linear_eager(*args), truth)
     tried = candidates(tokens, LinearShape(n, k, True, True, swiglu, torch.bfloat16), args[0].device)
-    assert tokens == 1 or any(config.rows for config in tried)
+    assert tokens == 1 or not swiglu or any(config.rows for config in tried)
     for config in tried:
         assert error(ops.small_linear_cuda(*args, config=config), truth) <= bound, config
 

@@ -105,7 +105,7 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
     chunk = 2048 if slots >= sms else min(1024, next_power_of_2(max(512 * slots // sms, 64)))
     wave, most = 64, 64
     if dot and itemsize == 2 and widest <= 128:
-        block_n = 128 if 256 <= chunk and slots < 4 * sms else 64
+        block_n = 128 if 128 <= chunk and slots < 4 * sms else 64
         warps = 2 if chunk == 64 else 4
         if quantized:  # half the bytes per key, and the same work to find and to weigh it
             block_n, warps, stages = (128 if chunk >= 128 else 64), 4, (5 if slots >= sms else 3)

@@ -103,7 +103,7 @@ def test_uneven_tiles_are_tried_in_even_shares() -> None:
     h200 = torch.device("cuda")
     with mock.patch.multiple(host, num_sms=lambda device: 132, shared_memory=lambda device: 233472):
         for n, swiglu in ((18944, True), (3584, False), (4608, False), (14336, True), (4096, False), (1000, False)):
-            for config in tuning.EVENED[swiglu]:
+            for config in (tuning.EVENED, *tuning.SWIGLU, *CANDIDATES[False]):
                 found = tuning.evenly(config, 32, n, swiglu, h200)
                 at_once = max(1, min(233472 // memory_of(config, 32, swiglu), 8 // config.num_warps))
                 if found is not None:
