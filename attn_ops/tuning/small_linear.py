@@ -78,7 +78,8 @@ def candidates(num_tokens: int, shape: LinearShape, device: torch.device = _CPU)
         return (*CANDIDATES[True], *(UNEVEN if shape.k > 1024 and shape.k % 1024 else ()))
     if shape.codes is None:
         even = evenly(EVENED, num_tokens, shape.n // 2, True, device) if shape.swiglu else None
-        return (*(SWIGLU if shape.swiglu else CANDIDATES[False]), *filter(None, [even]))
+        tried = (*(SWIGLU if shape.swiglu else CANDIDATES[False]), *filter(None, [even]))
+        return tuple(c for c in tried if op.memory_of(c, num_tokens, shape.swiglu) <= host.shared_memory(device))
     few = () if shape.codes == INT4 else next(tried for most, tried in CANDIDATES_QUANTIZED.items() if num_tokens <= most)
     return (*few, *wide_configs(num_tokens, shape.n, shape.k, shape.swiglu, shape.codes)[:WIDE])
 

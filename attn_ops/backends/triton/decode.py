@@ -100,12 +100,14 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
         warps, stages = (8 if block_n * products > 16384 else 4), 3
     # Measured on an H200 at contexts of 1024 (benchmarks/attention_grid.py --sweep): small chunks are best for few slots,
     # two warps each for the fewest; with a slot or more per multiprocessor, splitting costs more than it balances. Larger
-    # steps of the loop are better until there are enough programs to hide each other's latency.
+    # steps of the loop are better until there are enough programs to hide each other's latency; up to contexts of 32768 too
+    # (h200_decode_grid_slots.json, h200_decode_grid_64.json).
     sms = host.num_sms(device)
     chunk = 2048 if slots >= sms else min(1024, next_power_of_2(max(512 * slots // sms, 64)))
     wave, most = 64, 64
     if dot and itemsize == 2 and widest <= 128:
-        block_n = 128 if 128 <= chunk and slots < 4 * sms else 64
+        narrow = widest <= 64  # 128 keys are as many bytes as 64 of heads of 128
+        block_n = 128 if (256 if narrow else 128) <= chunk and (narrow or slots < 4 * sms) else 64
         warps = 2 if chunk == 64 else 4
         if quantized:  # half the bytes per key, and the same work to find and to weigh it
             block_n, warps, stages = (128 if chunk >= 128 else 64), 4, (5 if slots >= sms else 3)

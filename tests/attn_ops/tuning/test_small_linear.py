@@ -113,7 +113,10 @@ def test_uneven_tiles_are_tried_in_even_shares() -> None:
         assert found is not None and rounds(found.rows, 18944) == 3 and found.rows == 48
         assert tuning.evenly(Config(32, 256, 4, 5), 8, 4096, False, h200) is None, "128 tiles are even enough"
         shape = LinearShape(37888, 3584, True, False, True, torch.bfloat16)
-        assert any(config.rows for config in tuning.candidates(8, shape, h200))
+        for tokens in (8, 32):
+            tried = tuning.candidates(tokens, shape, h200)
+            assert any(config.rows for config in tried) and len(tried) >= 3
+            assert all(memory_of(config, tokens, True) <= 233472 for config in tried), "it would be compiled in vain"
         assert {config.block_k for config in tuning.candidates(1, shape, h200)} >= {512, 1024}, "3584 is 7 times 512"
 
 
