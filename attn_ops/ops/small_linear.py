@@ -141,7 +141,8 @@ def small_linear_cuda(
             return launch_wide(x2, weight, scale, bias, res, config, pdl).view(*x.shape[:-1], n)
         config = by_rule(m, weight.shape[0], k, swiglu, weight.dtype, wide=False)
     kernels = host.kernel_module("kernels.small_linear")
-    each = config.rows if config.rows and lora is None else config.block_n  # adapters' columns go by whole tiles
+    # Adapters' columns go by whole tiles, and the other kernels' programs have whole ones.
+    each = config.rows if config.rows and m > 1 and scale is None and lora is None else config.block_n
     options: dict[str, Any] = {"SWIGLU": swiglu, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "pdl": pdl,
                                "EVEN_N": n % config.block_n == 0 and each == config.block_n, "EVEN_K": k % config.block_k == 0,
                                "num_warps": config.num_warps, "num_stages": config.num_stages}

@@ -95,7 +95,8 @@ def _read(devices: Any) -> dict[str, dict[str, list[int] | None]]:
     for configs in devices.values():
         for config in configs.values():
             if config is not None and (not 4 <= len(config) <= 8 or not all(type(x) is int for x in config)
-                                       or min(config[:5]) < 1 or min(config) < 0):
+                                       or min(config[:5]) < 1 or min(config) < 0
+                                       or (rows := Config(*config).rows) % 4 or rows >= config[0]):
                 raise ValueError(f"{config} are not launch parameters")
     return devices
 
@@ -122,5 +123,6 @@ def keep(device: torch.device, configs: dict[str, Config | None]) -> None:
     """Add measurements to the user's file. Raises OSError if it cannot be written; this process has them all the same."""
     devices = STORE.load(STORE.user_file) or {}
     name = device_key(device)
-    known(device).update({key: None if config is None else list(config) for key, config in configs.items()})
-    STORE.save({**devices, name: {**devices.get(name, {}), **configs}})
+    entries = {key: None if config is None else list(config if config.rows else config[:-1]) for key, config in configs.items()}
+    known(device).update(entries)
+    STORE.save({**devices, name: {**devices.get(name, {}), **entries}})

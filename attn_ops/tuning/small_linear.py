@@ -48,8 +48,8 @@ CANDIDATES = {
 }
 #: For one token too, where 1024 columns at a time leave a rest.
 UNEVEN = (Config(4, 512, 4, 1), Config(1, 512, 4, 1))
-#: For several tokens with SwiGLU, and EVENED where ``evenly`` has a share for it. Near the best of each layer of four models
-#: (``h200_small_linear_uneven.json``), as are the others above.
+#: For several tokens with SwiGLU, and EVENED where ``evenly`` has a share for it. Within a tenth of the best for each layer
+#: of four models (``h200_small_linear_uneven.json``), as are the others above.
 SWIGLU = (Config(64, 64, 4, 6), Config(64, 256, 4, 3), Config(128, 128, 8, 3))
 EVENED = Config(128, 64, 8, 3)
 #: The same for codes, by the largest number of tokens. Fewer than 16 rows: without the matrix units.
@@ -78,8 +78,7 @@ def candidates(num_tokens: int, shape: LinearShape, device: torch.device = _CPU)
         return (*CANDIDATES[True], *(UNEVEN if shape.k > 1024 and shape.k % 1024 else ()))
     if shape.codes is None:
         even = evenly(EVENED, num_tokens, shape.n // 2, True, device) if shape.swiglu else None
-        tried = (*(SWIGLU if shape.swiglu else CANDIDATES[False]), *filter(None, [even]))
-        return tuple(c for c in tried if op.memory_of(c, num_tokens, shape.swiglu) <= host.shared_memory(device))
+        return (*(SWIGLU if shape.swiglu else CANDIDATES[False]), *filter(None, [even]))
     few = () if shape.codes == INT4 else next(tried for most, tried in CANDIDATES_QUANTIZED.items() if num_tokens <= most)
     return (*few, *wide_configs(num_tokens, shape.n, shape.k, shape.swiglu, shape.codes)[:WIDE])
 

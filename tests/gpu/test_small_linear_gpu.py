@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -12,6 +14,8 @@ from quire.attn_ops.tuning.launch_config import INT4, STORE
 from quire.attn_ops.tuning.small_linear import LinearShape, candidates, missing, tune
 from tests.attn_ops.cases import shape_of_key
 from tests.gpu.helpers import captured
+
+OutOfResources = pytest.importorskip("triton.runtime.errors").OutOfResources
 
 
 def arguments(tokens: int, n: int, k: int, swiglu: bool):
@@ -69,8 +73,12 @@ def test_every_candidate(tokens, n, k, swiglu) -> None:
     bound = 2 * error(ops.small_linear_eager(*args), truth)
     tried = candidates(tokens, LinearShape(n, k, True, True, swiglu, torch.bfloat16), args[0].device)
     assert tokens == 1 or not swiglu or any(config.rows for config in tried)
+    ran = 0
     for config in tried:
-        assert error(ops.small_linear_cuda(*args, config=config), truth) <= bound, config
+        with contextlib.suppress(OutOfResources):  # what measuring does with a tile that does not fit this GPU
+            assert error(ops.small_linear_cuda(*args, config=config), truth) <= bound, config
+            ran += 1
+    assert ran >= 3
 
 
 @pytest.mark.parametrize("codes", ops.QUANTIZED_WEIGHT_DTYPES, ids=str)

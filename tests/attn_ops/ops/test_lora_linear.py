@@ -197,7 +197,7 @@ def test_adapters_of_several_dtypes() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "swiglu", "own", "config", "one_layer"), [
-    (6, False, torch.float32, Config(32, 64, 4, 2), True), (6, True, torch.float32, Config(16, 64, 2, 3), True),
+    (6, False, torch.float32, Config(32, 64, 4, 2, rows=12), True), (6, True, torch.float32, Config(16, 64, 2, 3), True),
     (17, True, torch.float16, Config(128, 128, 8, 3), False)], ids=str)
 def test_tiles_as_on_a_gpu(tokens, swiglu, own, config, one_layer, monkeypatch) -> None:
     """Tiles with the columns of one layer look at its adapters alone."""

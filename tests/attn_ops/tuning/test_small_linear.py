@@ -96,7 +96,7 @@ def test_codes_are_measured_apart(codes: torch.dtype) -> None:
 
 def test_uneven_tiles_are_tried_in_even_shares() -> None:
     """Qwen2-7B's gate and up are 296 tiles of 64 rows on 132 multiprocessors: with a third round for a quarter of them a step
-    took a quarter longer than its bytes do. Shares never leave a row out, and take no more rounds than whole tiles."""
+    took a quarter longer than its bytes do. Shares take no more rounds than whole tiles."""
     def rounds(rows: int, n: int) -> int:
         return math.ceil(math.ceil(n / rows) / 132)
 
@@ -113,10 +113,7 @@ def test_uneven_tiles_are_tried_in_even_shares() -> None:
         assert found is not None and rounds(found.rows, 18944) == 3 and found.rows == 48
         assert tuning.evenly(Config(32, 256, 4, 5), 8, 4096, False, h200) is None, "128 tiles are even enough"
         shape = LinearShape(37888, 3584, True, False, True, torch.bfloat16)
-        for tokens in (8, 32):
-            tried = tuning.candidates(tokens, shape, h200)
-            assert any(config.rows for config in tried) and len(tried) >= 3
-            assert all(memory_of(config, tokens, True) <= 233472 for config in tried), "it would be compiled in vain"
+        assert any(config.rows for config in tuning.candidates(8, shape, h200))
         assert {config.block_k for config in tuning.candidates(1, shape, h200)} >= {512, 1024}, "3584 is 7 times 512"
 
 
@@ -201,7 +198,9 @@ def test_other_shapes_go_by_the_rule(instant) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "{", '{"format": 9, "devices": {}}', '{"format": 1, "devices": {"x": {"1x2x3": [1, 2]}}}', "[]"])
+    "{", '{"format": 9, "devices": {}}', '{"format": 1, "devices": {"x": {"1x2x3": [1, 2]}}}', "[]",
+    '{"format": 1, "devices": {"x": {"16x2x3": [32, 64, 4, 2, 1, 0, 0, 32]}}}',  # rows that its programs would leave out
+    '{"format": 1, "devices": {"x": {"16x2x3": [32, 64, 4, 2, 1, 0, 0, 30]}}}'])
 def test_a_file_that_cannot_be_read(text, instant, caplog) -> None:
     """Ignored with a warning, and replaced by the next measurement."""
     STORE.user_file.write_text(text)
