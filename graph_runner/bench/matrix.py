@@ -1,8 +1,9 @@
 """``quire bench matrix``: decode, prefill, mixed and online cells of many models, beside a rival; resumable row by row.
 
 Each (model, system) is measured by a process of its own with one engine (``graph_runner/bench/matrix_cells.py``), one per GPU
-at a time, quire before its rivals. The result is written after every row: ``rows``, each with the ``run`` that measured it,
-and ``environments`` by run. ``graph_runner/bench/matrix_report.py`` merges results and makes tables and the heat map.
+at a time with that GPU's share of the cores, quire before its rivals. The result is written after every row: ``rows``, each
+with the ``run`` that measured it, and ``environments`` by run. ``graph_runner/bench/matrix_report.py`` merges results and
+makes tables and the heat map.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ class Matrix(Run):
                 self.deadline is None or time.time() + STARTS.get(system, 60.0) < self.deadline):
             try:
                 for row in workers.rows(["-m", "quire.graph_runner.bench.matrix_cells"], asdict(self._job(model, system)),
-                                        self._environment(system, gpu), deadline=self.deadline, log=log):
+                                        self._environment(system, gpu), deadline=self.deadline, log=log,
+                                        cores=workers.cores_of(gpu, self.gpus)):
                     self.take(row)
                 return
             except workers.Ended as error:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,11 @@ def emit(row: Row) -> None:
 
 
 def rows(command: list[str], job: Any, environment: Mapping[str, str], *, deadline: float | None = None,
-         log: Path | None = None, shown: bool = False) -> Iterator[Row]:
+         log: Path | None = None, shown: bool = False, cores: Collection[int] | None = None) -> Iterator[Row]:
     """The rows of a Python process, as they come; what it and its child processes print goes to the end of ``log``, or to this
-    process's output (``shown``). ``command``: arguments of the interpreter. ``environment``: beside this process's own. At the
-    ``deadline``, by ``time.time()``, the process is ended with all that it started, and the rows end. Raises Ended, with what
-    it wrote last, if its exit code was not 0 before that."""
+    process's output (``shown``). ``command``: arguments of the interpreter. ``environment``: beside this process's own.
+    ``cores``: those it may run on; None: this process's. At the ``deadline``, by ``time.time()``, the process is ended with
+    all that it started, and the rows end. Raises Ended, with what it wrote last, if its exit code was not 0 before that."""
     read, write = os.pipe()
     with os.fdopen(read) as found, log.open("a+") if log else tempfile.TemporaryFile("w+") as said:
         try:
@@ -59,6 +59,8 @@ def rows(command: list[str], job: Any, environment: Mapping[str, str], *, deadli
         timer.start()
         done = False
         try:
+            if cores:
+                os.sched_setaffinity(worker.pid, cores)
             assert worker.stdin is not None
             with contextlib.suppress(BrokenPipeError), worker.stdin as given:
                 json.dump(job, given, default=str)
@@ -87,6 +89,14 @@ def of_gpu(gpu: int) -> dict[str, str]:
     """The environment of a process that sees one of this process's GPUs."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return {"CUDA_VISIBLE_DEVICES": visible[gpu] if visible else str(gpu)}
+
+
+def cores_of(gpu: int, gpus: int) -> list[int] | None:
+    """A GPU's share of the cores that this process may run on, so that what starts on one does not slow the host's part of
+    another's steps; None if there are not enough, or the system has no such bounds."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+    each = len(cores) // gpus
+    return cores[gpu * each : (gpu + 1) * each] if gpus > 1 and each > 1 else None
 
 
 def run_apart(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,19 @@ def test_a_worker_that_dies_keeps_its_rows_and_says_why(tmp_path: Path) -> None:
     with pytest.raises(workers.Ended, match="exit code 1: no room left"):
         next(found)
     assert (tmp_path / "log").read_text() == "x\nno room left\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no bounds on this system")
+def test_gpus_do_not_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that start on one GPU of a host would slow the steps that are timed on another."""
+    program = ("import os; from quire.graph_runner.bench.workers import emit; emit({'on': sorted(os.sched_getaffinity(0))}); "
+               "emit({})")
+    mine = sorted(os.sched_getaffinity(0))
+    assert list(workers.rows(["-c", program], None, {}, cores=mine[-1:])) == [{"on": mine[-1:]}]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 4, 5, 6, 7, 8, 9})
+    shares = [workers.cores_of(gpu, 3) for gpu in range(3)]
+    assert shares == [[3, 4], [5, 6], [7, 8]] and workers.cores_of(0, 1) is None and workers.cores_of(0, 7) is None
 
 
 @pytest.mark.slow
