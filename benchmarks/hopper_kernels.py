@@ -35,7 +35,7 @@ from quire.attn_ops.ops.positions import compute_position_triton
 from quire.attn_ops.ops.rope import RopeForm, rope_kv_write_cuda
 from quire.attn_ops.ops.routing import route_rows_cuda, topk_rows_cuda
 from quire.attn_ops.ops.sampling import sample_tokens_cuda
-from quire.attn_ops.ops.small_linear import norm_apart, small_linear_cuda
+from quire.attn_ops.ops.small_linear import memory_of, norm_apart, small_linear_cuda
 from quire.attn_ops.ops.tree import tree_attention_state_triton
 from quire.attn_ops.ops.varlen import varlen_attention_cuda
 from quire.attn_ops.step import running
@@ -43,7 +43,7 @@ from quire.attn_ops.tuning import launch_config
 from quire.attn_ops.tuning.launch_config import INT4, Config
 from quire.attn_ops.tuning.small_linear import LinearShape, candidates
 
-SMS = 132
+SMS, SHARED = 132, 227 * 1024  # of an H100: multiprocessors, and bytes of shared memory per program
 #: name -> query heads, KV heads, D, Dv, and options of the site
 HEADS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "llama-8b": (32, 8, 128, 128, {}), "qwen3-0.6b": (16, 8, 128, 128, {}), "gemma2-9b": (16, 8, 256, 256, dict(
@@ -344,6 +344,8 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                                           (3584, 18944, False, True, False)), (1, 8, 32)):  # of qwen2-7b
         shape = LinearShape(n, k, *rest, HALF)
         for config in candidates(tokens, shape, torch.device("cpu")):
+            if memory_of(config, tokens, shape.swiglu) > SHARED:  # measuring leaves it out
+                continue
             yield f"candidate linear {n} x {k} {tokens} {config[:4]} {config.rows}", partial(
                 linear, tokens, n, k, *rest, True, config)
     for kind, (n, k), tokens in product((torch.int8, torch.float8_e4m3fn, INT4), ((6144, 4096), (28672, 4096), (1000, 1100)),
