@@ -97,3 +97,6 @@ def test_times_are_those_of_the_matrix() -> None:
         cells = [cell.strip() for cell in line.split("|") if cell.strip()]
         decodes, others = rows[name][:4], [rows[name][4:][i] for i in (0, 1, 2, 4)] if len(rows[name]) > 4 else []
         assert cells == decodes + others
+    counts = re.findall(r"vllm's time in (\d+ of \d+) cells, more than vllm's in (\d+)", matrix)
+    assert re.findall(r"(\d+ of \d+) (?:decode and online cells|prompts)", README) == [of for of, _ in counts]
+    assert f"(more than 1 in {counts[0][1]})" in README

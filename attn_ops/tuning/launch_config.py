@@ -123,6 +123,7 @@ def keep(device: torch.device, configs: dict[str, Config | None]) -> None:
     """Add measurements to the user's file. Raises OSError if it cannot be written; this process has them all the same."""
     devices = STORE.load(STORE.user_file) or {}
     name = device_key(device)
+    # Without ``rows`` as older versions read it, which refuse a file with longer entries.
     entries = {key: None if config is None else list(config if config.rows else config[:-1]) for key, config in configs.items()}
     known(device).update(entries)
     STORE.save({**devices, name: {**devices.get(name, {}), **entries}})

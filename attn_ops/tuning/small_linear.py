@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 SIZES = (1, 8, 32)  # tokens that are measured: one per padded size
 SIZES_QUANTIZED = (*SIZES, 64, 128, 256)
 _COLD = 240e6  # bytes of weights to go through in turn: several times the L2 cache of a large GPU
-_CPU = torch.device("cpu")
 MOST_COPIES = 64  # of one weight: enough launches to time it, and a small model's weights are in the cache anyway
 
 
@@ -73,7 +72,7 @@ def evenly(config: Config, num_tokens: int, n: int, swiglu: bool, device: torch.
     return config._replace(rows=rows) if 8 <= rows <= 0.9 * config.block_n else None
 
 
-def candidates(num_tokens: int, shape: LinearShape, device: torch.device = _CPU) -> tuple[Config, ...]:
+def candidates(num_tokens: int, shape: LinearShape, device: torch.device) -> tuple[Config, ...]:
     if shape.codes is None and num_tokens == 1:
         return (*CANDIDATES[True], *(UNEVEN if shape.k > 1024 and shape.k % 1024 else ()))
     if shape.codes is None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from quire.graph_runner.bench.plots import new_figure
 from quire.graph_runner.bench.report import Row, first_line, markdown_table, rich_table, time_of, write
 
+AIMS = {"decode and online": 0.95, "prefill": 1.0}  # of the rival's time, at most
 MOST = 1.05  # of the roofline: above, the model's bytes were not read
 BEGIN, END = "<!-- matrix: written by matrix_report.py -->", "<!-- end of matrix -->"
 
@@ -148,6 +149,8 @@ def markdown(result: dict[str, Any], rival: str = "vllm") -> str:
     beside = any(row.get("system") == rival for row in result["rows"])
     text = [f"{where}; quire {commits}. Each entry: quire {f'/ {rival} ' if beside else ''}in ms, and the "
             f"share of the roofline that quire reaches{'; bold where quire is slower' if beside else ''}.", ""]
+    if reached := list(filter(None, (_reached(kind, found, rival) for kind in AIMS))):
+        text += [*reached, ""]
     if shapes:
         steps = [[model, str(context), *(_cell(by_key.get((model, f"decode/{b}x{context}", ""))) for b in batches)]
                  for model in models for context in contexts]
@@ -168,6 +171,16 @@ def markdown(result: dict[str, Any], rival: str = "vllm") -> str:
         text += ["Not measured:", "", *(f"- {model}, {', '.join(dict.fromkeys(names))}: {why}"
                                         for (model, why), names in reasons.items()), ""]
     return "\n".join(text)
+
+
+def _reached(kind: str, found: Sequence[Pair], rival: str) -> str:
+    """In how many cells of a kind quire takes at most its aim's share of the rival's time; "" if none has both times."""
+    ratios = [p.ratio for p in found if p.cell.partition("/")[0] in kind.split() and p.ratio is not None]
+    if not ratios:
+        return ""
+    met, slower = sum(r <= AIMS[kind] for r in ratios), sum(r > 1 for r in ratios)
+    return (f"- {kind}: at most {AIMS[kind]:.2f} of {rival}'s time in {met} of {len(ratios)} cells, more than {rival}'s in "
+            f"{slower}")
 
 
 def splice(path: Path, text: str) -> None:

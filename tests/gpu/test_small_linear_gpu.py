@@ -89,12 +89,12 @@ def test_every_candidate_for_codes(tokens, codes) -> None:
         args = quantized(tokens, n, k, swiglu, codes)
         truth = ops.small_linear_eager(*[wide(a) for a in args])
         bound = 2 * error(ops.small_linear_eager(*args), truth)
-        for config in candidates(tokens, LinearShape(n, k, False, False, swiglu, torch.bfloat16, codes)):
+        for config in candidates(tokens, LinearShape(n, k, False, False, swiglu, torch.bfloat16, codes), args[0].device):
             assert error(ops.small_linear_cuda(*args, config=config), truth) <= bound, config
         alone = (*args[:3], None, 0.0, args[5] if not swiglu else None, False, args[7])  # the wide kernels' part
         truth = ops.small_linear_eager(*[wide(a) for a in alone])
         bound = 2 * error(ops.small_linear_eager(*alone), truth)
-        for config in candidates(tokens, LinearShape(n, k, False, False, False, torch.bfloat16, codes)):
+        for config in candidates(tokens, LinearShape(n, k, False, False, False, torch.bfloat16, codes), args[0].device):
             assert error(ops.small_linear_cuda(*alone, config=config), truth) <= bound, config
 
 
@@ -107,7 +107,7 @@ def test_int4_is_pytorchs(tokens) -> None:
         rest = None, None, 0.0, None, False, scales
         assert error(unpacked(weight, scales, x.dtype).double() @ x.double().t(), truth.t()) < 5e-3
         shape = LinearShape(n, k, False, False, False, torch.bfloat16, INT4)
-        for config in (None, *candidates(tokens, shape)) if tokens <= 256 else (None,):
+        for config in (None, *candidates(tokens, shape, x.device)) if tokens <= 256 else (None,):
             assert error(ops.small_linear_cuda(x, weight, *rest, config=config), truth) < 5e-3, config
         added = ops.small_linear_cuda(x, weight, None, None, 0.0, residual, False, scales)
         assert error(added, truth + residual.double()) < 5e-3

@@ -84,13 +84,13 @@ def test_codes_are_measured_apart(codes: torch.dtype) -> None:
         return 9.0 - len(timed) % 4
 
     assert tune([shape], CPU, timer=timer) == 6 and not missing([shape], CPU)
-    assert len(timed) == sum(1 + len(tuning.candidates(m, s)) for s, m in sizes), "a candidate failed or erred"
+    assert len(timed) == sum(1 + len(tuning.candidates(m, s, CPU)) for s, m in sizes), "a candidate failed or erred"
     assert len(missing([shape._replace(codes=None, swiglu=False)], CPU)) == 3
     other = torch.int8 if codes != torch.int8 else torch.float8_e4m3fn
     assert len(missing([shape._replace(codes=other)], CPU)) == 6
     for tokens, swiglu in ((1, True), (32, True), (33, False), (200, False)):
         found = config_for(tokens, 64, 64, swiglu, CPU, codes)
-        assert found in (None, *tuning.candidates(tokens, shape._replace(swiglu=swiglu)))
+        assert found in (None, *tuning.candidates(tokens, shape._replace(swiglu=swiglu), CPU))
         assert found == config_for(tokens, 64, 64, swiglu, CPU, codes)
 
 
@@ -122,7 +122,7 @@ def test_what_was_measured_is_launched(codes: torch.dtype | None) -> None:
     shape = SHAPE._replace(norm=False, codes=codes)
     for tokens in (1, 8):
         (call,) = tuning.arguments(shape, tokens, CPU, 1)
-        for config in tuning.candidates(tokens, shape):
+        for config in tuning.candidates(tokens, shape, CPU):
             tuning.known.cache_clear()
             launch_config.known(CPU)[key(tokens, shape.n, shape.k, False, codes)] = list(config)
             with recording() as launched:

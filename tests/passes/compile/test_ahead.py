@@ -324,8 +324,8 @@ def test_shapes_to_measure(workers: list[Any], monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("QUIRE_TUNE", "1")
     ahead.start_tuning({shape}, CPU)
     names = [one.name for worker in workers for one in worker.launches]
-    assert names.count("vector_kernel") == len(tuning.candidates(1, shape))
-    assert names.count("tile_kernel") == sum(len(tuning.candidates(m, shape)) for m in (8, 32))
+    assert names.count("vector_kernel") == len(tuning.candidates(1, shape, CPU))
+    assert names.count("tile_kernel") == sum(len(tuning.candidates(m, shape, CPU)) for m in (8, 32))
     started = len(workers)
     tuning.tune([shape], CPU, timer=lambda run, calls: 1.0)
     ahead.start_tuning({shape}, CPU)
