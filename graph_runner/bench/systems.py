@@ -275,13 +275,18 @@ ROUTERS = (".gate.weight", ".router.weight")
 
 @torch.no_grad()
 def spread_tokens(model: torch.nn.Module) -> None:
-    """Give routers weights that choose experts evenly. vLLM's dummy weights are at most 0.001, so that all experts score alike
-    after rounding, and every token gets the first ones. Raises NotMeasured if no parameter has the name of a router's."""
+    """Give routers weights that choose experts evenly, and all layers biases of zero, as models have that are not trained.
+    vLLM's dummy weights are at most 0.001, so that all experts score alike after rounding, and every token gets the first ones;
+    its dummy biases are as large, and outweigh what differs between tokens. Raises NotMeasured if no parameter has the name of
+    a router's."""
     routers = [p for name, p in model.named_parameters() if name.endswith(ROUTERS)]
     if not routers:
         raise NotMeasured("vLLM's dummy weights give all tokens the same experts, and no router was found to change that")
     for weight in routers:
         weight.normal_(std=10.0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
 
 
 def require_vllm(device: torch.device) -> None:

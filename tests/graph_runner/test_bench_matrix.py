@@ -177,11 +177,16 @@ def test_a_step_that_read_less_than_the_model_gives_no_ratio(tmp_path: Path) -> 
 
 
 def test_dummy_weights_send_tokens_to_all_experts() -> None:
-    """With scores that are equal after rounding every token has the same experts, and a step reads a tenth of the weights."""
+    """With scores that are equal after rounding every token has the same experts, and a step reads a tenth of the weights; the
+    same where biases outweigh what differs between tokens."""
     class Block(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.gate, self.shared_expert_gate = torch.nn.Linear(64, 32, bias=False), torch.nn.Linear(64, 1, bias=False)
+            self.o_proj = torch.nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.gate(x + 8 * self.o_proj(x))  # type: ignore[no-any-return]
 
     model = torch.nn.ModuleDict({"mlp": Block()}).bfloat16()
     for p in model.parameters():
@@ -190,7 +195,7 @@ def test_dummy_weights_send_tokens_to_all_experts() -> None:
     hidden = 1e-3 * torch.randn(256, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
 
     def experts() -> int:
-        return len(torch.softmax(model["mlp"].gate(hidden), -1).topk(2).indices.unique())  # type: ignore[operator]
+        return len(torch.softmax(model["mlp"](hidden), -1).topk(2).indices.unique())
 
     before = experts()
     spread_tokens(model)
