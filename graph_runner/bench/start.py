@@ -1,8 +1,9 @@
 """The start workload: from the start of a process until the system is ready to take requests.
 
 A fresh Python process builds the model and makes the system; the row's seconds end there. It then generates one token, on
-record as ``first_token_s``, which shows work that a system puts off. ``cold``: with empty caches of Inductor, Triton, quire and
-vLLM; ``warm``: with what the cold start left. Kernels that FlashInfer compiled are kept in both.
+record as ``first_token_s``, which shows work that a system puts off. ``cold``: with empty caches of Inductor, Triton, quire,
+vLLM and Python, whose bytecode pip compiles where it may; ``warm``: with what the cold start left. Kernels that FlashInfer
+compiled are kept in both.
 
 quire's time is split into ``import`` (Python, torch, transformers), ``load`` (the model), the stages that
 ``passes/start_times.py`` records, and ``other``.
@@ -28,7 +29,7 @@ from quire.passes.start_times import seconds
 
 PARTS = ("trace", "compile", "kernels", "autotune", "prefill kernels", "graph memory", "capture", "set-up")
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm",
-           "QUIRE_CACHE_DIR": "quire"}
+           "QUIRE_CACHE_DIR": "quire", "PYTHONPYCACHEPREFIX": "bytecode"}
 
 
 def start(spec: ModelSpec, system: str, attention: str, options: dict[str, Any]) -> Iterator[Row]:
@@ -38,6 +39,7 @@ def start(spec: ModelSpec, system: str, attention: str, options: dict[str, Any])
     job = {**vars(spec), "dtype": dtype_name(spec.dtype), "device": str(spec.device)}
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: os.path.join(folder, sub) for name, sub in _CACHES.items()}
+        caches["PYTHONDONTWRITEBYTECODE"] = ""  # empty: bytecode is kept, whatever is set here
         for variant in ("cold", "warm"):
             asked = {"spec": job, "system": system, "attention": attention, "options": options, "began": time.time()}
             (row,) = workers.rows(["-m", "quire.graph_runner.bench.start"], asked, caches)

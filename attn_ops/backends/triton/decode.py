@@ -115,6 +115,12 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
             # See NOTE [How far keys are split].
             wave = max(1, min(64, (2 if widest > 64 else 3) * sms // slots))
             most = max(wave, min(64, 1024 // slots))
+    elif dot and itemsize == 2 and widest <= 256 and heads <= 16 and slots < sms and not quantized:
+        # Programs with 32 keys in three stages fit three times on a multiprocessor, but twice with rotary embeddings: a wave
+        # for one would be one and a half for the other. These fit twice in both cases, and are as fast
+        # (h200_decode_grid_256.json).
+        block_n, stages, wave = 64, 2, max(1, min(64, 2 * sms // slots))
+        most = wave
     return tuned(DecodeConfig(block_n, warps, stages, chunk, most, dot, 2048, wave))
 
 
