@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.ops.experts import Tile, _Pairs, expert_swiglu
+from quire.attn_ops.ops.experts import SWIGLU, Tile, _Pairs, expert_swiglu
 from quire.graph_runner.bench.attention_op import on_the_device
 from quire.graph_runner.bench.record import script, started
 from quire.graph_runner.bench.roofline import matmul_rate
@@ -67,7 +67,7 @@ def main() -> None:
                     if gated and path == "sorted":
                         tile = Tile(tile.block_m, tile.block_n // 2, tile.block_k, tile.num_warps, tile.num_stages)
                     made = _Pairs.of(ids, count, dtype, path, tile, False)
-                    data = (x, up, None, True) if gated else (act, down, None, False)
+                    data = (x, up, None, SWIGLU) if gated else (act, down, None, None)
                     note(lambda: made.multiply(*data), one * (2 if gated else 1), **shape, path=path,  # noqa: B023
                          gated=gated, tile=str(tile))
 

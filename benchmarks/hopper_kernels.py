@@ -25,7 +25,7 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.ops import lora_linear as lora_linear_module
-from quire.attn_ops.ops.experts import expert_linear_cuda, expert_swiglu_cuda
+from quire.attn_ops.ops.experts import expert_clamped_swiglu_cuda, expert_linear_cuda, expert_swiglu_cuda
 from quire.attn_ops.ops.float_linear import float_linear_cuda
 from quire.attn_ops.ops.logprobs import token_logprobs_cuda
 from quire.attn_ops.ops.lora_linear import lora_linear_cuda
@@ -132,6 +132,14 @@ def swiglu_experts(tokens: int, count: int, each: int, n: int, k: int, dtype: to
     up, down = torch.empty(count, n, k, dtype=dtype), torch.empty(count, k, n // 2, dtype=dtype)
     expert_swiglu_cuda(zeros(tokens, k, dtype=dtype), up, down, zeros(tokens, each, dtype=torch.int64), False,
                        path="pairs" if tokens * each <= 128 else "sorted", pdl=pdl)
+
+
+def clamped_experts(tokens: int, count: int, each: int, n: int, k: int, dtype: torch.dtype, pdl: bool) -> None:
+    up, down = torch.empty(count, k, n, dtype=dtype), torch.empty(count, n // 2, k, dtype=dtype)
+    biases = [zeros(count, outputs, dtype=dtype) for outputs in (n, k)]
+    expert_clamped_swiglu_cuda(zeros(tokens, k, dtype=dtype), up, biases[0], down, biases[1],
+                               zeros(tokens, each, dtype=torch.int64), True, 1.702, 7.0,
+                               path="pairs" if tokens * each <= 128 else "sorted", pdl=pdl)
 
 
 def state(heads: int, kv_heads: int, dim: int, *, query_lens: list[int], causal: bool, kv_dtype: torch.dtype | None = None
@@ -311,9 +319,9 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"topk router {name}", partial(
             route_rows_cuda, zeros(32, experts, dtype=dtype), zeros(experts, dtype=FULL) if biased else None, *options)
     for (name, (count, each, layers, turned)), tokens, pdl in product(EXPERTS.items(), (1, 32, 2048), (False, True)):
-        if not turned and (tokens == 1 or not pdl):
-            yield f"experts {name} swiglu {tokens}{' pdl' if pdl else ''}", partial(
-                swiglu_experts, tokens, count, each, *layers[0], HALF, pdl)
+        if tokens == 1 or not pdl:
+            yield f"experts {name} {'clamped ' * turned}swiglu {tokens}{' pdl' if pdl else ''}", partial(
+                clamped_experts if turned else swiglu_experts, tokens, count, each, *layers[0], HALF, pdl)
     yield "small kernels", partial(small_kernels, 7)
 
 

@@ -39,17 +39,21 @@ def _load_weight(w, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED: tl.cons
 
 
 @triton.jit
-def _multiply_rows(x, w, bias, out, pairs, inside, expert, outputs, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
-                   GATED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
-    """Write ``outputs`` (BLOCK_N,) of ``pairs`` (BLOCK_M,) of one ``expert``. The weight is the left operand of the tensor
-    cores (the long side). The order of a row's sum does not depend on the other rows.
+def _multiply_rows(x, w, bias, out, pairs, inside, expert, first, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k,
+                   alpha, limit, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
+                   GATE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+    """Write the BLOCK_N outputs from ``first`` of ``pairs`` (BLOCK_M,) of one ``expert``. The weight is the left operand of the
+    tensor cores (the long side). The order of a row's sum does not depend on the other rows.
 
-    pairs: any valid pair where not ``inside``; its product is not stored. GATED: the weight has 2 N outputs, gate then up; out
-    is silu(gate) * up."""
+    pairs: any valid pair where not ``inside``; its product is not stored. With a GATE the weight has 2 N outputs. "halves":
+    those of the gate, then those of up; out is silu(gate) * up. "neighbours": gate and up by turns; out is
+    (up + 1) * gate * sigmoid(alpha * gate), both cut off at ``limit``, up at -limit too."""
+    PER: tl.constexpr = 2 if GATE == "neighbours" else 1  # the weight's outputs in one tile of it, for each of out
     rows = x + (pairs // repeat).to(tl.int64) * stride_x
     weight = w + expert.to(tl.int64) * stride_e
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    outputs = first + tl.arange(0, BLOCK_N)
+    own = first * PER + tl.arange(0, PER * BLOCK_N)
+    acc = tl.zeros((PER * BLOCK_N, BLOCK_M), tl.float32)
     up = acc
     for start in range(0, tl.where(expert < E, K, 0), BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
@@ -57,33 +61,39 @@ def _multiply_rows(x, w, bias, out, pairs, inside, expert, outputs, N, K, E, rep
             xs = tl.load(rows[None, :] + cols[:, None])
         else:
             xs = tl.load(rows[None, :] + cols[:, None], mask=(cols < K)[:, None], other=0.0)
-        ws = _load_weight(weight, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED, EVEN_N, EVEN_K)
+        ws = _load_weight(weight, own, cols, stride_n, stride_k, PER * N, K, TRANSPOSED, EVEN_N, EVEN_K)
         acc = tl.dot(ws, xs, acc, input_precision=PRECISION)
-        if GATED:
+        if GATE == "halves":
             ws = _load_weight(weight + N.to(tl.int64) * stride_n, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED, EVEN_N,
                               EVEN_K)
             up = tl.dot(ws, xs, up, input_precision=PRECISION)
     if bias is not None:
-        add = tl.load(bias + expert.to(tl.int64) * N + outputs, mask=(outputs < N) & (expert < E), other=0.0)
+        add = tl.load(bias + expert.to(tl.int64) * (PER * N) + own, mask=(own < PER * N) & (expert < E), other=0.0)
         acc += add.to(tl.float32)[:, None]
-    if GATED:  # rounded as the two products would be by themselves
+    if GATE == "halves":  # rounded as the two products would be by themselves
         gate = acc.to(out.dtype.element_ty).to(tl.float32)
         acc = gate / (1 + tl.exp(-gate)) * up.to(out.dtype.element_ty).to(tl.float32)
+    if GATE == "neighbours":
+        both = tl.permute(tl.reshape(acc.to(out.dtype.element_ty), (BLOCK_N, 2, BLOCK_M)), (0, 2, 1))
+        gate, up = tl.split(both)
+        gate, up = gate.to(tl.float32), up.to(tl.float32)
+        gate = tl.where(gate > limit, limit, gate)  # NaN stays, as in torch.clamp
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        acc = (up + 1) * (gate / (1 + tl.exp(-alpha * gate)))
     tl.store(out + pairs.to(tl.int64)[None, :] * N + outputs[:, None], acc.to(out.dtype.element_ty),
              mask=(outputs < N)[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["S"])  # else batch sizes would be separate kernels
-def pairs_kernel(x, w, bias, ids, out, S, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k, BLOCK_S: tl.constexpr,
-                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BY_PAIR: tl.constexpr,
-                 TRANSPOSED: tl.constexpr, GATED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-                 PRECISION: tl.constexpr, PDL: tl.constexpr):
+def pairs_kernel(x, w, bias, ids, out, S, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k, alpha, limit,
+                 BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                 BY_PAIR: tl.constexpr, TRANSPOSED: tl.constexpr, GATE: tl.constexpr, EVEN_N: tl.constexpr,
+                 EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr):
     """Few pairs, in any order. Program (n, l): block n of the outputs, for all pairs with the expert of leader l, which is
     pair l (BY_PAIR; nothing to do if an earlier pair has its expert) or expert l (0 .. E)."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     leader = tl.program_id(1)
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     expert = leader
     if BY_PAIR:
         expert = _load_ids(ids, leader, S, E)
@@ -109,8 +119,9 @@ def pairs_kernel(x, w, bias, ids, out, S, N, K, E, repeat, stride_x, stride_e, s
             hit = (mine > 0)[None, :] & (rank[None, :] == tile[:, None])
             pairs += tl.sum(tl.where(hit, at[None, :], 0), 1)
             before += tl.sum(mine, 0)
-        _multiply_rows(x, w, bias, out, pairs, first + tile < count, expert, outputs, N, K, E, repeat, stride_x, stride_e,
-                       stride_n, stride_k, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, GATED, EVEN_N, EVEN_K, PRECISION)
+        _multiply_rows(x, w, bias, out, pairs, first + tile < count, expert, tl.program_id(0) * BLOCK_N, N, K, E, repeat,
+                       stride_x, stride_e, stride_n, stride_k, alpha, limit, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, GATE,
+                       EVEN_N, EVEN_K, PRECISION)
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -164,9 +175,9 @@ def tiles_kernel(ends, tiles, S, E, count, BLOCK_E: tl.constexpr, BLOCK_M: tl.co
 
 
 @triton.jit(do_not_specialize=["S"])
-def sorted_kernel(x, w, bias, order, tiles, out, S, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k,
+def sorted_kernel(x, w, bias, order, tiles, out, S, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k, alpha, limit,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                  TRANSPOSED: tl.constexpr, GATED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+                  TRANSPOSED: tl.constexpr, GATE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
                   PRECISION: tl.constexpr, PDL: tl.constexpr):
     """Many pairs, sorted by expert. One program per tile of sorted pairs and block of outputs, blocks first; the grid has as
     many tiles as any distribution of the pairs among the experts can need, and surplus programs return.
@@ -176,11 +187,11 @@ def sorted_kernel(x, w, bias, order, tiles, out, S, N, K, E, repeat, stride_x, s
     wait_for_previous(PDL)
     blocks = tl.cdiv(N, BLOCK_N)
     tile = (tl.program_id(0) // blocks).to(tl.int32)
-    outputs = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(0) % blocks * BLOCK_N
     expert = tl.load(tiles + tile * 4)
     if expert <= E:
         at = tl.load(tiles + tile * 4 + 1) + tl.arange(0, BLOCK_M)
         last = tl.load(tiles + tile * 4 + 2)
         pairs = tl.load(order + tl.minimum(at, last - 1)).to(tl.int32)
-        _multiply_rows(x, w, bias, out, pairs, at < last, expert, outputs, N, K, E, repeat, stride_x, stride_e, stride_n,
-                       stride_k, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, GATED, EVEN_N, EVEN_K, PRECISION)
+        _multiply_rows(x, w, bias, out, pairs, at < last, expert, first, N, K, E, repeat, stride_x, stride_e, stride_n,
+                       stride_k, alpha, limit, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, GATE, EVEN_N, EVEN_K, PRECISION)

@@ -1,7 +1,7 @@
 """Linear layers of a mixture of experts.
 
 ``torch.ops.quire.expert_linear``: each row times the weight of its expert. ``torch.ops.quire.expert_swiglu``: an expert's gate
-and up product, SwiGLU and down product.
+and up product, SwiGLU and down product; ``torch.ops.quire.expert_clamped_swiglu``: the same with the gate of gpt-oss.
 
 Legend: T tokens with k experts each, S = T * k pairs of a token and an expert, E experts, weights (E, N, K).
 
@@ -16,7 +16,7 @@ devices, run the eager definitions.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +70,20 @@ def expert_swiglu_eager(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Te
     return expert_linear_eager((torch.nn.functional.silu(gate) * up).to(x.dtype), down, None, expert_ids, transposed)
 
 
+def expert_clamped_swiglu_eager(x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor,
+                                down_bias: Tensor | None, expert_ids: Tensor, transposed: bool, alpha: float,
+                                limit: float) -> Tensor:
+    """The definition: ``down[e] @ ((up + 1) * gate * sigmoid(alpha * gate)) + down_bias[e]`` with gate and up by turns in
+    ``gate_up[e] @ x + gate_up_bias[e]``, both at most ``limit``, up at least -limit; each product and the activation are
+    rounded to x's dtype. The gate of gpt-oss (OpenAI, 2025), there with alpha 1.702 and limit 7. Other arguments, shapes and
+    what is raised: as of ``expert_swiglu_eager``; biases: as of ``expert_linear_eager``."""
+    _check_swiglu(x, gate_up, down, transposed)
+    both = expert_linear_eager(x, gate_up, gate_up_bias, expert_ids, transposed).float()
+    gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
+    active = (up + 1) * (gate * torch.sigmoid(alpha * gate))
+    return expert_linear_eager(active.to(x.dtype), down, down_bias, expert_ids, transposed)
+
+
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, transposed: bool) -> None:
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2 - transposed] or x.dtype != weight.dtype:
         raise ValueError(f"expert_linear: x {tuple(x.shape)} {x.dtype} does not match weights {tuple(weight.shape)} "
@@ -93,6 +107,17 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, tr
     return x.new_empty(expert_ids.numel(), weight.shape[2 if transposed else 1])
 
 
+class Gate(NamedTuple):
+    """What a product with twice the outputs ends in: the kernels' GATE, and the numbers of "neighbours"."""
+
+    form: str
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+SWIGLU = Gate("halves")
+
+
 @dataclass(frozen=True)
 class Tile:
     """Launch parameters: pairs, outputs and inputs per tile, warps, pipeline stages."""
@@ -104,7 +129,7 @@ class Tile:
     num_stages: int
 
 
-def decode_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gated: bool = False) -> Tile:
+def decode_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gate: Gate | None = None) -> Tile:
     """The tile of ``pairs_kernel``, which is bound by bytes.
 
     An H200 needs about 30 KiB of loads in flight on each of its 132 multiprocessors (4.8 TB/s times 0.8 us). 64 outputs are the
@@ -114,12 +139,12 @@ def decode_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gated: boo
     block_m = min(64, max(16, next_power_of_2(-(-2 * pairs // experts))))
     if dtype == torch.float32:  # without tensor cores: for the numbers, not for speed
         return Tile(block_m, 32, 32, 4, 3)
-    if gated:
+    if gate == SWIGLU:
         return Tile(block_m, 64, 128 if k % 128 == 0 else 64, 4, 3)
-    return Tile(block_m, 128, 64, 8, 4)
+    return Tile(block_m, 64 if gate else 128, 64, 8, 4)
 
 
-def prefill_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gated: bool = False) -> Tile:
+def prefill_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gate: Gate | None = None) -> Tile:
     """The tile of ``sorted_kernel``: large where arithmetic is the bottleneck, but not much larger than the pairs per expert. A
     gated product has half the outputs per tile, as it computes two. ``benchmarks/experts.py --tiles`` compares others."""
     each = pairs / experts
@@ -131,7 +156,7 @@ def prefill_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gated: bo
         tile = Tile(32, 128, 64, 4, 4)
     else:
         tile = Tile(64 if each <= 56 else 128, 256, 64, 8, 4)
-    return replace(tile, block_n=max(32, tile.block_n // 2)) if gated else tile
+    return replace(tile, block_n=max(32, tile.block_n // 2)) if gate else tile
 
 
 def expert_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, transposed: bool, *,
@@ -155,7 +180,21 @@ def expert_swiglu_cuda(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Ten
     if not _supported(x, expert_ids, up, w):
         return expert_swiglu_eager(x, gate_up, down, expert_ids, transposed)
     pairs = _Pairs.of(expert_ids, len(w), x.dtype, path, tile, pdl)
-    return pairs.multiply(pairs.multiply(x, up, None, gated=True), w, None)
+    return pairs.multiply(pairs.multiply(x, up, None, SWIGLU), w, None)
+
+
+def expert_clamped_swiglu_cuda(x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None,
+                               expert_ids: Tensor, transposed: bool, alpha: float, limit: float, *, path: str | None = None,
+                               tile: Tile | None = None, pdl: bool | None = None) -> Tensor:
+    """The op on CUDA; arguments as of ``expert_linear_cuda``."""
+    _check(x, gate_up, gate_up_bias, expert_ids, transposed)
+    _check_swiglu(x, gate_up, down, transposed)
+    up, w = (gate_up.mT, down.mT) if transposed else (gate_up, down)
+    if not _supported(x, expert_ids, up, w):
+        return expert_clamped_swiglu_eager(x, gate_up, gate_up_bias, down, down_bias, expert_ids, transposed, alpha, limit)
+    biases = [bias.contiguous() if bias is not None else None for bias in (gate_up_bias, down_bias)]
+    pairs = _Pairs.of(expert_ids, len(w), x.dtype, path, tile, pdl)
+    return pairs.multiply(pairs.multiply(x, up, biases[0], Gate("neighbours", alpha, limit)), w, biases[1])
 
 
 def _supported(x: Tensor, expert_ids: Tensor, *weights: Tensor) -> bool:
@@ -195,20 +234,20 @@ class _Pairs:
                BLOCK_E=next_power_of_2(experts + 1, 16), BLOCK_M=block_m, BLOCK_T=64, pdl=pdl, num_warps=4)
         return cls(ids, experts, pdl, tile, block_m, order, tiles)
 
-    def multiply(self, x: Tensor, w: Tensor, bias: Tensor | None, gated: bool = False) -> Tensor:
-        """Rows times the weights (E, N, K) of their experts: (S, N), or SwiGLU of it, (S, N / 2)."""
+    def multiply(self, x: Tensor, w: Tensor, bias: Tensor | None, gate: Gate | None = None) -> Tensor:
+        """Rows times the weights (E, N, K) of their experts: (S, N), or what the gate makes of it, (S, N / 2)."""
         kernels = host.kernel_module("kernels.experts")
         x = rows_contiguous(x)
         pairs, (experts, n, k) = len(self.ids), w.shape
-        n = n // 2 if gated else n
-        tile = self.tile or (decode_tile if self.tiles is None else prefill_tile)(pairs, experts, k, x.dtype, gated)
+        n = n // 2 if gate else n
+        tile = self.tile or (decode_tile if self.tiles is None else prefill_tile)(pairs, experts, k, x.dtype, gate)
         out = x.new_empty(pairs, n)
         options: dict[str, Any] = {
             "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TRANSPOSED": w.stride(2) != 1,
-            "GATED": gated, "EVEN_N": n % tile.block_n == 0, "EVEN_K": k % tile.block_k == 0,
+            "GATE": gate.form if gate else "", "EVEN_N": n % tile.block_n == 0, "EVEN_K": k % tile.block_k == 0,
             "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",  # tf32 would keep 10 bits of fp32; ignored for others
             "pdl": self.pdl, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        sizes = (pairs, n, k, experts, pairs // len(x), x.stride(0), *w.stride())
+        sizes = (pairs, n, k, experts, pairs // len(x), x.stride(0), *w.stride(), *(gate or Gate(""))[1:])
         blocks = -(-n // tile.block_n)
         if self.tiles is None:
             by_pair = pairs <= experts  # fewer leaders than experts and one more for ids out of range
@@ -237,3 +276,8 @@ expert_swiglu = define_op(
     "expert_swiglu(Tensor x, Tensor gate_up, Tensor down, Tensor expert_ids, bool transposed) -> Tensor",
     cpu=expert_swiglu_eager, cuda=expert_swiglu_cuda, fake=lambda x, gate_up, down, *rest: _fake(x, down, None, *rest),
     launches=True)
+expert_clamped_swiglu = define_op(
+    "expert_clamped_swiglu(Tensor x, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, Tensor expert_ids, "
+    "bool transposed, float alpha, float limit) -> Tensor",
+    cpu=expert_clamped_swiglu_eager, cuda=expert_clamped_swiglu_cuda,
+    fake=lambda x, gate_up, gate_up_bias, down, down_bias, *rest: _fake(x, down, None, *rest[:2]), launches=True)

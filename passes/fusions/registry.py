@@ -12,6 +12,7 @@ from torch import fx
 
 from quire.passes.fusions.base import FusedInputs, FusedWeights, Fusion
 from quire.passes.fusions.complex_product import real_products
+from quire.passes.fusions.expert_gate import fuse_expert_gate
 from quire.passes.fusions.float_linear import fuse_float_linear
 from quire.passes.fusions.last_tokens import last_tokens
 from quire.passes.fusions.lora_group import group_lora
@@ -45,6 +46,7 @@ FUSIONS = (
     FusionPass("float_linear", fuse_float_linear, batches="small"),
     FusionPass("router", fuse_router, batches="small"),
     FusionPass("routing", fuse_topk),
+    FusionPass("expert_gate", fuse_expert_gate),
     FusionPass("last_tokens", last_tokens, batches="large"),
     FusionPass("lora_group", group_lora),
     FusionPass("lora_linear", fuse_lora_linear),

@@ -85,6 +85,26 @@ def test_swiglu(experts_: int, each: int, width: int, inner: int, batch: int) ->
     assert (out - truth).norm() <= 3 * ROUNDING[out.dtype] * truth.norm()
 
 
+@pytest.mark.parametrize("batch", [1, 8, 33, 64, 200, 700, 3000])
+@pytest.mark.parametrize("count, each, width, inner", [(32, 4, 2880, 2880), (5, 3, 1000, 600)])
+def test_clamped_swiglu(count: int, each: int, width: int, inner: int, batch: int) -> None:
+    """As ``test_swiglu``, with weights and biases as gpt-oss has them, and values beyond the limit."""
+    torch.manual_seed(batch)
+    up = torch.randn(count, width, 2 * inner, dtype=torch.bfloat16, device="cuda").mul_(width**-0.5)
+    down = torch.randn(count, inner, width, dtype=torch.bfloat16, device="cuda").mul_(inner**-0.5)
+    biases = [torch.randn(count, n, dtype=torch.bfloat16, device="cuda") for n in (2 * inner, width)]
+    ids = torch.rand(batch, count, device="cuda").topk(each).indices
+    x = torch.randn(batch, width, dtype=torch.bfloat16, device="cuda")
+    some = torch.arange(0, batch, max(1, batch // 100), device="cuda")
+    wide = [t.float() for t in (x[some], up, biases[0], down, biases[1])]
+    truth = experts.expert_clamped_swiglu_eager(*wide, ids[some], True, 1.702, 2.0).view(len(some), each, -1)
+    found = [experts.expert_clamped_swiglu(x, up, biases[0], down, biases[1], ids, True, 1.702, 2.0)]
+    found += [experts.expert_clamped_swiglu_cuda(x, up, biases[0], down, biases[1], ids, True, 1.702, 2.0, path=path)
+              for path in PATHS if batch <= 700]
+    for out in found:
+        assert (out.view(batch, each, -1)[some] - truth).norm() <= 3 * ROUNDING[out.dtype] * truth.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows, columns, k", [(1, 128, 8), (32, 64, 6), (8192, 128, 8), (5, 8, 2), (100, 257, 16), (3, 512, 1)])
 def test_topk_rows(rows: int, columns: int, k: int, dtype: torch.dtype) -> None:

@@ -24,6 +24,7 @@ from quire.passes.capture.hf_experts import experts_of
 from quire.passes.capture.paged_model import PagedModel, find_sites
 from quire.passes.compile.regions import compile_by_regions
 from quire.passes.fusions.base import FusedWeights, Fusion
+from quire.passes.fusions.expert_gate import fuse_expert_gate
 from quire.passes.fusions.last_tokens import last_tokens
 from quire.passes.fusions.rope import fuse_rope
 from quire.passes.fx import copy_graph, value
@@ -280,6 +281,19 @@ def test_experts_interpreted(own_experts: Specimen, most_pairs: int, monkeypatch
                          allow_override=True)
         got = serve(own_experts.paged, own_experts.batch, page_size=4, attention="torch_native", pad=(3, 2))
     assert called == {"expert_linear" if own_experts.name == "gpt_oss" else "expert_swiglu"}
+    assert error(got, own_experts.batch) <= TOLERANCE
+
+
+@pytest.mark.parametrize("own_experts", ["gpt_oss"], indirect=True)
+def test_expert_gate_fusion(own_experts: Specimen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer's gate is found (passes/fusions/expert_gate.py), and the logits stay."""
+    paged, graph = at_work(own_experts), own_experts.paged.graph
+    gm = copy_graph(graph.raised)
+    assert fuse_expert_gate(Fusion(gm, graph.inputs)) == len(experts_of(own_experts.paged.model)) > 0
+    gm.graph.lint()
+    assert not any(n.target == expert_linear for n in gm.graph.nodes)
+    monkeypatch.setattr(paged, "run", paged.run._replace(call=lower(gm, paged.lowered.target).gm.forward))
+    got = serve(own_experts.paged, own_experts.batch, page_size=16, attention="torch_native", pad=(3, 2))
     assert error(got, own_experts.batch) <= TOLERANCE
 
 

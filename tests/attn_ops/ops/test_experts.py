@@ -4,6 +4,7 @@ Triton's interpreter where there is no GPU."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -173,8 +174,8 @@ def test_summed_the_same_in_every_batch() -> None:
     """The order of a row's sum is that of its tile's inputs, which the size of the batch does not choose."""
     for dtype in (torch.bfloat16, torch.float32):
         for k in (2048, 2880):
-            for gated in (False, True):
-                tiles = [experts.decode_tile(pairs, 8, k, dtype, gated) for pairs in (1, 32, 100, experts.MAX_PAIRS)]
+            for gate in (None, experts.SWIGLU, experts.Gate("neighbours", 1.702, 7.0)):
+                tiles = [experts.decode_tile(pairs, 8, k, dtype, gate) for pairs in (1, 32, 100, experts.MAX_PAIRS)]
                 assert len({t.block_k for t in tiles}) == 1 and len({t.block_m for t in tiles}) == 3
 
 
@@ -239,12 +240,70 @@ def test_swiglu(options: dict[str, Any], path: str) -> None:
             torch.testing.assert_close(out.float(), wide, atol=tolerance, rtol=tolerance)
 
 
+def clamped_case(biases: bool = True, limit: float = 1.5, **options: Any) -> tuple[Any, ...]:
+    x, up, down, chosen, transposed = swiglu_case(**options)
+    generator = torch.Generator().manual_seed(3)
+    both = [torch.randn(w.shape[0], w.shape[1 + transposed], generator=generator).to(x) for w in (up, down)]
+    return x, up, both[0] if biases else None, down, both[1] if biases else None, chosen, transposed, 1.702, limit
+
+
+def test_clamped_swiglu_is_the_gate_of_gpt_oss() -> None:
+    """By transformers' own gate; some values lie beyond the limit on each side."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    x, up, up_bias, down, down_bias, ids, _, alpha, limit = clamped_case(tokens=5, dtype=torch.float64,
+                                                                        ids=[0, 4, -1, 3, 1, 1, 2, 0, 3, 2])
+    module = mock.Mock(alpha=alpha, limit=limit)
+    out = experts.expert_clamped_swiglu_eager(x, up, up_bias, down, down_bias, ids, False, alpha, limit)
+    beyond = set()
+    for s, e in enumerate(ids.flatten().tolist()):
+        if not 0 <= e < 4:
+            assert not out[s].any()
+            continue
+        both = up[e] @ x[s // 2] + up_bias[e]
+        beyond |= {(side, bool(v > limit), bool(v < -limit)) for side in (0, 1) for v in both[side::2]}
+        expected = down[e] @ GptOssExperts._apply_gate(module, both) + down_bias[e]
+        torch.testing.assert_close(out[s], expected, atol=1e-5, rtol=1e-5)  # the gate is computed in fp32
+    assert len(beyond) == 6
+
+
+@pytest.mark.parametrize("path", ["pairs", "sorted"])
+@pytest.mark.parametrize("options", [
+    dict(tokens=1, k=1, transposed=True), dict(tokens=5, transposed=True), dict(tokens=3, inner=40, width=72, transposed=True),
+    dict(tokens=40, k=2, ids=[2] * 80), dict(tokens=4, ids=[0, 4, -1, 3, 1 << 40, 2, 4, 4], transposed=True),
+    *(pytest.param(variant, marks=pytest.mark.slow) for variant in (
+        dict(tokens=5, biases=False), dict(tokens=3, inner=40, width=72), dict(tokens=10, count=20, transposed=True))),
+], ids=lambda o: "-".join(f"{k}{v if isinstance(v, int) else ''}" for k, v in o.items()))
+def test_clamped_swiglu(options: dict[str, Any], path: str) -> None:
+    """As ``test_swiglu``, with its tolerances."""
+    for dtype, tolerance, tiles in ((torch.float16, 4e-3, (SMALL, None)), (torch.float32, 1e-5, (SMALL,))):
+        args = clamped_case(**options, dtype=dtype)
+        wide = experts.expert_clamped_swiglu_eager(
+            *(a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args))
+        for tile in tiles:
+            out = experts.expert_clamped_swiglu_cuda(*args, path=path, tile=tile)
+            assert out.dtype == dtype
+            torch.testing.assert_close(out.float(), wide, atol=tolerance, rtol=tolerance)
+
+
+def test_nan_passes_the_clamp() -> None:
+    """A request whose activations overflowed must not get plausible tokens."""
+    x, *rest = clamped_case(tokens=3, dtype=torch.float32)
+    x[1] = float("nan")
+    for path in ("pairs", "sorted"):
+        out = experts.expert_clamped_swiglu_cuda(x, *rest, path=path, tile=SMALL)
+        assert out.isnan().all(-1).tolist() == [False, False, True, True, False, False]
+
+
 def test_swiglu_of_wrong_shapes() -> None:
     x, up, down, ids, _ = swiglu_case(3)
     for wrong in ((up[:, 2:], down), (up, down[:3]), (up, down.float()), (up[:, :, 1:], down)):
         for op in (expert_swiglu_eager, experts.expert_swiglu_cuda):
             with pytest.raises(ValueError, match="does not match|do not match"):
                 op(x, *wrong, ids, False)
+        for clamped in (experts.expert_clamped_swiglu_eager, experts.expert_clamped_swiglu_cuda):
+            with pytest.raises(ValueError, match="does not match|do not match"):
+                clamped(x, wrong[0], None, wrong[1], None, ids, False, 1.702, 7.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
@@ -269,6 +328,7 @@ def test_opcheck() -> None:
     for options in (dict(bias=True), dict(transposed=True, each=True), {}):
         torch.library.opcheck(expert_linear, case(3, dtype=torch.float32, **options))  # type: ignore[arg-type]
     torch.library.opcheck(experts.expert_swiglu, swiglu_case(3, dtype=torch.float32))
+    torch.library.opcheck(experts.expert_clamped_swiglu, clamped_case(tokens=3, dtype=torch.float32, transposed=True))
     with FakeTensorMode():
         weight = torch.empty(8, 32, 64, device="cuda")
         out = expert_linear(torch.empty(5, 64, device="cuda"), weight, None, torch.empty(5, 2, dtype=torch.int64), False)
