@@ -58,6 +58,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *backends: AttentionBackend) -> None:
         register_backend(backend)
 
 
+@pytest.mark.slow
 def test_measure_save_and_select(slow: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                  caplog: pytest.LogCaptureFixture) -> None:
     model = load_model(num_layers=1)

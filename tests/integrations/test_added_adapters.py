@@ -143,7 +143,8 @@ MISFITS: dict[str, tuple[LoraConfig, str]] = {
 }
 
 
-@pytest.mark.parametrize("which", MISFITS)
+@pytest.mark.parametrize("which", [
+    pytest.param(n, marks=[pytest.mark.slow] * (n in ("DoRA", "another layer"))) for n in MISFITS])
 def test_what_does_not_fit_is_traced(which, caplog) -> None:
     """Once, with the right result and the reason in the log; what fits later needs no trace again."""
     config, why = MISFITS[which]

@@ -72,7 +72,8 @@ STEPS: list[tuple[str, Callable[[Any], None]]] = [
 
 
 @pytest.mark.parametrize(("first", "second", "door"), [
-    (LORA, LORA, "engine"), (DORA, SMALL, "engine"), pytest.param(LORA, LORA, "lockstep", marks=pytest.mark.slow),
+    (LORA, LORA, "engine"), pytest.param(DORA, SMALL, "engine", marks=pytest.mark.slow),
+    pytest.param(LORA, LORA, "lockstep", marks=pytest.mark.slow),
     pytest.param(SMALL, SMALL, "fused", marks=pytest.mark.slow),
     pytest.param(LORA, LORA, "enable_lora", marks=pytest.mark.slow)])
 def test_merging_is_traced_once(first, second, door, caplog) -> None:

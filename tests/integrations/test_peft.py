@@ -191,7 +191,8 @@ def test_active_adapters_of_different_dtypes(base, monkeypatch, caplog) -> None:
     assert found[2] != pytest.approx(found[1], abs=0.5), "the other adapter does nothing"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "the model's dtype"])
+@pytest.mark.parametrize("dtype", [
+    pytest.param(torch.float32, id="float32"), pytest.param(torch.bfloat16, id="the model's dtype", marks=pytest.mark.slow)])
 def test_adapted_layers_are_compiled_once(dtype, monkeypatch, caplog) -> None:
     """Layers share what is made once for all adapters of a forward, and are alike all the same. In either dtype each launch of
     a layer computes its adapters too."""
@@ -209,7 +210,7 @@ def test_adapted_layers_are_compiled_once(dtype, monkeypatch, caplog) -> None:
     assert found and all("4 pieces, 3 different" in message for message in found)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
 def test_switched_adapters_are_traced_once(kind, caplog) -> None:
     """A reference policy is the adapter switched off: a trace at each switch would cost more than what is generated with it."""
     plain = load_model(num_layers=1)

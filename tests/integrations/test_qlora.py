@@ -172,7 +172,7 @@ def test_adapters_and_training_mode(packed: bool) -> None:
     model.generate.close()
 
 
-@pytest.mark.parametrize("door", ["engine", "lockstep"])
+@pytest.mark.parametrize("door", ["engine", pytest.param("lockstep", marks=pytest.mark.slow)])
 def test_a_merge_while_requests_run(door: str, unpacked: None, caplog: pytest.LogCaptureFixture) -> None:
     """A merge quantizes the weights anew, so that tokens change: from then on they are those of the merged model, with keys
     that it has computed. It needs no trace, although the codes lie elsewhere: no CUDA graph reads them."""
@@ -209,6 +209,7 @@ def test_a_merge_while_requests_run(door: str, unpacked: None, caplog: pytest.Lo
     model.generate.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PACKS, reason="bitsandbytes packs weights on CPUs with AVX512-BF16 only")
 def test_weights_that_state_dict_unpacks(caplog: pytest.LogCaptureFixture) -> None:
     """Steps of the trace of packed weights would read them in the wrong order."""

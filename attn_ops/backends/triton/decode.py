@@ -13,9 +13,11 @@ NOTE [How far keys are split]: on an H200, with 32/8 heads x 128 in bfloat16, a 
 and merging another 3.5 us (benchmarks/results/h200_triton_decode_sweep*.json). Three programs fit on a multiprocessor
 (``python -m benchmarks.hopper``), and two read as fast as memory gives; of heads of 64, three do. So one wave of two or three
 programs per multiprocessor is best, whatever the context: ``Plan.wave`` splits per slot. But the few programs of one long
-sequence among short ones would run alone, so that a split has at most ``chunk_max`` keys. Programs without keys take 2 ns each:
-at most 1024 are launched, unless a wave is more. From a slot per multiprocessor on, slots alone fill the GPU, and sequences
-longer than 2048 keys are split by a schedule (``schedule.py``).
+sequence among short ones would run alone, so that a split has at most ``chunk_max`` keys. A context that is cut further for
+that has a multiple of ``wave`` splits: 16 of 32 slots of heads of 64 were 512 programs on 396 places, and took 94 us, 12 took
+74 (h200_decode_grid_64_slots.json). Programs without keys take 2 ns each: about 1024 are launched, unless a wave is more.
+From a slot per multiprocessor on, slots alone fill the GPU, and sequences longer than 2048 keys are split by a schedule
+(``schedule.py``).
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class DecodeConfig(NamedTuple):
 
     block_n: keys per step.  warps, stages: of the kernel and its loop.  chunk_min: fewest keys per split (a multiple of
     block_n).  max_splits: bound on splits.  dot: tensor cores (the group is padded to 16 rows), else sums of products.
-    chunk_max: keys per split that a long context is cut into, unless ``Plan.wave`` splits per slot, which fill the GPU once,
-    make them longer than max_splits allows.
+    chunk_max: most keys per split of a long context, as far as max_splits allows.  wave: splits per slot that fill the GPU
+    once; a long context has a multiple of them.
     """
 
     block_n: int
@@ -104,23 +106,22 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
     # (h200_decode_grid_slots.json, h200_decode_grid_64.json).
     sms = host.num_sms(device)
     chunk = 2048 if slots >= sms else min(1024, next_power_of_2(max(512 * slots // sms, 64)))
-    wave, most = 64, 64
-    if dot and itemsize == 2 and widest <= 128:
-        narrow = widest <= 64  # 128 keys are as many bytes as 64 of heads of 128
-        block_n = 128 if (256 if narrow else 128) <= chunk and (narrow or slots < 4 * sms) else 64
+    wave, most, few = 64, 64, itemsize == 2 and slots < sms and not quantized
+    if itemsize == 2 and widest <= 128:  # in bytes, 128 keys of heads of 64 are 64 of heads of 128
+        block_n = 128 if chunk >= 128 and (widest <= 64 or slots < 4 * sms) else 64
         warps = 2 if chunk == 64 else 4
         if quantized:  # half the bytes per key, and the same work to find and to weigh it
             block_n, warps, stages = (128 if chunk >= 128 else 64), 4, (5 if slots >= sms else 3)
-        elif slots < sms:
-            # See NOTE [How far keys are split].
-            wave = max(1, min(64, (2 if widest > 64 else 3) * sms // slots))
-            most = max(wave, min(64, 1024 // slots))
-    elif dot and itemsize == 2 and widest <= 256 and heads <= 16 and slots < sms and not quantized:
+    elif few and widest <= 256 and heads <= 16:
         # Programs with 32 keys in three stages fit three times on a multiprocessor, but twice with rotary embeddings: a wave
         # for one would be one and a half for the other. These fit twice in both cases, and are as fast
         # (h200_decode_grid_256.json).
-        block_n, stages, wave = 64, 2, max(1, min(64, 2 * sms // slots))
-        most = wave
+        block_n, stages = 64, 2
+    else:
+        few = False
+    if few:  # see NOTE [How far keys are split]
+        wave = max(1, min(64, (2 if widest > 64 else 3) * sms // slots))
+        most = max(wave, min(64, -(-min(64, 1024 // slots) // wave) * wave))
     return tuned(DecodeConfig(block_n, warps, stages, chunk, most, dot, 2048, wave))
 
 
@@ -128,7 +129,7 @@ def num_splits(slots: int, capacity: int, params: DecodeConfig) -> int:
     """Programs per slot, from shapes only. ``capacity``: number of keys that a row of the block table has room for."""
     if slots > host.NUM_COUNTERS:
         return 1
-    long = max(params.wave, -(-capacity // params.chunk_max))  # programs beyond would have no keys
+    long = params.wave * max(1, -(-capacity // (params.wave * params.chunk_max)))  # programs beyond would have no keys
     return max(1, min(params.max_splits, long, -(-capacity // params.chunk_min), -(-8192 // slots)))
 
 

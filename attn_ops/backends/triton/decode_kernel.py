@@ -128,8 +128,10 @@ def decode_kernel(
         if schedule is not None:
             chunk = tl.load(schedule)
         else:
-            # As long as fills the GPU once, but not so long that one sequence among short ones is served by few programs.
-            chunk = tl.maximum(tl.cdiv(num_keys, splits), tl.minimum(tl.cdiv(num_keys, one_wave), chunk_max))
+            # As long as fills the GPU once, but not so long that one sequence among short ones is served by few programs:
+            # then as fills it twice, or more times, since a last part of a wave would take as long as a whole one.
+            waves = tl.maximum(tl.cdiv(num_keys, one_wave * chunk_max), 1)
+            chunk = tl.maximum(tl.cdiv(num_keys, splits), tl.cdiv(num_keys, one_wave * waves))
             chunk = tl.maximum(chunk, chunk_min)
         chunk = tl.cdiv(num_keys, tl.maximum(tl.cdiv(num_keys, chunk), 1))  # of equal lengths: the longest decides
         chunk = tl.maximum(tl.cdiv(chunk, BLOCK_N), 1) * BLOCK_N
