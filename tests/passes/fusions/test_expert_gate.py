@@ -89,7 +89,7 @@ def gate_with(**changes: Any) -> Gate:
 @pytest.mark.parametrize("changes", [
     dict(gate=(1, 2), up=(0, 2)), dict(gate=(0, 2), up=(0, 2)), dict(low=-2.0), dict(high=2.0), dict(top=2.0), dict(one=2),
     dict(activation=torch.tanh), dict(least=-3.0), dict(low=None), dict(top=-3.0, high=-3.0, low=3.0),
-], ids=str)
+], ids=lambda changes: "-".join(f"{name}: {getattr(to, '__name__', to)}" for name, to in changes.items()))
 def test_another_gate_is_left_alone(changes: dict[str, Any]) -> None:
     assert after_one(fuse_expert_gate, experts(gate_with()), ROWS)[0] == 1
     assert after_one(fuse_expert_gate, experts(gate_with(**changes)), ROWS)[0] == 0
