@@ -402,7 +402,8 @@ def main() -> None:
     with contextlib.suppress(KeyboardInterrupt):
         measure_rows(record, tasks, measured, limit=args.limit, gpus=args.gpus, complete=lambda row: (
             row | {"share": row["bytes"] / row["us"] * 1e6 / bandwidth} if "us" in row else row))
-    show([args.json])
+    if args.json.is_file():  # interrupted before the first row, there is none
+        show([args.json])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ and merging another 3.5 us (benchmarks/results/h200_triton_decode_sweep*.json). 
 (``python -m benchmarks.hopper``), and two read as fast as memory gives; of heads of 64, three do. So one wave of two or three
 programs per multiprocessor is best, whatever the context: ``Plan.wave`` splits per slot. But the few programs of one long
 sequence among short ones would run alone, so that a split has at most ``chunk_max`` keys. A context that is cut further for
-that has a multiple of ``wave`` splits: 16 of 32 slots of heads of 64 were 512 programs on 396 places, and took 94 us, 12 took
+that has whole waves of splits: 16 of 32 slots of heads of 64 were 512 programs on 396 places, and took 94 us, 12 took
 74 (h200_decode_grid_64_slots.json). Programs without keys take 2 ns each: about 1024 are launched, unless a wave is more.
 From a slot per multiprocessor on, slots alone fill the GPU, and sequences longer than 2048 keys are split by a schedule
 (``schedule.py``).
