@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -32,7 +32,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from quire.attn_ops.breaks import breaking
-from quire.attn_ops.kernels.launch import CAPTURE_MODE, side_stream
+from quire.attn_ops.kernels.launch import CAPTURE_MODE, side_stream, synchronize
 
 
 @dataclass(frozen=True)
@@ -121,17 +121,14 @@ class CudaGraphs:
         return torch.cuda.graph_pool_handle()
 
     def warm_up(self, run: Callable[[], Any], times: int) -> None:
-        stream = side_stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        with self._beside() as stream, torch.cuda.stream(stream):
             for _ in range(times):
                 run()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def record(self, run: Callable[[], Any], pool: Any) -> Recorded:
         graph = torch.cuda.CUDAGraph()
-        recording = torch.cuda.graph(graph, pool=pool, stream=side_stream(self.device), capture_error_mode=CAPTURE_MODE)
-        return _recorded(graph, recording, run)
+        with side_stream(self.device) as stream:
+            return _recorded(graph, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=CAPTURE_MODE), run)
 
     def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
         def begin() -> torch.cuda.CUDAGraph:
@@ -144,19 +141,23 @@ class CudaGraphs:
             return graph.replay
 
         self.release()  # what warming up left in the ordinary pool, as torch.cuda.graph does
-        stream = side_stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            recorded = Recorded(*record_in_segments(begin, end, run))
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        return recorded
+        with self._beside() as stream, torch.cuda.stream(stream):
+            return Recorded(*record_in_segments(begin, end, run))
 
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0]
 
     def release(self) -> None:
-        torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[torch.cuda.Stream]:
+        """The side stream, between what the current stream has to do before and after."""
+        with side_stream(self.device) as stream:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            yield stream
+            torch.cuda.current_stream(self.device).wait_stream(stream)
 
 
 class NpuGraphs:

@@ -18,6 +18,7 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
+from quire.attn_ops.kernels.launch import synchronize
 from quire.attn_ops.kv_cache import PagedKVCache, pages_for
 from quire.attn_ops.long_prefill import wait_seconds
 from quire.attn_ops.metadata.core import to_device
@@ -254,11 +255,11 @@ class ModelRunner:
         batch = self.buffers.forward_batch(self._largest)
         batch.metadata = replace(batch.metadata, logits_indices_padded=None)  # all layers on all tokens take the most
         self._compute(self._step(batch), batch)
-        torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         self.step_bytes = torch.cuda.max_memory_allocated(self.device) - allocated + self.backend.scratch_bytes(
             self.sites, self.device, self.config.max_num_seqs * self.max_model_len)
         self._without_graph.measure(lambda: self._compute(self._step(batch), batch))
-        torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         with start_times.timed("graph memory"):
             graphs = self.graphs.estimate()
         self._states.clear()

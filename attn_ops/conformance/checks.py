@@ -383,10 +383,9 @@ class Kit:
         idle = replace(static, metadata=replace(
             meta, query_start_loc_cpu=torch.zeros_like(meta.query_start_loc_cpu),
             seq_lens_cpu=torch.zeros_like(meta.seq_lens_cpu), max_query_len=1, max_seq_len=1))
-        stream, current = side_stream(self.device), torch.cuda.current_stream(self.device)
-        stream.wait_stream(current)
-        graph = torch.cuda.CUDAGraph()
-        with planned(self.backend, idle, capturing=True, **options):
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        with side_stream(self.device) as stream, planned(self.backend, idle, capturing=True, **options):
+            stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 for _ in range(2):
                     forward()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -119,19 +120,28 @@ def descriptor(tensor: torch.Tensor, block_shape: tuple[int, ...]) -> Any:
 
 #: How CUDA graphs are recorded: while a thread records, CUDA refuses what would not be recorded (allocating memory, asking for
 #: events) to that thread only. To others, on the same GPU, it still refuses ``torch.cuda.synchronize``, and PyTorch its
-#: generator of random numbers; and their work on ``side_stream`` would be recorded.
+#: generator of random numbers; and their work on the stream that records would be recorded.
 CAPTURE_MODE = "thread_local"
+_recorder = threading.RLock()
+_side_streams: dict[int, torch.cuda.Stream] = {}
 
 
-def side_stream(device: torch.device) -> torch.cuda.Stream:
+@contextlib.contextmanager
+def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
     """The stream on which graphs are captured, one per device: cuBLAS keeps a workspace of 32 MiB for each stream it ran on.
-    ``device``: a CUDA device; without an index the current one."""
-    return _side_stream(torch.cuda.current_device() if device.index is None else device.index)
+    Inside, no other thread has one, or runs ``synchronize``: the graph of an engine would record, and repeat, what another
+    engine does on the stream when it starts. ``device``: a CUDA device; without an index the current one."""
+    with _recorder:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index not in _side_streams:
+            _side_streams[index] = torch.cuda.Stream(index)
+        yield _side_streams[index]
 
 
-@functools.cache
-def _side_stream(index: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(index)
+def synchronize(device: torch.device) -> None:
+    """``torch.cuda.synchronize`` when no thread has a ``side_stream``: it would end the recording of a graph with an error."""
+    with _recorder:
+        torch.cuda.synchronize(device)
 
 
 _fixed: set[int] = set()

@@ -178,19 +178,19 @@ def arguments(shape: LinearShape, num_tokens: int, device: torch.device, copies:
 
 def graph_time(run: Callable[[], Any], calls: int) -> float:
     """Microseconds per call, where ``run`` makes ``calls`` of them: the median of 5 replays of a CUDA graph."""
-    stream = side_stream(torch.device("cuda", torch.cuda.current_device()))
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode=CAPTURE_MODE):
-        run()
-    times = []
-    for _ in range(7):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
+    with side_stream(torch.device("cuda", torch.cuda.current_device())) as stream:
+        with torch.cuda.stream(stream):
+            run()
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / calls)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode=CAPTURE_MODE):
+            run()
+        times = []
+        for _ in range(7):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / calls)
     return sorted(times[2:])[2]

@@ -384,7 +384,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("CUDAGraph", Graph), ("current_stream", lambda device: stream), ("stream", nullcontext),
                         ("graph", lambda graph, stream: nullcontext())):
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(checks, "side_stream", lambda device: stream)
+    monkeypatch.setattr(checks, "side_stream", lambda device: nullcontext(stream))
     monkeypatch.setattr(Kit, "need_cuda", lambda self: None)
 
 

@@ -185,7 +185,7 @@ def test_other_threads_go_on_while_shapes_are_measured(monkeypatch: pytest.Monke
         CUDAGraph=lambda: SimpleNamespace(replay=lambda: None),
         Event=lambda enable_timing: SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 0.008),
         graph=lambda graph, stream, capture_error_mode="global": modes.append(capture_error_mode) or contextlib.nullcontext())
-    monkeypatch.setattr(tuning, "side_stream", lambda device: None)
+    monkeypatch.setattr(tuning, "side_stream", contextlib.nullcontext)
     monkeypatch.setattr(torch, "cuda", cuda)
     assert tuning.graph_time(lambda: None, 4) == 2.0 and modes == ["thread_local"]
 
