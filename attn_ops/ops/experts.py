@@ -88,12 +88,16 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, t
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2 - transposed] or x.dtype != weight.dtype:
         raise ValueError(f"expert_linear: x {tuple(x.shape)} {x.dtype} does not match weights {tuple(weight.shape)} "
                          f"{weight.dtype}, transposed={transposed}")
-    if bias is not None and (bias.shape != (weight.shape[0], weight.shape[1 + transposed]) or bias.dtype != x.dtype):
-        raise ValueError(f"expert_linear: bias {tuple(bias.shape)} {bias.dtype} does not match weights {tuple(weight.shape)} "
-                         f"of {weight.dtype}")
+    _check_bias(bias, weight, transposed)
     pairs, rows = expert_ids.numel(), x.shape[0]
     if expert_ids.dtype.is_floating_point or expert_ids.dtype == torch.bool or (pairs % rows if rows else pairs):
         raise ValueError(f"expert_linear: {rows} rows do not match ids {tuple(expert_ids.shape)} {expert_ids.dtype}")
+
+
+def _check_bias(bias: Tensor | None, weight: Tensor, transposed: bool) -> None:
+    if bias is not None and (bias.shape != (weight.shape[0], weight.shape[1 + transposed]) or bias.dtype != weight.dtype):
+        raise ValueError(f"expert_linear: bias {tuple(bias.shape)} {bias.dtype} does not match weights {tuple(weight.shape)} "
+                         f"of {weight.dtype}")
 
 
 def _check_swiglu(x: Tensor, gate_up: Tensor, down: Tensor, transposed: bool) -> None:
@@ -189,6 +193,7 @@ def expert_clamped_swiglu_cuda(x: Tensor, gate_up: Tensor, gate_up_bias: Tensor 
     """The op on CUDA; arguments as of ``expert_linear_cuda``."""
     _check(x, gate_up, gate_up_bias, expert_ids, transposed)
     _check_swiglu(x, gate_up, down, transposed)
+    _check_bias(down_bias, down, transposed)
     up, w = (gate_up.mT, down.mT) if transposed else (gate_up, down)
     if not _supported(x, expert_ids, up, w):
         return expert_clamped_swiglu_eager(x, gate_up, gate_up_bias, down, down_bias, expert_ids, transposed, alpha, limit)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from quire.attn_ops.ops.experts import expert_clamped_swiglu, expert_linear
+from quire.attn_ops.ops.experts import KERNEL_DTYPES, expert_clamped_swiglu, expert_linear
 from quire.passes.fusions.base import Fusion
 from quire.passes.fx import (
     ADD,
@@ -48,16 +48,19 @@ class _Gate(NamedTuple):
 
 
 def fuse_expert_gate(fusion: Fusion) -> int:
-    found = [(node, gate) for node in fusion.graph.nodes if is_function(node, (expert_linear,))
-             and (gate := _gate(node)) is not None]
-    for node, gate in found:
+    count = 0
+    for node in list(fusion.graph.nodes):
+        gate = _gate(node) if is_function(node, (expert_linear,)) else None
+        if gate is None:
+            continue
         x, gate_up, gate_up_bias, ids, transposed = gate.product.args
         _, down, down_bias, *_ = node.args
         with fusion.graph.inserting_before(node):
             new = fusion.graph.call_function(expert_clamped_swiglu, (
                 x, gate_up, gate_up_bias, down, down_bias, ids, transposed, gate.alpha, gate.limit))
         replace_node(node, new)
-    return len(found)
+        count += 1
+    return count
 
 
 def _gate(down: fx.Node) -> _Gate | None:
@@ -121,12 +124,16 @@ def _casts(node: Any) -> list[Any]:
 
 
 def _is_closed(found: _Gate, down: fx.Node) -> bool:
-    """Whether nothing else reads or changes what is between the products, which have the same pairs and one dtype."""
+    """Whether nothing else reads or changes what is between the products, which have the same pairs, weights of fitting shapes
+    and one dtype that the kernels know."""
     product, nodes = found.product, {*found.inner, found.product}
-    same = len(product.args) == 5 and not product.kwargs and product.args[3:] == down.args[3:]
+    if len(product.args) != 5 or product.kwargs or product.args[3:] != down.args[3:] or type(down.args[4]) is not bool:
+        return False
+    wide, narrow = (tuple(value(node.args[1]).shape) for node in (product, down))
+    fit = wide[0] == narrow[0] and wide[1 + down.args[4]] == 2 * narrow[2 - down.args[4]]
     alone = all(set(node.users) <= {*nodes, down} for node in nodes)
     dtypes = {value(node).dtype for node in (*nodes, product.args[0], down.args[1])}
-    return same and alone and len(dtypes) == 1 and not written_between(product, down)
+    return fit and alone and len(dtypes) == 1 and dtypes <= {*KERNEL_DTYPES} and not written_between(product, down)
 
 
 def _calls(node: Any, *names: str) -> bool:

@@ -209,7 +209,6 @@ def test_a_merge_while_requests_run(door: str, unpacked: None, caplog: pytest.Lo
     model.generate.close()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not PACKS, reason="bitsandbytes packs weights on CPUs with AVX512-BF16 only")
 def test_weights_that_state_dict_unpacks(caplog: pytest.LogCaptureFixture) -> None:
     """Steps of the trace of packed weights would read them in the wrong order."""

@@ -13,11 +13,11 @@ NOTE [How far keys are split]: on an H200, with 32/8 heads x 128 in bfloat16, a 
 and merging another 3.5 us (benchmarks/results/h200_triton_decode_sweep*.json). Three programs fit on a multiprocessor
 (``python -m benchmarks.hopper``), and two read as fast as memory gives; of heads of 64, three do. So one wave of two or three
 programs per multiprocessor is best, whatever the context: ``Plan.wave`` splits per slot. But the few programs of one long
-sequence among short ones would run alone, so that a split has at most ``chunk_max`` keys. A context that is cut further for
-that has whole waves of splits: 16 of 32 slots of heads of 64 were 512 programs on 396 places, and took 94 us, 12 took
-74 (h200_decode_grid_64_slots.json). Programs without keys take 2 ns each: about 1024 are launched, unless a wave is more.
-From a slot per multiprocessor on, slots alone fill the GPU, and sequences longer than 2048 keys are split by a schedule
-(``schedule.py``).
+sequence among short ones would run alone, so that a split has at most ``chunk_max`` keys. Of heads of 64 and 256, a context
+that is cut further for that fills the places a whole number of times: 16 splits of 32 slots of heads of 64 were 512 programs
+on 396 places, and took 94 us, 12 took 74 (h200_decode_grid_64_slots.json). Programs without keys take 2 ns each: at most 1024
+are launched, unless a wave is more. From a slot per multiprocessor on, slots alone fill the GPU, and sequences longer than 2048
+keys are split by a schedule (``schedule.py``).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class DecodeConfig(NamedTuple):
 
     block_n: keys per step.  warps, stages: of the kernel and its loop.  chunk_min: fewest keys per split (a multiple of
     block_n).  max_splits: bound on splits.  dot: tensor cores (the group is padded to 16 rows), else sums of products.
-    chunk_max: most keys per split of a long context, as far as max_splits allows.  wave: splits per slot that fill the GPU
-    once; a long context has a multiple of them.
+    chunk_max: keys per split that a long context is cut into, unless ``Plan.wave`` splits per slot, which fill the GPU once,
+    make them longer than max_splits allows.  waves: a context that is cut so fills the GPU a multiple of so many times; 0: any.
     """
 
     block_n: int
@@ -53,6 +53,7 @@ class DecodeConfig(NamedTuple):
     dot: bool
     chunk_max: int
     wave: int
+    waves: int
 
 
 class DecodeTile(NamedTuple):
@@ -113,23 +114,29 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
         if quantized:  # half the bytes per key, and the same work to find and to weigh it
             block_n, warps, stages = (128 if chunk >= 128 else 64), 4, (5 if slots >= sms else 3)
     elif few and widest <= 256 and heads <= 16:
-        # Programs with 32 keys in three stages fit three times on a multiprocessor, but twice with rotary embeddings: a wave
-        # for one would be one and a half for the other. These fit twice in both cases, and are as fast
-        # (h200_decode_grid_256.json).
-        block_n, stages = 64, 2
+        block_n, stages = 64, 2  # h200_decode_grid_256.json
     else:
         few = False
+    waves = 0
     if few:  # see NOTE [How far keys are split]
         wave = max(1, min(64, (2 if widest > 64 else 3) * sms // slots))
-        most = max(wave, min(64, -(-min(64, 1024 // slots) // wave) * wave))
-    return tuned(DecodeConfig(block_n, warps, stages, chunk, most, dot, 2048, wave))
+        # Programs of heads of 256 fit three times without rotary embeddings, and twice with them: three waves of two programs
+        # are two of three. Heads of 128 were not measured so.
+        waves = 1 if widest <= 64 else 3 if widest > 128 else 0
+        most = max(wave, min(64, 1024 // slots))
+        if waves:
+            most = max(wave, most // (wave * waves) * wave * waves)
+    return tuned(DecodeConfig(block_n, warps, stages, chunk, most, dot, 2048, wave, waves))
 
 
 def num_splits(slots: int, capacity: int, params: DecodeConfig) -> int:
     """Programs per slot, from shapes only. ``capacity``: number of keys that a row of the block table has room for."""
     if slots > host.NUM_COUNTERS:
         return 1
-    long = params.wave * max(1, -(-capacity // (params.wave * params.chunk_max)))  # programs beyond would have no keys
+    long = params.wave  # programs beyond would have no keys
+    if capacity > params.wave * params.chunk_max:
+        whole = params.wave * params.waves or 1
+        long = -(-capacity // (whole * params.chunk_max)) * whole
     return max(1, min(params.max_splits, long, -(-capacity // params.chunk_min), -(-8192 // slots)))
 
 
@@ -163,7 +170,8 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
                       max(1, min(16, merged // (merge_rows * dim_v))))
     return Plan((programs,), params.warps, splits, params.chunk_min,
                 programs * per_block * (layout.dim_v + 1) if split else 0,
-                (Site(heads, window or 0, chunk or 0), layout, tile), params.chunk_max, params.wave, items, scheduled)
+                (Site(heads, window or 0, chunk or 0), layout, tile), params.chunk_max, params.wave, items, scheduled,
+                params.waves)
 
 
 def decode(
@@ -183,7 +191,7 @@ def decode(
     strides = InputStrides(*(n for x in (q, k, v) for n in ((0, 0) if x is None else x.stride()[:2])))
     launch(
         decode_kernel, plan.grid, q, k, v, None if rope is None else Rope.of(*rope), caches, batch, sinks, out,
-        partial, counters, made, num_reqs, plan.items, plan.splits, plan.chunk_min, plan.chunk_max, plan.wave, scale, softcap,
-        strides, batch.block_table.stride(0), *plan.constants, 0 if rope is None else form.rotated(rope[0]), form,
-        pdl=host.use_pdl(device, q.shape[0]), num_warps=plan.warps,
+        partial, counters, made, num_reqs, plan.items, plan.splits, plan.chunk_min, plan.chunk_max, plan.wave, plan.waves,
+        scale, softcap, strides, batch.block_table.stride(0), *plan.constants, 0 if rope is None else form.rotated(rope[0]),
+        form, pdl=host.use_pdl(device, q.shape[0]), num_warps=plan.warps,
     )

@@ -39,10 +39,24 @@ def new_key(k_head, stride, token, rope, D: tl.constexpr, D_P2: tl.constexpr, RO
         return tl.sum(key, 0).to(k_head.dtype.element_ty)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "items", "splits", "chunk_min", "chunk_max", "one_wave", "stride_table"])
+@triton.jit
+def split_size(num_keys, splits, chunk_min, chunk_max, one_wave, waves):
+    """Keys per split of a sequence: as many as fill the GPU once, but not so many that one sequence among short ones is served
+    by few programs: then chunk_max, or as many as fill the GPU a multiple of ``waves`` (if not 0) times, since a last part of a
+    wave would take as long as a whole one."""
+    size = tl.cdiv(num_keys, one_wave)
+    if waves > 0:
+        if size > chunk_max:
+            size = tl.cdiv(num_keys, one_wave * waves * tl.cdiv(num_keys, one_wave * waves * chunk_max))
+    else:
+        size = tl.minimum(size, chunk_max)
+    return tl.maximum(tl.maximum(tl.cdiv(num_keys, splits), size), chunk_min)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "items", "splits", "chunk_min", "chunk_max", "one_wave", "waves", "stride_table"])
 def decode_kernel(
     q, k, v, rope, caches, batch, sinks, out, partial, counters, schedule, num_reqs, items, splits, chunk_min, chunk_max,
-    one_wave, scale, softcap, strides, stride_table, SITE: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr,
+    one_wave, waves, scale, softcap, strides, stride_table, SITE: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr,
     ROTARY: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
 ):
     """TILE.heads query heads (TILE.rows with padding) of one of ``items``, over one range of its keys.
@@ -128,11 +142,7 @@ def decode_kernel(
         if schedule is not None:
             chunk = tl.load(schedule)
         else:
-            # As long as fills the GPU once, but not so long that one sequence among short ones is served by few programs:
-            # then as fills it twice, or more times, since a last part of a wave would take as long as a whole one.
-            waves = tl.maximum(tl.cdiv(num_keys, one_wave * chunk_max), 1)
-            chunk = tl.maximum(tl.cdiv(num_keys, splits), tl.cdiv(num_keys, one_wave * waves))
-            chunk = tl.maximum(chunk, chunk_min)
+            chunk = split_size(num_keys, splits, chunk_min, chunk_max, one_wave, waves)
         chunk = tl.cdiv(num_keys, tl.maximum(tl.cdiv(num_keys, chunk), 1))  # of equal lengths: the longest decides
         chunk = tl.maximum(tl.cdiv(chunk, BLOCK_N), 1) * BLOCK_N
         active = tl.maximum(tl.cdiv(num_keys, chunk), 1)

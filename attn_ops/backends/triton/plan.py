@@ -42,7 +42,7 @@ class Plan(NamedTuple):
         splits: most programs per slot; chunk_min: fewest keys per split. See NOTE [Partial results].
         workspace: float32 elements for partial results; 0: none.
         constants: the kernel's constant arguments: (site, layout of the cache, tile), of MLA (tile,).
-        chunk_max, wave: see DecodeConfig.
+        chunk_max, wave, waves: see DecodeConfig.
         items: tokens or sequences that are served.  scheduled: by a schedule (``schedule.py``), not ``splits`` each.
     """
 
@@ -56,6 +56,7 @@ class Plan(NamedTuple):
     wave: int = 1
     items: int = 0
     scheduled: bool = False
+    waves: int = 0
 
     def buffers(self, prepared: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Workspace and zeroed counters, those of the forward if it has any; None where keys are not split."""

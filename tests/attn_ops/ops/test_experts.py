@@ -304,6 +304,11 @@ def test_swiglu_of_wrong_shapes() -> None:
         for clamped in (experts.expert_clamped_swiglu_eager, experts.expert_clamped_swiglu_cuda):
             with pytest.raises(ValueError, match="does not match|do not match"):
                 clamped(x, wrong[0], None, wrong[1], None, ids, False, 1.702, 7.0)
+    for bias in (torch.zeros(4, 3).to(x), torch.zeros(4, 64).to(x).double()):
+        for clamped in (experts.expert_clamped_swiglu_eager, experts.expert_clamped_swiglu_cuda):
+            for biases in ((None, bias), (bias, None)):
+                with pytest.raises(ValueError, match="bias .* does not match weights"):
+                    clamped(x, up, biases[0], down, biases[1], ids, False, 1.702, 7.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])

@@ -411,7 +411,6 @@ def test_nothing_is_started_when_all_is_waited_for(workers: list[Any], monkeypat
     assert not workers
 
 
-@pytest.mark.slow
 def test_no_process_outlives_its_owner() -> None:
     """Dropped, or still there when Python ends."""
     script = f"""
