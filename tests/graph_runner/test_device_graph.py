@@ -1,5 +1,5 @@
 """Piecewise graphs: steps recorded between their attention calls. A device without hardware records what PyTorch runs. And
-the graphs of other devices."""
+the graphs of CUDA, by stand-ins (tests/gpu has the real ones), and of other devices."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from quire.attn_ops.registry import get_backend
 from quire.graph_runner.cuda_graph import CudaGraphRunner
 from quire.graph_runner.device_graph import (
     CpuGraphs,
+    CudaGraphs,
     NpuGraphs,
     Recorded,
     alias,
@@ -216,3 +217,66 @@ def test_calls_of_the_npu_class(monkeypatch) -> None:
     assert r.replay(BatchShape(2, 2)).tolist() == [1, 1] and log[-1] == "replay"
     with pytest.raises(RuntimeError, match="make the engine without cudagraph_piecewise"):
         CudaGraphRunner(print, [BatchShape(2, 2)], device, piecewise=lambda shape: True).capture()
+
+
+class FakeStream:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def cuda_log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens; "run" stands on the stream that is current then."""
+    found: list[str] = []
+    current = [FakeStream("main", found)]
+
+    @contextlib.contextmanager
+    def on(stream: FakeStream, says: str = "") -> Iterator[None]:
+        current.append(stream)
+        found.extend([says] if says else [])
+        yield
+        current.pop()
+
+    class Graph:
+        def capture_begin(self, **given: Any) -> None:
+            found.append(f"begin on {current[-1].name}, {given['capture_error_mode']}")
+
+        def capture_end(self) -> None:
+            found.append("end")
+
+        def replay(self) -> None:
+            found.append("replay")
+
+    def graph(of: Graph, pool: Any, stream: FakeStream, capture_error_mode: str) -> contextlib.AbstractContextManager[None]:
+        return on(stream, f"record on {stream.name}, {capture_error_mode}")
+
+    fakes = dict(Stream=lambda index: FakeStream("side", found), stream=on, current_stream=lambda device: current[-1],
+                 CUDAGraph=Graph, graph=graph, synchronize=lambda device: found.append("synchronize"), empty_cache=lambda: None)
+    for name, value in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr("quire.attn_ops.kernels.launch._side_streams", {})
+    return found
+
+
+def test_what_waits_for_what_on_cuda(cuda_log: list[str]) -> None:
+    """A warm-up or a recording that did not wait would read inputs that are being written, and later steps its outputs too
+    soon; and one in CUDA's default mode would fail where another thread uses the GPU."""
+    graphs, log = CudaGraphs(torch.device("cuda", 0)), cuda_log
+
+    def run() -> None:
+        log.append(f"run on {torch.cuda.current_stream(None).name}")
+
+    def taken() -> list[str]:
+        found, log[:] = list(log), []
+        return found
+
+    graphs.warm_up(run, 2)
+    assert taken() == ["side waits for main", "run on side", "run on side", "main waits for side"]
+    graphs.record(run, None).replay()
+    assert taken() == ["record on side, thread_local", "run on side", "replay"]
+    graphs.record_in_segments(run, None).replay()
+    assert taken() == ["synchronize", "side waits for main", "begin on side, thread_local", "run on side", "end",
+                       "main waits for side", "replay"]
