@@ -1,15 +1,17 @@
-"""Launches with tuples as arguments are recorded like their elements; constants of kernels agree with their definitions."""
+"""Launches with tuples as arguments are recorded like their elements; constants of kernels agree with their definitions. And
+the stream that graphs are recorded on."""
 
 from __future__ import annotations
 
 import pickle
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 from quire.attn_ops.kernels.host import CacheLayout, Caches, Strides, cache_layout, next_power_of_2
-from quire.attn_ops.kernels.launch import Launch, TensorArgument, launch, recording
+from quire.attn_ops.kernels.launch import Launch, TensorArgument, launch, recording, side_stream, synchronize
 from quire.attn_ops.kv_quant import FORMATS
 
 triton = pytest.importorskip("triton")
@@ -72,3 +74,40 @@ def test_code_formats_are_those_of_the_definition() -> None:
 def test_next_power_of_2() -> None:
     assert [next_power_of_2(n) for n in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]
     assert [next_power_of_2(n, 16) for n in (1, 16, 17)] == [16, 16, 32]
+
+
+def test_one_side_stream_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the device is named with its index or not, and whatever the current one was before."""
+    monkeypatch.setattr("torch.cuda.Stream", lambda device: [device])
+    monkeypatch.setattr("torch.cuda.current_device", lambda: current)
+    monkeypatch.setattr("quire.attn_ops.kernels.launch._side_streams", {})
+    for current in (0, 1):
+        with side_stream(torch.device("cuda")) as found, side_stream(torch.device("cuda", current)) as named:
+            assert found is named == [current]
+
+
+@pytest.mark.parametrize("other", ["side_stream", "synchronize"])
+def test_one_thread_at_a_time_records(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines that start in two threads: the graph of one would hold the kernels of the other, or not be recorded."""
+    log: list[str] = []
+    monkeypatch.setattr("torch.cuda.Stream", lambda device: device)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: log.append("other"))
+    monkeypatch.setattr("quire.attn_ops.kernels.launch._side_streams", {})
+    started = threading.Event()
+
+    def work() -> None:
+        started.set()
+        if other == "synchronize":
+            synchronize(torch.device("cuda", 0))
+            return
+        with side_stream(torch.device("cuda", 1)):
+            log.append("other")
+
+    thread = threading.Thread(target=work)
+    with side_stream(torch.device("cuda", 0)), side_stream(torch.device("cuda", 0)):
+        thread.start()
+        assert started.wait(10)
+        thread.join(0.2)
+        log.append("recorded")
+    thread.join(10)
+    assert log == ["recorded", "other"]

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 pytest.importorskip("triton")
 
 from quire import CommonAttentionMetadata, Step
-from quire.attn_ops.kernels.launch import Launch, TensorArgument, implementations, launch, recording, side_stream, synchronize
+from quire.attn_ops.kernels.launch import Launch, TensorArgument, implementations, launch, recording
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.tuning import small_linear as tuning
@@ -68,43 +68,6 @@ def test_a_launch_is_noted_up_to_what_its_code_depends_on() -> None:
     assert not Kernel.launched
     launch(Kernel(), (3,), x, 1, 2, 3)
     assert Kernel.launched == [((3,), (x, 1, 2, 3), {})]
-
-
-def test_one_side_stream_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the device is named with its index or not, and whatever the current one was before."""
-    monkeypatch.setattr("torch.cuda.Stream", lambda device: [device])
-    monkeypatch.setattr("torch.cuda.current_device", lambda: current)
-    monkeypatch.setattr("quire.attn_ops.kernels.launch._side_streams", {})
-    for current in (0, 1):
-        with side_stream(torch.device("cuda")) as found, side_stream(torch.device("cuda", current)) as named:
-            assert found is named == [current]
-
-
-@pytest.mark.parametrize("other", ["side_stream", "synchronize"])
-def test_one_thread_at_a_time_records(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two engines that start in two threads: the graph of one would hold the kernels of the other, or not be recorded."""
-    log: list[str] = []
-    monkeypatch.setattr("torch.cuda.Stream", lambda device: device)
-    monkeypatch.setattr("torch.cuda.synchronize", lambda device: log.append("other"))
-    monkeypatch.setattr("quire.attn_ops.kernels.launch._side_streams", {})
-    started = threading.Event()
-
-    def work() -> None:
-        started.set()
-        if other == "synchronize":
-            synchronize(torch.device("cuda", 0))
-            return
-        with side_stream(torch.device("cuda", 1)):
-            log.append("other")
-
-    thread = threading.Thread(target=work)
-    with side_stream(torch.device("cuda", 0)), side_stream(torch.device("cuda", 0)):
-        thread.start()
-        assert started.wait(10)
-        thread.join(0.2)
-        log.append("recorded")
-    thread.join(10)
-    assert log == ["recorded", "other"]
 
 
 @pytest.mark.parametrize("layout", ["NHD", pytest.param("HND", marks=pytest.mark.slow)])
