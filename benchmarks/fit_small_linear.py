@@ -37,7 +37,7 @@ def read(paths: list[Path]) -> dict[tuple[str, tuple[int, ...]], Times]:
     for path in paths:
         for row in json.loads(path.read_text())["rows"]:
             if "us" in row:
-                block_n, block_k, warps, stages, splits, block_m, turned = row["config"]
+                block_n, block_k, warps, stages, splits, block_m, turned = row["config"][:7]
                 found[row["codes"], (block_n, block_k, warps, stages, block_m, turned)].append(
                     (row["tokens"], row["n"], row["k"], splits, row["us"]))
     return found

@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 
 from quire.attn_ops.ops.small_linear import MAX_TOKENS, small_linear_cuda, small_linear_eager
 from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS, unpacked
-from quire.attn_ops.tuning.launch_config import INT4, STORE, Config, keep, key
+from quire.attn_ops.tuning.launch_config import INT4, STORE, Config, keep, key, wide_memory
 from quire.attn_ops.tuning.small_linear import LinearShape, arguments, copies_of, evenly, graph_time
 from quire.graph_runner.bench.record import Record, script, started
 
@@ -110,8 +110,7 @@ def splits(config: Config, m: int, n: int, k: int) -> Iterator[int]:
 
 def fits(config: Config, codes: torch.dtype | None) -> bool:
     """Whether the stages of a wide kernel fit in shared memory."""
-    bytes_w = config.block_n * config.block_k // (2 if codes == INT4 else 1)
-    return config.num_stages * (bytes_w + config.block_m * config.block_k * 2) <= SHARED
+    return wide_memory(config, codes) <= SHARED
 
 
 def candidates(shape: LinearShape, m: int, wide: bool) -> list[Config]:

@@ -184,6 +184,10 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
+#: Bytes of a multiprocessor's shared memory that launch parameters leave: CUDA takes 1 KB, and results are transposed there.
+SPARE_MEMORY = 16 * 1024
+
+
 @functools.cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory per multiprocessor; for the interpreter those of an H100."""

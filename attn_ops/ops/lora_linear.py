@@ -24,7 +24,6 @@ from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
 from quire.attn_ops.ops.lora_counters import next_counter
 from quire.attn_ops.ops.lora_rows import (
-    SPARE_MEMORY,
     WARPS_APART,
     RowsTiles,
     adapters_fit,
@@ -127,7 +126,7 @@ def large_tiles(t: int, k: int, n: int, swiglu: bool, a: Sequence[Tensor], b: Se
     per = adapters_per_layer(starts, b)
     config = one_launch(t, k, n, per, swiglu)
     few = per * max(down.shape[0] for down in a) <= 32  # more do not fit the registers beside a layer's sums
-    if config is not None and few and memory_of(config, t, swiglu) <= host.shared_memory(a[0].device) - SPARE_MEMORY:
+    if config is not None and few and memory_of(config, t, swiglu) <= host.shared_memory(a[0].device) - host.SPARE_MEMORY:
         return config
     return rows_tiles(t, k, per, a, swiglu)
 

@@ -34,8 +34,6 @@ from quire.attn_ops.step import current_step
 MAX_ADAPTERS = 63
 #: Limits of the kernels.
 MAX_KERNEL_ADAPTERS, MAX_RANK = 16, 128
-#: Bytes of a multiprocessor's shared memory that launch parameters leave: CUDA takes 1 KB, and results are transposed there.
-SPARE_MEMORY = 16 * 1024
 #: Warps of a program of first products in a launch of their own, and columns of an iteration that has all adapters.
 WARPS_APART, BLOCK_K = 4, 64
 #: In the place of a bit's number, to the kernels: every token has the adapter.
@@ -199,7 +197,7 @@ def first_stages(tiles: RowsTiles, lora: host.Adapters, item: int) -> int:
         stage = (item * tokens + 4 * ranks) * BLOCK_K
     else:
         stage = (item * tokens + 4 * min(block_r, 32)) * 32 * (WARPS_APART if tiles.apart else tiles.num_warps)
-    return max(1, min(tiles.stages, (host.shared_memory(lora.shrunk.device) - SPARE_MEMORY) // stage))
+    return max(1, min(tiles.stages, (host.shared_memory(lora.shrunk.device) - host.SPARE_MEMORY) // stage))
 
 
 def _constants(lora: host.Adapters, tiles: RowsTiles, per: int, item: int) -> host.AdapterTiles:

@@ -139,7 +139,7 @@ def small_linear_cuda(
     if config.block_m:
         if scale is not None and norm_weight is None and not swiglu and fits_wide(k, config):
             return launch_wide(x2, weight, scale, bias, res, config, pdl).view(*x.shape[:-1], n)
-        config = by_rule(m, weight.shape[0], k, swiglu, weight.dtype, wide=False)
+        config = by_rule(m, weight.shape[0], k, swiglu, weight.dtype)
     kernels = host.kernel_module("kernels.small_linear")
     # Adapters' columns go by whole tiles, and the other kernels' programs have whole ones.
     each = config.rows if config.rows and m > 1 and scale is None and lora is None else config.block_n

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quire.attn_ops.kernels import host
 from quire.attn_ops.tuning.small_linear_tiles import Tile, choices, tiles
 from quire.attn_ops.tuning.store import Store, device_name
 
@@ -56,7 +57,7 @@ def config_for(num_tokens: int, n: int, k: int, swiglu: bool, device: torch.devi
     found = known(device).get(key(num_tokens, n, k, swiglu, codes), ())
     if found is None:
         return None
-    return Config(*found) if found else by_rule(num_tokens, n, k, swiglu, codes)
+    return Config(*found) if found else by_rule(num_tokens, n, k, swiglu, codes, device)
 
 
 def measured(device: torch.device, codes: torch.dtype) -> bool:
@@ -65,20 +66,28 @@ def measured(device: torch.device, codes: torch.dtype) -> bool:
     return any(key.endswith(f" {name}") for key in known(device))
 
 
-def wide_configs(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype) -> list[Config]:
+def wide_configs(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype, device: torch.device) -> list[Config]:
     """For the wide kernels, the fastest first by the model of ``small_linear_tiles.py``, each tile with its best splits; none
-    where they do not run, or for few tokens and one byte per code are slower."""
+    where they do not run, or for few tokens and one byte per code are slower, nor what the device has no shared memory for."""
     if swiglu or (codes != INT4 and num_tokens <= 16):
         return []
     found: dict[Tile, Config] = {}
     for _, tile, splits in sorted(choices(num_tokens, n, k, tiles().get(f"{codes}".removeprefix("torch."), ()))):
         found.setdefault(tile, Config(*tile[:4], splits, tile.block_m, tile.turned))
-    return list(found.values())
+    room = host.shared_memory(device) - host.SPARE_MEMORY
+    return [config for config in found.values() if wide_memory(config, codes) <= room]
 
 
-def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None = None, wide: bool = True) -> Config:
-    """Parameters for what was not measured. ``wide``: of the wide kernels too."""
-    if codes is not None and wide and (found := wide_configs(num_tokens, n, k, swiglu, codes)):
+def wide_memory(config: Config, codes: torch.dtype | None) -> int:
+    """Bytes of shared memory of a program of the wide kernels."""
+    bytes_w = config.block_n * config.block_k // (2 if codes == INT4 else 1)
+    return config.num_stages * (bytes_w + config.block_m * config.block_k * 2)
+
+
+def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None = None,
+            wide: torch.device | None = None) -> Config:
+    """Parameters for what was not measured. ``wide``: those of the wide kernels too, for this device."""
+    if codes is not None and wide is not None and (found := wide_configs(num_tokens, n, k, swiglu, codes, wide)):
         return found[0]
     if codes is not None:
         if num_tokens > 32:

@@ -79,7 +79,7 @@ def candidates(num_tokens: int, shape: LinearShape, device: torch.device) -> tup
         even = evenly(EVENED, num_tokens, shape.n // 2, True, device) if shape.swiglu else None
         return (*(SWIGLU if shape.swiglu else CANDIDATES[False]), *filter(None, [even]))
     few = () if shape.codes == INT4 else next(tried for most, tried in CANDIDATES_QUANTIZED.items() if num_tokens <= most)
-    return (*few, *wide_configs(num_tokens, shape.n, shape.k, shape.swiglu, shape.codes)[:WIDE])
+    return (*few, *wide_configs(num_tokens, shape.n, shape.k, shape.swiglu, shape.codes, device)[:WIDE])
 
 
 def enabled() -> bool:

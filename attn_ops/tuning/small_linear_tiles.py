@@ -1,7 +1,5 @@
 """Launch parameters of the wide kernels (attn_ops/kernels/small_linear_wide.py) by a model of their time, for an H200.
 
-No tiles ship yet (small_linear_tiles.json is empty), so the kernels run only for the shapes in small_linear.json.
-
 A program of a tile takes ``max(latency, rate * programs on its multiprocessor)`` nanoseconds per column. Programs run in rounds
 of ``at_once`` per multiprocessor. To that come ``fixed`` microseconds per call, and where programs share the columns, those of
 the kernel that adds up. ``python -m benchmarks.fit_small_linear`` fits the numbers to a sweep, and says how well.

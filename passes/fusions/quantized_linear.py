@@ -35,14 +35,17 @@ from quire.passes.fusions.base import Fusion, bias_of
 from quire.passes.fx import LINEAR, is_function, replace_node, value
 
 
+HOPPER = (9, 0)
+
+
 def wanted(weight: torch.Tensor) -> bool:
     """Whether it is on a device where quire's kernels are the faster ones."""
     return weight.device.type == "cuda"
 
 
 def wanted_int4(weight: torch.Tensor) -> bool:
-    """Whether quire's kernel for int4 was measured on that kind of GPU."""
-    return measured(weight.device, INT4)
+    """Whether quire's kernel for int4 was measured on that kind of GPU, or on one of its architecture, an H200."""
+    return measured(weight.device, INT4) or torch.cuda.get_device_capability(weight.device) == HOPPER
 
 
 def by_rows(weight: Any) -> bool:

@@ -12,9 +12,10 @@ from benchmarks import fit_small_linear as fit
 from quire.attn_ops.ops.small_linear_wide import fits_wide
 from quire.attn_ops.tuning import launch_config
 from quire.attn_ops.tuning import small_linear_tiles as model
-from quire.attn_ops.tuning.launch_config import INT4, by_rule, wide_configs
+from quire.attn_ops.tuning.launch_config import INT4, Config, by_rule, wide_configs, wide_memory
 from quire.attn_ops.tuning.small_linear_tiles import Tile, choices, time_of
 
+CPU = torch.device("cpu")
 TILES = (Tile(64, 128, 4, 4, 64, 2, 3.0, 3.9, 3, 2.5), Tile(128, 64, 8, 4, 128, 2, 4.5, 9.0, 1, 3.5),
          Tile(64, 128, 4, 4, 16, 1, 2.4, 3.12, 4, 2.5), Tile(64, 128, 4, 4, 32, 1, 3.0, 3.9, 4, 2.5))
 SHAPES = ((6144, 4096), (4096, 14336), (1024, 2048))
@@ -33,12 +34,23 @@ def test_what_is_chosen_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_config, "tiles", lambda: {"int8": TILES, "int4": TILES})
     for (n, k), tokens in ((shape, m) for shape in SHAPES for m in (1, 17, 33, 64, 100, 256)):
         for codes in (torch.int8, INT4):
-            found = wide_configs(tokens, n, k, False, codes)
+            found = wide_configs(tokens, n, k, False, codes, CPU)
             assert all(fits_wide(k, c) and c.block_m < 2 * max(16, tokens) and 1 <= c.splits <= k // 512 for c in found)
-            assert not wide_configs(tokens, n, k, True, codes)
-            assert not found if codes == torch.int8 and tokens < 17 else found[0] == by_rule(tokens, n, k, False, codes)
-    assert not wide_configs(64, 64, 100, False, torch.int8) and not by_rule(64, 64, 100, False, torch.int8).block_m
-    assert not by_rule(64, 4096, 4096, False, torch.int8, wide=False).block_m
+            assert not wide_configs(tokens, n, k, True, codes, CPU)
+            assert not found if codes == torch.int8 and tokens < 17 else found[0] == by_rule(tokens, n, k, False, codes, CPU)
+    assert not wide_configs(64, 64, 100, False, torch.int8, CPU) and not by_rule(64, 64, 100, False, torch.int8, CPU).block_m
+    assert not by_rule(64, 4096, 4096, False, torch.int8).block_m
+
+
+def test_no_more_shared_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU with less of it than an H200, engines would fail at a shape that was not measured there."""
+    monkeypatch.setattr(launch_config, "tiles", lambda: {"int8": TILES})
+    whole = wide_configs(128, 6144, 4096, False, torch.int8, CPU)
+    assert max(wide_memory(c, torch.int8) for c in whole) == 96 * 1024
+    monkeypatch.setattr(launch_config.host, "shared_memory", lambda device: 100 * 1024)
+    assert wide_configs(128, 6144, 4096, False, torch.int8, CPU) == [c for c in whole if wide_memory(c, torch.int8) < 84 * 1024]
+    monkeypatch.setattr(launch_config.host, "shared_memory", lambda device: 48 * 1024)
+    assert not by_rule(128, 6144, 4096, False, torch.int8, CPU).block_m
 
 
 def test_a_fit_finds_the_constants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +73,8 @@ def test_a_fit_finds_the_constants(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_fitted_tiles(codes: str) -> None:
     """They serve every number of tokens, and fit into a multiprocessor's shared memory."""
     for tile in model.tiles()[codes]:
-        codes_bytes = tile.block_n * tile.block_k // (2 if codes == "int4" else 1)
-        assert tile.num_stages * (codes_bytes + tile.block_m * tile.block_k * 2) <= 227 * 1024
+        config = Config(*tile[:4], 1, tile.block_m, tile.turned)
+        assert wide_memory(config, getattr(torch, codes)) <= 227 * 1024
         assert codes != "int4" or tile.block_k == 128
     for tokens in (1, 16, 17, 32, 33, 64, 128, 256):
         assert codes != "int4" and tokens <= 16 or list(choices(tokens, 4096, 4096, model.tiles()[codes])), tokens
