@@ -2,6 +2,7 @@
 
     python benchmarks/profile_step.py --model llama-8b --batch 1,8,32,128 --json profile.json
     python benchmarks/profile_step.py --model llama-8b --batch "" --prefill 8192,960
+    python benchmarks/profile_step.py --model llama-8b --batch 128 --quantize int8wo
 
 Decode: steps of ``batch`` sequences of about ``context`` tokens, replayed from CUDA graphs. Wall time comes from steps without
 the profiler, which slows the host down; kernel times from as many steps with it. ``idle``: wall time minus kernel time.
@@ -10,6 +11,7 @@ Prefill: one step of ``tokens`` tokens, in prompts of 960 (the last one shorter)
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,13 +19,14 @@ from typing import Any
 
 import torch
 
-from quire.graph_runner.bench.record import end, model_of, random_tokens, script, seconds, started, until_decoding
+from quire.graph_runner.bench.models import build
+from quire.graph_runner.bench.record import end, random_tokens, script, seconds, spec_of, started, until_decoding
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
 
 #: (pattern of a kernel's name, kind); the first match counts.
 KINDS = (
-    ("^(vector|tile)_kernel", "matrix product with norm, SwiGLU or residual"),
+    ("^(vector|tile|wide|int4|turn|add_up)_kernel", "matrix product with norm, SwiGLU or residual"),
     ("BatchDecode|BatchPrefill|flashinfer", "attention (FlashInfer)"), ("decode_kernel|reduce_kernel", "attention, decode"),
     ("extend_kernel", "attention, prefill"), ("rope_kv_write|write_kernel", "rope, KV write"),
     ("sample_kernel|pick_kernel", "sampling"), ("pairs_kernel|sorted_kernel|order_kernel", "experts"),
@@ -68,11 +71,11 @@ def row(workload: str, batch: int, tokens: int, wall: float, kernels: dict[str, 
 
 
 def main() -> None:
-    args = script(__doc__, "llama-8b", limited=False, batch=[1, 8, 32, 128], context=1024, steps=20, attention="auto",
+    args = script(__doc__, "llama-8b", limited=False, batch=[1, 8, 32, 128], context=1024, steps=20, attention="auto", quantize="",
                   prefill=([], "tokens of a prefill step, comma-separated")).parse_args()
     record = started(args)
     record.copy_bandwidth()
-    model = model_of(args)
+    model = build(dataclasses.replace(spec_of(args), quantization=args.quantize or None))
     prompt = random_tokens(model.config.get_text_config(decoder=True).vocab_size)
 
     rows = max([*args.batch, 16])

@@ -9,6 +9,7 @@ A row has these columns beside those of ``graph_runner/bench/report.py``: ``kind
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import re
 from collections import defaultdict
@@ -69,9 +70,9 @@ class AttentionSession(Run):
             sites = find_sites(model)
             most = getattr(config_of(spec).get_text_config(decoder=True), "max_position_embeddings", None)
             self.contexts = tuple(dict.fromkeys(min(c, most or c) for c in self.contexts))
-        #: one site of each kind
-        self.sites = list({(tuning.ShapeClass.of(s, args.page_size), *tuning.variant_of(s)): s
-                           for s in reversed(sites)}.values())[::-1]
+        #: one site of each kind, each alone in its cache
+        self.sites = list({(tuning.ShapeClass.of(s, args.page_size), *tuning.variant_of(s)):
+                           dataclasses.replace(s, layer=0, kv_source=None) for s in reversed(sites)}.values())[::-1]
         self.points = [attention_op.decode_point(b, c) for c in self.contexts for b in args.batch or Sizes.batches]
         self.points += attention_op.extend_points(args.scale * (1 if self.on_gpu else CPU_DIVISOR))
         self.points += attention_op.without_graphs(self.points) if self.on_gpu else []

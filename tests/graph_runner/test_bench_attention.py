@@ -153,6 +153,21 @@ def test_against_an_earlier_result(slow: Any, tmp_path: Path, capsys: pytest.Cap
     assert "11 rows compared, 11 slower" in capsys.readouterr().out
 
 
+def test_each_kind_of_layer_is_measured(slow: Any, tmp_path: Path) -> None:
+    """Of gemma-2's two kinds, layers without a window come second: their times were missing, and "auto" knew none of them."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+                          num_key_value_heads=1, head_dim=16, sliding_window=16, max_position_embeddings=128)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    out = tmp_path / "out.json"
+    arguments = ["--model", str(tmp_path / "model"), "--attention", "torch_native", "--batch", "1", "--context", "20"]
+    assert main(["bench", "attention", *arguments, "--scale", "8", "--device", "cpu", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["needs"].partition(", ")[2] for row in rows} == {"window, softcap", "softcap"}
+    assert not [row for row in rows if row["error"]]
+
+
 def test_heads() -> None:
     site = site_of("32/8x128", torch.float16)
     assert (site.num_heads, site.num_kv_heads, site.head_dim, site.head_dim_v, site.latent) == (32, 8, 128, 128, None)
