@@ -13,7 +13,8 @@ NOTE [Last one merges]: every active program of a slot adds 1 to the slot's coun
 one that finds active - 1 there merges, then sets the counter back to 0. This is correct because
 * the barrier before the addition orders the writes of all threads of a program before the addition of its one thread,
 * the addition is acquire-release at GPU scope, and releases are cumulative: whoever reads the last count sees all writes,
-* the partial results are read past the L1 cache (``.cg``), which need not be coherent,
+* the partial results are read past the L1 cache (``.cg``), which need not be coherent, or asynchronously after that addition,
+  whose acquire holds for all later reads of the program behind a barrier,
 * exactly one program of a slot sees active - 1, and all of them agree on ``active``.
 The counters are zero before a launch and after it. They belong to one forward (``prepare`` makes them), so forwards on two
 streams do not share them, and launches of one forward follow each other in stream order.
@@ -50,27 +51,48 @@ def first_key(pos, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 def merge_partials(partial, lse, first, stride, active, ROWS: tl.constexpr, ROWS_P2: tl.constexpr, DV: tl.constexpr,
                    DV_P2: tl.constexpr, STEP: tl.constexpr):
     """Merge the partial results of a slot's ROWS heads, number first + i * stride for split i (``first`` is 64-bit), STEP
-    splits at a time: (ROWS_P2, DV_P2), normalized."""
+    splits at a time: (ROWS_P2, DV_P2), normalized. One at a time, the next ones are loaded meanwhile: best for few splits, and
+    for many numbers per split (``merge_step`` in decode.py)."""
     rows = tl.arange(0, ROWS_P2)
     columns = tl.arange(0, DV_P2)
     highest = tl.full([ROWS_P2], float("-inf"), tl.float32)
     total = tl.zeros([ROWS_P2], tl.float32)
     merged = tl.zeros([ROWS_P2, DV_P2], tl.float32)
-    for begin in range(0, active, STEP):
-        split = begin + tl.arange(0, STEP)
-        index = (first + split[:, None] * stride) * ROWS + rows[None, :]
-        live = (split < active)[:, None] & (rows < ROWS)[None, :]
-        part = tl.load(partial + index[:, :, None] * DV + columns[None, None, :],
-                       mask=live[:, :, None] & (columns < DV)[None, None, :], other=0.0, cache_modifier=".cg")
-        part_lse = tl.load(lse + index, mask=live, other=float("-inf"), cache_modifier=".cg")
-        new_highest = tl.maximum(highest, tl.max(part_lse, 0))
-        safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # rows of padding
-        weight = tl.exp2(part_lse - safe[None, :])
-        shrink = tl.exp2(highest - safe)
-        total = total * shrink + tl.sum(weight, 0)
-        merged = merged * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
-        highest = new_highest
+    if STEP == 1:
+        for begin in range(0, active, 32):
+            index = (first + (begin + tl.arange(0, 32))[:, None] * stride) * ROWS + rows[None, :]
+            live = (begin + tl.arange(0, 32) < active)[:, None] & (rows < ROWS)[None, :]
+            part_lse = tl.load(lse + index, mask=live, other=float("-inf"), cache_modifier=".cg")
+            highest, total, _, _ = _weigh(highest, total, part_lse)
+        highest = tl.where(highest == float("-inf"), 0.0, highest)  # rows of padding
+        for split in tl.range(0, active, num_stages=4):
+            index = (first + split * stride) * ROWS + rows
+            part = tl.load(partial + index[:, None] * DV + columns[None, :],
+                           mask=(rows < ROWS)[:, None] & (columns < DV)[None, :], other=0.0, cache_modifier=".cg")
+            part_lse = tl.load(lse + index, mask=rows < ROWS, other=float("-inf"), cache_modifier=".cg")
+            merged += part * tl.exp2(part_lse - highest)[:, None]
+    else:
+        for begin in range(0, active, STEP):
+            split = begin + tl.arange(0, STEP)
+            index = (first + split[:, None] * stride) * ROWS + rows[None, :]
+            live = (split < active)[:, None] & (rows < ROWS)[None, :]
+            part = tl.load(partial + index[:, :, None] * DV + columns[None, None, :],
+                           mask=live[:, :, None] & (columns < DV)[None, None, :], other=0.0, cache_modifier=".cg")
+            part_lse = tl.load(lse + index, mask=live, other=float("-inf"), cache_modifier=".cg")
+            highest, total, weight, shrink = _weigh(highest, total, part_lse)
+            merged = merged * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
     return merged / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit
+def _weigh(highest, total, part_lse):
+    """More log-sum-exps (STEP, ROWS) of each row: the highest and the sum of all weights so far; the weights of these, and the
+    factor of earlier ones."""
+    new_highest = tl.maximum(highest, tl.max(part_lse, 0))
+    safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # rows of padding
+    weight = tl.exp2(part_lse - safe[None, :])
+    shrink = tl.exp2(highest - safe)
+    return new_highest, total * shrink + tl.sum(weight, 0), weight, shrink
 
 
 @triton.jit
