@@ -3,12 +3,13 @@
 A few terms describe the prefills of ``Measurement.extend_us`` within a few percent on an H200 (docs/performance.md, "Long
 prompts"):
 
-    us = launch + per_operation * (operations of both matrix products) + per_key * (keys of the longest sequence)
-         + per_mb * (MB of keys and values)
+    us = max(host, launch + per_operation * (operations of both matrix products) + per_key * (keys of the longest sequence)
+                   + per_mb * (MB of keys and values))
 
 The first is what the smallest call takes, the second the rate of the kernel on a full GPU, the third a tile of queries that
 goes through its keys while other multiprocessors have nothing left to do. The fourth is for kernels that copy keys and values
-first, and is fitted if there are times enough. Operations count heads, head dims and visible pairs of query and key, so times
+first, and is fitted if there are times enough. So is ``host``, what the host takes to launch a call without a graph: small
+prefills take that, however little the GPU has to do. Operations count heads, head dims and visible pairs of query and key, so times
 carry over within a class of shapes. A backend with faster kernels without a CUDA graph has times of both.
 """
 
@@ -66,31 +67,42 @@ def work(site: AttentionSite, query_lens: np.ndarray, seq_lens: np.ndarray) -> W
 
 
 class PrefillTime(NamedTuple):
-    """Microseconds: of a call, per 10^9 operations, per key of the longest sequence, per 10^6 numbers of keys and values."""
+    """Microseconds: of a call, per 10^9 operations, per key of the longest sequence, per 10^6 numbers of keys and values; and of
+    a call at least."""
 
     launch: float
     per_operation: float
     per_key: float
     per_mb: float = 0.0
+    host: float = 0.0
 
     def us(self, of: Work) -> float:
-        return self.launch + self.per_operation * of.operations + self.per_key * of.keys + self.per_mb * of.mb
+        device = self.launch + self.per_operation * of.operations + self.per_key * of.keys + self.per_mb * of.mb
+        return max(self.host, device)
 
 
 def fit(measured: Sequence[tuple[Work, float]]) -> PrefillTime | None:
-    """Least squares of the relative error, no term below zero; None for fewer than POINTS points."""
+    """Least squares of the relative error, no term below zero; None for fewer than POINTS points. With two points more, also of
+    times that are ``host`` for the two or three shortest."""
     if len(measured) < POINTS:
         return None
-    count = 4 if len(measured) >= POINTS + 2 else 3
-    terms = np.array([[1.0, *of][:count] for of, _ in measured]) / np.array([[us] for _, us in measured])
-    best, least = np.zeros(count), np.inf
-    for some in itertools.chain.from_iterable(itertools.combinations(range(count), n + 1) for n in range(count)):
-        found = np.zeros(count)
-        found[list(some)] = np.linalg.lstsq(terms[:, some], np.ones(len(terms)), rcond=None)[0]
-        error = float(((terms @ found - 1) ** 2).sum())
-        if (found >= 0).all() and error < least:
-            best, least = found, error
-    return PrefillTime(*map(float, best))
+    count, bounds = (4, (0, 2, 3)) if len(measured) >= POINTS + 2 else (3, (0,))
+    ordered = sorted(measured, key=lambda each: each[1])
+    times = np.array([us for _, us in ordered])
+    terms = np.array([[1.0, *of][:count] for of, _ in ordered])
+    best, least = PrefillTime(0.0, 0.0, 0.0), np.inf
+    for bound, size in itertools.product(bounds, range(1, count + 1)):
+        host = float(np.exp(np.log(times[:bound]).mean())) if bound else 0.0
+        if bound and size >= len(times) - bound:
+            continue  # as many terms as points: these say nothing of the error
+        for some in itertools.combinations(range(count), size):
+            found = np.zeros(count)
+            relative = terms[bound:, some] / times[bound:, None]
+            found[list(some)] = np.linalg.lstsq(relative, np.ones(len(relative)), rcond=None)[0]
+            error = float(((np.maximum(terms @ found, host) / times - 1) ** 2).sum())
+            if (found >= 0).all() and error < least:
+                best, least = PrefillTime(*map(float, found))._replace(host=host), error
+    return best
 
 
 def of_measurement(row: Measurement, ending: str = "") -> list[tuple[Work, float]]:

@@ -54,6 +54,16 @@ def test_the_shipped_times_are_described_within_a_tenth() -> None:
         assert [found.us(of) for of, _ in points] == pytest.approx([us for _, us in points], rel=0.1)
 
 
+def test_a_host_that_launches_slowly_says_nothing_of_long_prompts() -> None:
+    """Short prefills without a graph take what the host takes. As a part of every prefill, that made long ones seem slower."""
+    truth = PrefillTime(40.0, 1.8, 0.0, 0.0, 150.0)
+    works = [Work(operations, 0.0, 1.0) for operations in (8.0, 9.0, 137.0, 550.0, 1100.0, 2200.0)]
+    found = fit([(of, truth.us(of)) for of in works])
+    assert found is not None and found.host == pytest.approx(150.0)
+    assert [found.us(of) for of in works] == pytest.approx([truth.us(of) for of in works], rel=1e-6)
+    assert found.us(Work(300.0, 0.0, 1.0)) == pytest.approx(40.0 + 1.8 * 300.0, rel=1e-6)
+
+
 def test_the_rule_takes_the_measured_class_or_the_nearest(monkeypatch) -> None:
     one, two = (make_backend(name) for name in ("one", "two"))
     rows = [dataclasses.replace(SHIPPED[0], backend=b.name, torch=torch.__version__.partition("+")[0], packages={},
