@@ -71,8 +71,8 @@ def row(workload: str, batch: int, tokens: int, wall: float, kernels: dict[str, 
 
 
 def main() -> None:
-    args = script(__doc__, "llama-8b", limited=False, batch=[1, 8, 32, 128], context=1024, steps=20, attention="auto", quantize="",
-                  prefill=([], "tokens of a prefill step, comma-separated")).parse_args()
+    args = script(__doc__, "llama-8b", limited=False, batch=[1, 8, 32, 128], context=1024, steps=20, attention="auto",
+                  quantize="", prefill=([], "tokens of a prefill step, comma-separated")).parse_args()
     record = started(args)
     record.copy_bandwidth()
     model = build(dataclasses.replace(spec_of(args), quantization=args.quantize or None))

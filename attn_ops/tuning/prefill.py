@@ -3,14 +3,15 @@
 A few terms describe the prefills of ``Measurement.extend_us`` within a few percent on an H200 (docs/performance.md, "Long
 prompts"):
 
-    us = max(host, launch + per_operation * (operations of both matrix products) + per_key * (keys of the longest sequence)
-                   + per_mb * (MB of keys and values))
+    us = max(host, launch + per_operation * (operations of both matrix products)
+                   + per_key * (keys of the longest sequence) + per_mb * (MB of keys and values))
 
-The first is what the smallest call takes, the second the rate of the kernel on a full GPU, the third a tile of queries that
-goes through its keys while other multiprocessors have nothing left to do. The fourth is for kernels that copy keys and values
-first, and is fitted if there are times enough. So is ``host``, what the host takes to launch a call without a graph: small
-prefills take that, however little the GPU has to do. Operations count heads, head dims and visible pairs of query and key, so times
-carry over within a class of shapes. A backend with faster kernels without a CUDA graph has times of both.
+``launch`` is what the smallest call takes on the GPU, ``per_operation`` the rate of the kernel on a full GPU, ``per_key`` a
+tile of queries that goes through its keys while other multiprocessors have nothing left to do. ``per_mb`` is for kernels that
+copy keys and values first, and is fitted if there are times enough. So is ``host``, what the host takes to launch a call
+without a graph: small prefills take that, however little the GPU has to do. Operations count heads, head dims and visible pairs
+of query and key, so times carry over within a class of shapes. A backend with faster kernels without a CUDA graph has times of
+both.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def work(site: AttentionSite, query_lens: np.ndarray, seq_lens: np.ndarray) -> W
 
 
 class PrefillTime(NamedTuple):
-    """Microseconds: of a call, per 10^9 operations, per key of the longest sequence, per 10^6 numbers of keys and values; and of
-    a call at least."""
+    """Microseconds: of a call, per 10^9 operations, per key of the longest sequence, per 10^6 numbers of keys and values.
+    ``host``: of a call, at least."""
 
     launch: float
     per_operation: float

@@ -34,7 +34,6 @@ from quire.passes.fake_values import compute_value
 from quire.passes.fusions.base import Fusion, bias_of
 from quire.passes.fx import LINEAR, is_function, replace_node, value
 
-
 HOPPER = (9, 0)
 
 

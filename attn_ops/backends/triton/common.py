@@ -51,8 +51,8 @@ def first_key(pos, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 def merge_partials(partial, lse, first, stride, active, ROWS: tl.constexpr, ROWS_P2: tl.constexpr, DV: tl.constexpr,
                    DV_P2: tl.constexpr, STEP: tl.constexpr):
     """Merge the partial results of a slot's ROWS heads, number first + i * stride for split i (``first`` is 64-bit), STEP
-    splits at a time: (ROWS_P2, DV_P2), normalized. One at a time, the next ones are loaded meanwhile: best for few splits, and
-    for many numbers per split (``merge_step`` in decode.py)."""
+    splits at a time: (ROWS_P2, DV_P2), normalized. With STEP 1 the next ones are loaded meanwhile, which pays where a split has
+    many numbers."""
     rows = tl.arange(0, ROWS_P2)
     columns = tl.arange(0, DV_P2)
     highest = tl.full([ROWS_P2], float("-inf"), tl.float32)

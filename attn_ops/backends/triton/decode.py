@@ -164,21 +164,16 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
     words = (quantized and params.dot and itemsize == 2 and dim_v >= 64 and merge_rows <= 32
              and not any(n % 4 for n in (layout.dim_v, v_offset, *layout.v)))
     rows, split = next_power_of_2(per_block, 16 if params.dot else 1), programs > slots
+    # Few of many slots have parts to merge; more at a time would cost all programs registers, and a fourth per multiprocessor.
+    # From 1024 numbers per part on, one at a time is faster (h200_decode_merge.json).
+    numbers, most = merge_rows * dim_v, 2048 if scheduled else 8192
+    merge_step = 1 if numbers >= 1024 else max(1, min(16, most // numbers))
     tile = DecodeTile(blocks, per_block, rows, by_row, split, params.dot, words, params.block_n, params.stages, merge_rows,
-                      _merge_step(merge_rows * dim_v, params.wave, scheduled))
+                      merge_step)
     return Plan((programs,), params.warps, splits, params.chunk_min,
                 programs * per_block * (layout.dim_v + 1) if split else 0,
                 (Site(heads, window or 0, chunk or 0), layout, tile), params.chunk_max, params.wave, items, scheduled,
                 params.waves)
-
-
-def _merge_step(numbers: int, wave: int, scheduled: bool) -> int:
-    """How many splits are merged at a time, of so many numbers each, where most slots have up to ``wave``. Measured on an H200
-    for up to 8 sequences (h200_decode_merge.json)."""
-    if numbers >= 1024 or (wave <= 4 and not scheduled):
-        return 1
-    # Few of many slots have parts to merge; more at a time would cost all programs registers, and a fourth per multiprocessor.
-    return max(1, min(16, (2048 if scheduled else 8192) // numbers))
 
 
 def decode(
