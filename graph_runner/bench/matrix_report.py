@@ -151,6 +151,10 @@ def markdown(result: dict[str, Any], rival: str = "vllm") -> str:
             f"share of the roofline that quire reaches{'; bold where quire is slower' if beside else ''}.", ""]
     if reached := list(filter(None, (_reached(kind, found, rival) for kind in AIMS))):
         text += [*reached, ""]
+    if missed := _missed(found):
+        text += [f"Cells above these aims: quire's time as a part of {rival}'s, and the share of the roofline that both reach, and "
+                 "that the aim would be. An aim near or above 100 % is beyond what the GPU can do:", "",
+                 *markdown_table(["", f"of {rival}'s time", "quire", rival, "aim"], missed)]
     if shapes:
         steps = [[model, str(context), *(_cell(by_key.get((model, f"decode/{b}x{context}", ""))) for b in batches)]
                  for model in models for context in contexts]
@@ -181,6 +185,19 @@ def _reached(kind: str, found: Sequence[Pair], rival: str) -> str:
     met, slower = sum(r <= AIMS[kind] for r in ratios), sum(r > 1 for r in ratios)
     return (f"- {kind}: at most {AIMS[kind]:.2f} of {rival}'s time in {met} of {len(ratios)} cells, more than {rival}'s in "
             f"{slower}")
+
+
+def _missed(found: Sequence[Pair]) -> list[list[str]]:
+    """A line for each cell with more than its aim, of what both reach of the roofline."""
+    lines = []
+    for kind, aim in AIMS.items():
+        for pair in found:
+            if pair.cell.partition("/")[0] in kind.split() and (ratio := pair.ratio or 0.0) > aim:
+                share = pair.share or 0.0
+                shares = share, share * ratio, share * ratio / aim
+                lines.append([f"{pair.model}, {pair.cell} {pair.variant}".strip(), f"{ratio:.3f}",
+                              *(f"{each:.0%}".replace("%", " %") if share else "" for each in shares)])
+    return lines
 
 
 def splice(path: Path, text: str) -> None:

@@ -156,6 +156,7 @@ def test_results_of_several_machines_become_one_table(tmp_path: Path) -> None:
     assert "| m | 1024 | **6.00** / 5.00 (50 %) |  |" in text and "- m, decode/32x1024: no room" in text
     assert "- decode and online: at most 0.95 of vllm's time in 0 of 1 cells, more than vllm's in 1\n" in text
     assert "prefill: at most" not in text, "none was measured"
+    assert "| m, decode/8x1024 | 1.200 | 50 % | 60 % | 63 % |" in text, "what the aim would be of the roofline"
     docs = tmp_path / "docs.md"
     docs.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
     splice(docs, text)
