@@ -24,7 +24,7 @@ SUITE="tests/gpu/test_states_gpu.py tests/gpu/test_local_gpu.py tests/gpu/test_r
        tests/gpu/test_triton_gpu.py tests/gpu/test_experts_gpu.py tests/gpu/test_sampler_gpu.py tests/gpu/test_small_linear_gpu.py
        tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py tests/attn_ops/ops/test_lora_rows.py
        tests/attn_ops/ops/test_lora_linear.py
-       tests/attn_ops/backends/test_triton_schedule.py tests/attn_ops/kernels/test_select.py
+       tests/attn_ops/backends/test_triton_schedule.py tests/attn_ops/backends/test_triton_merge.py tests/attn_ops/kernels/test_select.py
        tests/gpu/test_zoo_gpu.py tests/gpu/test_flashinfer_gpu.py tests/gpu/test_hybrid_gpu.py tests/gpu/test_kv_quant_gpu.py
        tests/gpu/test_kv_scales_gpu.py tests/gpu/test_qlora_gpu.py tests/gpu/test_encoder_attention_gpu.py
        tests/gpu/test_logprobs_gpu.py tests/gpu/test_compile_ahead_gpu.py tests/gpu/test_bench_attention_gpu.py
