@@ -221,5 +221,11 @@ def _pdl_setting() -> bool | None:
 
 
 @functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is a GPU of an H200's architecture: launch parameters measured there run there as well."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.cache
 def _has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -14,7 +14,8 @@ Of MLA on the latent cache there are pairs too: the first backend for prefills a
 for decodes, at that one's times. A pair must be PAIRED times as fast.
 
 A shape that was not measured uses the times of the nearest one that was: the same dtypes, page size, layout and features, at
-most NEAR powers of two away in query heads per key head and head dims together. A latent vector is longer than any transfer
+most NEAR powers of two away in query heads per key head and head dims together, with a window or chunk at most half or twice as
+long. A latent vector is longer than any transfer
 from memory, so of latent caches another page size is only half a power of two away for each factor of two.
 """
 
@@ -269,10 +270,17 @@ def comparable(rows: list[Measurement], usable: Sequence[AttentionBackend], shap
     for backend in usable:
         now = versions(backend)
         for row in rows:
-            if row.backend == backend.name and row.shape.distance(shape) <= NEAR and (row.torch, row.packages) == now:
+            if row.backend == backend.name and row.shape.distance(shape) <= NEAR and (row.torch, row.packages) == now \
+                    and _reach_is_near(row.variant, variant):
                 alike.setdefault((row.shape, *row.variant), {})[backend.name] = row
     return alike.get((shape, *variant)) or min(
         alike.values(), key=lambda by: (next(iter(by.values())).shape.distance(shape), -len(by)), default={})
+
+
+def _reach_is_near(one: Sequence[Any], two: Sequence[Any]) -> bool:
+    """Whether windows and chunks of two variants are within a factor of two: kernels read whole tiles of keys, of which a short
+    window is a small part."""
+    return all(a == b or (a and b and 0.5 <= a / b <= 2) for a, b in zip(one[1:], two[1:], strict=True))
 
 
 def _unmeasured(rows: list[Measurement], backend: AttentionBackend, shapes: list[ShapeClass]) -> str:

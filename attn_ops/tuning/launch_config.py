@@ -79,15 +79,18 @@ def wide_configs(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dty
 
 
 def wide_memory(config: Config, codes: torch.dtype | None) -> int:
-    """Bytes of shared memory of a program of the wide kernels."""
+    """Bytes of shared memory of a program of the wide kernels on a Hopper GPU. Others may need up to 27 KB more for int4, and
+    less for codes of a byte."""
     bytes_w = config.block_n * config.block_k // (2 if codes == INT4 else 1)
     return config.num_stages * (bytes_w + config.block_m * config.block_k * 2)
 
 
 def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None = None,
             wide: torch.device | None = None) -> Config:
-    """Parameters for what was not measured. ``wide``: those of the wide kernels too, for this device."""
-    if codes is not None and wide is not None and (found := wide_configs(num_tokens, n, k, swiglu, codes, wide)):
+    """Parameters for what was not measured. ``wide``: those of the wide kernels too, for this device, unless it is a GPU of
+    another architecture than the model of their times."""
+    modelled = wide is not None and (wide.type != "cuda" or host.is_hopper(wide))
+    if codes is not None and wide is not None and modelled and (found := wide_configs(num_tokens, n, k, swiglu, codes, wide)):
         return found[0]
     if codes is not None:
         if num_tokens > 32:

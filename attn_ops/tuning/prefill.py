@@ -31,6 +31,7 @@ from quire.attn_ops.tuning.attention import Measurement, ShapeClass, comparable,
 #: A backend serves prefills beside another only where it takes at most this part of the other's time. A fit is off by 6 %.
 WINS = 0.95
 POINTS = 4  # that a fit of three terms needs; one of four needs two more
+HALVED = 0.5  # of the error without ``host``, for it to be believed
 EAGER = " without a graph"  # ends the name of a prefill that was measured so
 _POINT = re.compile(r"(\d+)x(\d+)(?:\+(\d+))?")  # sequences x new tokens + tokens computed before
 
@@ -83,27 +84,34 @@ class PrefillTime(NamedTuple):
 
 
 def fit(measured: Sequence[tuple[Work, float]]) -> PrefillTime | None:
-    """Least squares of the relative error, no term below zero; None for fewer than POINTS points. With two points more, also of
-    times that are ``host`` for the two or three shortest."""
+    """Least squares of the relative error, no term below zero; None for fewer than POINTS points. With two points more, the two
+    or three shortest times may be ``host``, if that halves the error: a term more always takes some of it."""
     if len(measured) < POINTS:
         return None
-    count, bounds = (4, (0, 2, 3)) if len(measured) >= POINTS + 2 else (3, (0,))
+    count, bounds = (4, (2, 3)) if len(measured) >= POINTS + 2 else (3, ())
     ordered = sorted(measured, key=lambda each: each[1])
+    found, error = _fitted(ordered, count, 0)
+    bounded = [_fitted(ordered, count, bound) for bound in bounds]
+    best, least = min(bounded, key=lambda each: each[1], default=(found, error))
+    return best if least <= HALVED * error else found
+
+
+def _fitted(ordered: Sequence[tuple[Work, float]], count: int, bound: int) -> tuple[PrefillTime, float]:
+    """The first ``count`` terms for times in ascending order, of which the first ``bound`` are the host's; and the error, the
+    norm of all relative ones."""
     times = np.array([us for _, us in ordered])
     terms = np.array([[1.0, *of][:count] for of, _ in ordered])
-    best, least = PrefillTime(0.0, 0.0, 0.0), np.inf
-    for bound, size in itertools.product(bounds, range(1, count + 1)):
-        host = float(np.exp(np.log(times[:bound]).mean())) if bound else 0.0
-        if bound and size >= len(times) - bound:
-            continue  # as many terms as points: these say nothing of the error
+    host = float(np.exp(np.log(times[:bound]).mean())) if bound else 0.0
+    best, least = np.zeros(count), np.inf
+    for size in range(1, min(count, len(times) - bound - 1 if bound else count) + 1):  # fewer terms than points
         for some in itertools.combinations(range(count), size):
             found = np.zeros(count)
             relative = terms[bound:, some] / times[bound:, None]
             found[list(some)] = np.linalg.lstsq(relative, np.ones(len(relative)), rcond=None)[0]
-            error = float(((np.maximum(terms @ found, host) / times - 1) ** 2).sum())
+            error = float(np.linalg.norm(np.maximum(terms @ found, host) / times - 1))
             if (found >= 0).all() and error < least:
-                best, least = PrefillTime(*map(float, found))._replace(host=host), error
-    return best
+                best, least = found, error
+    return PrefillTime(*map(float, best))._replace(host=host), least
 
 
 def of_measurement(row: Measurement, ending: str = "") -> list[tuple[Work, float]]:

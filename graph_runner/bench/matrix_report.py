@@ -152,8 +152,8 @@ def markdown(result: dict[str, Any], rival: str = "vllm") -> str:
     if reached := list(filter(None, (_reached(kind, found, rival) for kind in AIMS))):
         text += [*reached, ""]
     if missed := _missed(found):
-        text += [f"Cells above these aims: quire's time as a part of {rival}'s, and the share of the roofline that both reach, and "
-                 "that the aim would be. An aim near or above 100 % is beyond what the GPU can do:", "",
+        text += [f"Cells above these aims: quire's time as a part of {rival}'s, and the share of the roofline that both reach, "
+                 "and that the aim would be. An aim near or above 100 % is beyond what the GPU can do:", "",
                  *markdown_table(["", f"of {rival}'s time", "quire", rival, "aim"], missed)]
     if shapes:
         steps = [[model, str(context), *(_cell(by_key.get((model, f"decode/{b}x{context}", ""))) for b in batches)]

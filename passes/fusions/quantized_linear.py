@@ -17,7 +17,8 @@ Later passes fuse siblings (passes/fusions/projections.py), and SwiGLU and resid
 codes are read from the parameter at every call, or are views of fused ones, so in-place updates are seen.
 
 Left to Inductor or torchao: quantized activations, groups smaller than a row or, of int4, than 128 columns, zero points of
-int8, other layouts of int4, GPUs on which the kernel for int4 was not measured, and CPUs, where Inductor's kernels are faster.
+int8, other layouts of int4, int4 on GPUs of an architecture on which its kernel was not measured, and CPUs, where Inductor's
+kernels are faster.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from quire.attn_ops.kernels import host
 from quire.attn_ops.ops.small_linear import QUANTIZED_WEIGHT_DTYPES, small_linear
 from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS
 from quire.attn_ops.tuning.launch_config import INT4, measured
 from quire.passes.fake_values import compute_value
 from quire.passes.fusions.base import Fusion, bias_of
 from quire.passes.fx import LINEAR, is_function, replace_node, value
-
-HOPPER = (9, 0)
 
 
 def wanted(weight: torch.Tensor) -> bool:
@@ -44,7 +44,7 @@ def wanted(weight: torch.Tensor) -> bool:
 
 def wanted_int4(weight: torch.Tensor) -> bool:
     """Whether quire's kernel for int4 was measured on that kind of GPU, or on one of its architecture, an H200."""
-    return measured(weight.device, INT4) or torch.cuda.get_device_capability(weight.device) == HOPPER
+    return measured(weight.device, INT4) or host.is_hopper(weight.device)
 
 
 def by_rows(weight: Any) -> bool:

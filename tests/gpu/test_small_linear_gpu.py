@@ -66,7 +66,10 @@ def test_every_parameter_set(key) -> None:
         args = arguments(tokens, rows, k, swiglu) if codes is None else quantized(tokens, rows, k, swiglu, codes)
         for given in (args, (*args[:3], None, *args[4:])) if codes is not None else (args,):  # the wide kernels have no norm
             truth = ops.small_linear_eager(*[wide(a) for a in given])
-            found = ops.small_linear_cuda(*given, config=config)
+            try:
+                found = ops.small_linear_cuda(*given, config=config)
+            except OutOfResources:
+                pytest.skip("parameters of another GPU, for which this one lacks the shared memory")
             assert error(found, truth) <= 2 * error(ops.small_linear_eager(*given), truth)
 
 

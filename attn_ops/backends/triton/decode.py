@@ -165,7 +165,7 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
              and not any(n % 4 for n in (layout.dim_v, v_offset, *layout.v)))
     rows, split = next_power_of_2(per_block, 16 if params.dot else 1), programs > slots
     # Few of many slots have parts to merge; more at a time would cost all programs registers, and a fourth per multiprocessor.
-    # From 1024 numbers per part on, one at a time is faster (h200_decode_merge.json).
+    # From 1024 numbers per part on, one at a time is faster, with few exceptions at 1024 (h200_decode_merge.json).
     numbers, most = merge_rows * dim_v, 2048 if scheduled else 8192
     merge_step = 1 if numbers >= 1024 else max(1, min(16, most // numbers))
     tile = DecodeTile(blocks, per_block, rows, by_row, split, params.dot, words, params.block_n, params.stages, merge_rows,

@@ -83,12 +83,7 @@ def possible(dims: tuple[int, int], dtype: torch.dtype, window: int | None, chun
         return False
     if any(host.next_power_of_2(d, 16) not in (64, 128, 256) for d in dims):
         return False
-    return mode == "always" or (device.type == "cuda" and _measured(device))
-
-
-@functools.cache
-def _measured(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+    return mode == "always" or host.is_hopper(device)
 
 
 def seconds(query_lens: np.ndarray, seq_lens: np.ndarray, heads: int, kv_heads: int, dims: tuple[int, int], cache_bytes: int,

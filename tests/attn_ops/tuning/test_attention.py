@@ -96,6 +96,15 @@ def test_a_shape_that_nobody_measured_goes_by_the_nearest() -> None:
     assert select(dataclasses.replace(small, head_dim=80, head_dim_v=80)).backend is first
 
 
+def test_a_window_goes_by_one_of_about_its_length() -> None:
+    """Kernels read whole tiles of keys: what is fastest for 4096 keys says nothing of 128."""
+    first, second = make("first", 0), make("second", 1)
+    long = dataclasses.replace(WINDOWED, window=4096)
+    tuning.save([row(first, 9.0, long), row(second, 1.0, long)])
+    for window, expected in ((4096, second), (2048, second), (8192, second), (2000, first), (512, first), (8200, first)):
+        assert select(dataclasses.replace(long, window=window)).backend is expected, window
+
+
 def test_a_backend_asked_for_by_name_is_not_replaced() -> None:
     slow, fast = make("slow", 0), make("fast", 1)
     tuning.save([row(slow, 12.0), row(fast, 8.0)])

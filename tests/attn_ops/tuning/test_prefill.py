@@ -62,6 +62,9 @@ def test_a_host_that_launches_slowly_says_nothing_of_long_prompts() -> None:
     assert found is not None and found.host == pytest.approx(150.0)
     assert [found.us(of) for of in works] == pytest.approx([truth.us(of) for of in works], rel=1e-6)
     assert found.us(Work(300.0, 0.0, 1.0)) == pytest.approx(40.0 + 1.8 * 300.0, rel=1e-6)
+    noisy = [(of, PrefillTime(40.0, 1.8, 0.0).us(of) * (1.02 if i % 2 else 0.98)) for i, of in enumerate(works)]
+    found = fit(noisy)
+    assert found is not None and not found.host, "noise of short times is no host"
 
 
 def test_the_rule_takes_the_measured_class_or_the_nearest(monkeypatch) -> None:

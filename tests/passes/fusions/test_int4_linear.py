@@ -119,11 +119,11 @@ def test_what_the_kernel_does_not_read_is_left_to_torchao() -> None:
 def test_only_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """On another kind of GPU torchao's kernel may be the faster one; GPUs of an H200's architecture run the same code."""
     found, _ = quantized(nn.Linear(256, 32).weight)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(quantized_linear.host, "is_hopper", lambda device: False)
     monkeypatch.setattr(launch_config, "known", lambda device: {"8x64x64 int8": [1, 2, 3, 4]})
     assert not wanted_int4(found)
     monkeypatch.setattr(launch_config, "known", lambda device: {"8x64x64 int4": [1, 2, 3, 4]})
     assert wanted_int4(found)
     monkeypatch.setattr(launch_config, "known", lambda device: {})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(quantized_linear.host, "is_hopper", lambda device: True)
     assert wanted_int4(found)
