@@ -195,7 +195,7 @@ def test_the_rule_counts_how_often_a_key_is_read() -> None:
 
 def test_an_engine_counts_time_and_memory(monkeypatch) -> None:
     """Of layers without a window, on GPUs where it was measured; else nothing."""
-    monkeypatch.setattr(extend_route.host, "is_hopper", lambda device: True)
+    monkeypatch.setattr(extend_route.host, "is_hopper", lambda device: device.type == "cuda")
     monkeypatch.setattr(extend_route.host, "num_sms", lambda device: 132)
     cuda, lens = torch.device("cuda", 0), (np.array([8192, 1]), np.array([16384, 900]))
     site = AttentionSite(layer=0, num_heads=32, num_kv_heads=8, head_dim=128, head_dim_v=128, dtype=torch.bfloat16, scale=1.0)
