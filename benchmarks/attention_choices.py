@@ -2,10 +2,11 @@
 ``benchmarks/attention_grid.py`` (its rows of quire's backends, without windows and quantized caches) and of ``python
 benchmarks/backend_kernels.py mla``.
 
-    cd benchmarks && python attention_choices.py results/h200_attention.json results/h200_mla.json
+    cd benchmarks && python attention_choices.py results/h200_{attention,mla,attention_windows}.json
 
 The content of the given files replaces the old content; times of a later file replace those of an earlier one for the same
-backend and shape. Only plain causal attention, and MLA, are supported so far.
+backend and shape. Of plain causal attention and MLA; of other layers from what ``quire bench attention --save`` kept, since a
+result does not say how long a window is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.attn_ops.registry import all_backends, get_backend
-from quire.attn_ops.tuning.attention import LATENT, STORE, Measurement, ShapeClass, save
+from quire.attn_ops.tuning.attention import LATENT, STORE, Measurement, ShapeClass, load, save
 
 #: Names of packages in an environment's versions, where they differ.
 CALLED = {"flashinfer-python": "flashinfer"}
@@ -26,6 +27,8 @@ CALLED = {"flashinfer-python": "flashinfer"}
 def measurements(path: Path) -> list[Measurement]:
     """One per backend in a results file. Raises ValueError for sites that need more than plain attention."""
     content = json.loads(path.read_text())
+    if "format" in content:  # what --save kept
+        return list(load(path))
     environment, rows = content.get("conditions") or content["environment"], content["rows"]  # older files of the grid
     if "kv_heads" in environment:
         return grid(environment, rows)

@@ -13,7 +13,7 @@ from quire.attn_ops.tuning.attention import STORE, load
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 #: In the order of the command in attention_choices.py: later times replace earlier ones.
-RESULTS = [BENCHMARKS / "results" / f"h200_{name}.json" for name in ("attention", "mla")]
+RESULTS = [BENCHMARKS / "results" / f"h200_{name}.json" for name in ("attention", "mla", "attention_windows")]
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def measurements() -> Any:
 
 def test_what_ships_is_what_was_measured(measurements: Any) -> None:
     found = {one.identity: one for path in RESULTS for one in measurements(path)}
-    assert len(found) == 6 and load(STORE.shipped) == tuple(found.values())
+    assert len(found) == 10 and load(STORE.shipped) == tuple(found.values())
 
 
 def test_the_grid_becomes_measurements(measurements: Any, tmp_path: Path) -> None:
