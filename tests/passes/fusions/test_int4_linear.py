@@ -105,14 +105,44 @@ def _is_int4(node: fx.Node) -> bool:
     return len(node.args) > 7 and node.args[1].meta["example_value"].dtype == torch.int32  # type: ignore[union-attr]
 
 
-def test_what_the_kernel_does_not_read_is_left_to_torchao() -> None:
-    """Groups within a tile, rows that fill no tile, a scale of the activations: the kernel would compute something else."""
-    linear = nn.Linear(256, 32)
-    found, _ = quantized(linear.weight)
-    assert packed_int4(found) and not packed_int4(linear.weight)
-    assert not packed_int4(quantized(linear.weight, 64)[0])
-    assert not packed_int4(quantized(nn.Linear(192, 32).weight)[0])
-    found.act_pre_scale = torch.ones(256)
+def without(what: str) -> Any:
+    """A packed weight of 32 x 256, but for one thing that the kernel relies on."""
+    if what == "whole tiles of columns":
+        return quantized(nn.Linear(192, 32).weight)[0]
+    if what == "groups of whole tiles":
+        return quantized(nn.Linear(256, 32).weight, 64)[0]
+    found, _ = quantized(nn.Linear(256, 32).weight)
+    codes, pairs, shape = found.qdata, found.scale_and_zero, found.shape
+    if what == "no scale of the activations":
+        found.act_pre_scale = torch.ones(256)
+        return found
+    if what == "whole tiles of rows":
+        pairs, shape = torch.cat([pairs, pairs[:, :4]], 1), torch.Size((36, 256))
+    elif what == "eight inner tiles":
+        codes, pairs = codes.reshape(codes.shape[0], -1, 32, 2), torch.cat([pairs, pairs])
+    elif what == "adjacent codes":
+        codes = torch.stack([codes, codes], -1)[..., 0]
+    elif what == "scales in bfloat16":
+        pairs = pairs.float()
+    elif what == "adjacent scales":
+        pairs = torch.stack([pairs, pairs], -1)[..., 0]
+    elif what == "a scale per row":
+        pairs = pairs[:, :8].contiguous()
+    return Int4TilePackedTo4dTensor(codes, pairs, [1, GROUP], shape)
+
+
+@pytest.mark.parametrize("what", [
+    "whole tiles of columns", "groups of whole tiles", "whole tiles of rows", "no scale of the activations",
+    "eight inner tiles", "adjacent codes", "scales in bfloat16", "adjacent scales", "a scale per row"])
+def test_what_the_kernel_does_not_read_is_left_to_torchao(what: str) -> None:
+    """It would compute something else, and nobody would know."""
+    assert packed_int4(without("nothing")) and not packed_int4(without(what))
+
+
+def test_other_tensors_are_no_packed_weights() -> None:
+    found = without("nothing")
+    assert not packed_int4(nn.Linear(256, 32).weight)
+    found.__class__ = type("Int4TilePackedTo4dTensor", (Int4TilePackedTo4dTensor,), {"__module__": "elsewhere"})
     assert not packed_int4(found)
 
 

@@ -137,6 +137,24 @@ def test_what_is_quantized_otherwise_is_left_alone() -> None:
     assert not by_rows(wide[0].weight)  # float32: the kernels are for half of it
 
 
+@pytest.mark.parametrize("what", ["scales of groups", "codes by columns", "scales in bfloat16", "codes of two bytes"])
+def test_codes_and_scales_of_other_forms_are_left_to_torchao(what: str) -> None:
+    """The kernels would read other numbers."""
+    layer = nn.Sequential(nn.Linear(64, 32).to(torch.bfloat16))
+    torchao.quantize_(layer, torchao.Int8WeightOnlyConfig(set_inductor_config=False))
+    weight = layer[0].weight
+    assert by_rows(weight)
+    if what == "scales of groups":
+        weight.scale = weight.scale.expand(32, 2).contiguous()
+    elif what == "codes by columns":
+        weight.qdata = weight.qdata.t().contiguous().t()
+    elif what == "scales in bfloat16":
+        weight.scale = weight.scale.to(torch.bfloat16)
+    else:
+        weight.qdata = weight.qdata.short()
+    assert not by_rows(weight)
+
+
 def test_not_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     paged = PagedModel(quantized("Int8WeightOnlyConfig"), QuireOptions(compiler="eager", fusions="all"))
