@@ -300,7 +300,7 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
             lora_of_tokens, tokens, sizes, rank, adapters, every, own)
     for (name, sizes, swiglu), (rank, tokens), own in product(
             (("qkv", (4096, 1024, 1024), False), ("gate_up", (14336, 14336), True), ("o", (4096,), False)),
-            ((16, 1), (16, 16), (16, 32), (128, 32)), (torch.bfloat16, torch.float32)):
+            ((16, 1), (16, 16), (16, 32), (128, 32), (16, 128)), (torch.bfloat16, torch.float32)):
         yield f"lora linear {name} {rank} {tokens} {own}", partial(lora_layer, tokens, sizes, swiglu, rank, own, rank > 16)
     for (rows, vocabulary, pdl), dtype, filtered in product(((1, 128256, True), (256, 50257, False)), (HALF, FULL),
                                                              (False, True)):

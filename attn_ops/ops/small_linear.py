@@ -149,7 +149,8 @@ def small_linear_cuda(
     pointers = (x2, weight, scale, bias, norm_weight, res, out)
     rows = -(-n // each)
     if lora is not None:
-        options["LORA"] = tiles = adapter_tiles(lora, n, config, swiglu, norm_weight is not None)
+        options["LORA"] = tiles = adapter_tiles(lora, n, config, min(padded(m), MAX_TOKENS_PER_TILE), swiglu,
+                                                        norm_weight is not None)
         rows += tiles.adapters * (tiles.block_r // tiles.ranks) * tiles.parts * max(1, padded(m) // tiles.first_t)
     if m == 1 and (scale is None or config.block_n < 16):
         launch(kernels.vector_kernel, (rows,), *pointers, n, k, weight.stride(0), eps, lora, **options)
@@ -167,22 +168,24 @@ def small_linear_cuda(
             launch(kernels.tile_kernel, (*grid, config.splits), *pointers[:-1], sums, *sizes, lora, each, BLOCK_M=block_m,
                    SPLITS=config.splits, **options)
             block_m, block_n, of_adapters = (4, 256, {}) if lora is None else (16, 64, {
-                "LORA": adapter_tiles(lora, n, Config(64, 1, 4, 1), False, False)})
+                "LORA": adapter_tiles(lora, n, Config(64, 1, 4, 1), 16, False, False)})
             launch(kernels.add_up_kernel, (-(-n // block_n), -(-m // block_m)), sums, scale, bias, res, out, m, n, sizes[-2],
                    lora, BLOCK_M=block_m, BLOCK_N=block_n, SPLITS=config.splits, pdl=pdl, **of_adapters)
     return out.view(*x.shape[:-1], width)
 
 
-def adapter_tiles(lora: host.Adapters, n: int, config: Config, swiglu: bool, norm: bool) -> host.AdapterTiles:
-    """How the programs of a layer of n columns, launched with ``config``, compute ``lora``. Those of first products take as
-    much shared memory as the others do, unless two iterations need more, so that as many run at once as without adapters."""
+def adapter_tiles(lora: host.Adapters, n: int, config: Config, tokens: int, swiglu: bool, norm: bool) -> host.AdapterTiles:
+    """How the programs of a layer of n columns, launched with ``config`` for ``tokens`` tokens each, compute ``lora``. Those of
+    first products take as much shared memory as the others do, unless two iterations need more, so that as many run at once as
+    without adapters."""
     return _adapter_tiles(tuple(lora.shrunk.shape), lora.starts, lora.sizes, all(place == EVERY for place in lora.places),
-                          tuple(up.dtype for up in lora.b), n, config, swiglu, norm)
+                          tuple(up.dtype for up in lora.b), n, config, tokens, swiglu, norm)
 
 
 @functools.lru_cache(maxsize=1024)
 def _adapter_tiles(shrunk: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, ...], every: bool,
-                   dtypes: tuple[torch.dtype, ...], n: int, config: Config, swiglu: bool, norm: bool) -> host.AdapterTiles:
+                   dtypes: tuple[torch.dtype, ...], n: int, config: Config, tokens: int, swiglu: bool, norm: bool
+                   ) -> host.AdapterTiles:
     """Of a prompt each layer asks for the same."""
     adapters, parts, t, block_r = shrunk
     block_n, num_warps, operands = config.block_n, config.num_warps, 2 if swiglu else 1
@@ -191,6 +194,8 @@ def _adapter_tiles(shrunk: tuple[int, ...], starts: tuple[int, ...], sizes: tupl
     block_q = min(block_r, 32 if per <= 2 else 16)
     first = (1, 2, 1, 1) if t == 1 else host.first_tiles(t, block_r, num_warps, memory_of(config, t, swiglu))
     held = max(1, min(per, 1024 * num_warps // (block_q * block_n * operands)))  # 32 numbers per thread
+    if per > 1 and block_n * tokens * operands >= 128 * 32 * num_warps:  # the sums leave no registers (h200_lora_beside.json)
+        held = 0
     # A large loop with a norm has no registers left for what is kept meanwhile: qkv's of 32 tokens took 3 to 5 us more
     # (h200_lora_linear_early.json).
     early = not norm or padded(t) * config.block_k // (32 * num_warps) <= 32
