@@ -75,8 +75,8 @@ def times(name: str, tokens: int, own: torch.dtype, rank: int, adapters: int) ->
 
 #: Of second and of first products, as of RowsTiles: the latter within the launch of the former, and in one of their own.
 SECOND = [(32, 64, 4), (64, 64, 4), (32, 32, 4), (32, 128, 8)]
-WITHIN = [(32, 8, 4), (32, 4, 4)]
-APART = [(64, 8, 2), (64, 16, 2), (64, 32, 2), (64, 64, 2), (32, 16, 3), (128, 2, 3)]
+WITHIN = [(32, 8, 4), (32, 16, 4), (32, 4, 4), (16, 8, 4), (16, 16, 4)]
+APART = [(64, 2, 3), (64, 8, 3), (128, 2, 3)]
 WHOLE = [Config(*c) for c in itertools.chain(
     itertools.product([64], [128, 64], [4], [6, 4], [1, 2]), itertools.product([128], [64], [8], [4], [1, 2]))]
 
@@ -122,9 +122,8 @@ def tile_times(model: str, name: str, tokens: int, own: torch.dtype, rank: int, 
         tiles: list[RowsTiles | Config | Parts] = [Parts(count) for count in (1, 2, 4, 8)]
     else:
         chosen = large_tiles(tokens, k, n, swiglu, a[0], b[0], starts)
-        tiles = [*(RowsTiles(*second, 64, 16, 2, True) for second in SECOND),
-                 *(RowsTiles(*SECOND[0], *first, True) for first in APART if first[1] <= k // 64),
-                 *(RowsTiles(*SECOND[0], *first) for first in WITHIN if tokens <= 512),
+        first = [(*each, True) for each in APART] if tokens > 512 else WITHIN
+        tiles = [*(RowsTiles(*second, *first[0]) for second in SECOND), *(RowsTiles(*SECOND[0], *each) for each in first[1:]),
                  *(WHOLE if tokens <= MAX_TOKENS_PER_TILE else [])]
     swiglu_of = torch.compile(lambda y: F.silu(y[:, : sizes[0]]) * y[:, sizes[0] :], dynamic=False)
 

@@ -15,6 +15,7 @@ decode steps are bound by. Prefill is bound by products that fill the GPU alone.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ import torch
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, BackendFamily, CudagraphSupport, define_paged_op
 from quire.attn_ops.composite import check_every_step, op_name
-from quire.attn_ops.kernels.launch import is_recording, second_stream
+from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.metadata import CommonAttentionMetadata
@@ -97,6 +98,12 @@ class TwoBatches:
         plan.step = weakref.ref(step)
 
 
+@functools.cache
+def _stream(index: int, recorded: bool) -> torch.cuda.Stream:
+    """The second half's; while a graph is recorded another one, so that no other thread's work is recorded with it."""
+    return torch.cuda.Stream(index)
+
+
 def _op(base: AttentionBackend, name: str) -> Callable[..., torch.Tensor]:
     def part(q: Any, caches: Any, tables: Any, sinks: Any, rows: slice, tokens: slice, child: Step | None, options: Any
              ) -> torch.Tensor:
@@ -129,7 +136,8 @@ def _op(base: AttentionBackend, name: str) -> Callable[..., torch.Tensor]:
             for half in halves:
                 out[half[1]] = part(*arguments, *half, options)
             return out
-        current, side = torch.cuda.current_stream(q.device), second_stream(q.device)
+        current = torch.cuda.current_stream(q.device)
+        side = _stream(q.device.index, torch.cuda.is_current_stream_capturing())
         side.wait_stream(current)
         with torch.cuda.stream(side):  # both streams use only tensors that live until they are joined
             out[halves[1][1]] = part(*arguments, *halves[1], options)

@@ -144,32 +144,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def second_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream for work that runs beside what the current stream does; another one while a CUDA graph is recorded, so that no
-    other thread's work is recorded with it. ``device``: with an index."""
-    return _second_stream(device.index, torch.cuda.is_current_stream_capturing())
-
-
-@functools.cache
-def _second_stream(index: int, recorded: bool) -> torch.cuda.Stream:
-    return torch.cuda.Stream(index)
-
-
-def beside(device: torch.device, first: Callable[[], Any], then: Callable[[], Any]) -> Any:
-    """``first()``, then the result of ``then()``. In a CUDA graph the two run side by side, and what comes later runs after
-    both; elsewhere that would cost the host more than it saves. ``first`` must not allocate memory."""
-    if device.type != "cuda" or is_recording() or not torch.cuda.is_current_stream_capturing():
-        first()
-        return then()
-    current, second = torch.cuda.current_stream(device), second_stream(device)
-    second.wait_stream(current)
-    with torch.cuda.stream(second):
-        first()
-    found = then()
-    current.wait_stream(second)
-    return found
-
-
 _fixed: set[int] = set()
 
 

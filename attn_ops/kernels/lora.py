@@ -6,8 +6,8 @@ because GPUs start the programs of a launch in the order of their numbers: those
 for nobody. CUDA does not promise that order; stream-K products and scans by look-back rely on it, too. First products take a
 fraction of the others' time, so that hardly anyone waits. Each launch has a counter of its own, which its forward has zeroed
 (``lora_counters``). One token has too short programs for that: a second launch adds its ``B (A x)``. ``rows_kernel`` and
-``finish_kernel`` do the same for several tokens behind products of other libraries. First products have a launch of their own
-where such a product runs beside it (``launch.beside``), and for long prompts, where a launch costs little.
+``finish_kernel`` do the same for several tokens beside products of other libraries. Of long prompts, where a launch costs
+little, first products have one of their own.
 """
 
 from __future__ import annotations
@@ -57,18 +57,6 @@ def rows_shrink_all_kernel(x, lora, t, k, x_stride, LORA: tl.constexpr, RANKS: t
         wait_for_products()
     at_token = ((i * LORA.parts + part)[:, None] * t + tokens[None, :]).to(tl.int64) * LORA.block_r + r[:, None]
     tl.store(lora.shrunk + at_token, total, mask=(i < ADAPTERS)[:, None] & (tokens < t)[None, :])
-
-
-@triton.jit
-def rows_sum_kernel(shrunk, out, size, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Program (adapter, block of ``size`` numbers): adds up the adapter's parts in ``shrunk`` (adapters, PARTS, size), always
-    in the same order, to ``out`` (adapters, size)."""
-    wait_for_previous(PDL)
-    let_next_start(PDL)
-    adapter, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    parts = (adapter * PARTS + tl.arange(0, PARTS))[:, None] * size + at[None, :]
-    total = tl.sum(tl.load(shrunk + parts, mask=(at < size)[None, :], other=0.0, cache_modifier=".cg"), 0)
-    tl.store(out + adapter * size + at, total, mask=at < size)
 
 
 @triton.jit

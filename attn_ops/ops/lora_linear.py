@@ -6,8 +6,7 @@ LoRA (Hu et al., 2021) adds ``B A x * scaling`` to ``W x``. The first products, 
 kernel that computes ``W x`` (``small_linear``, which folds in the norm before the layer, SwiGLU and the residual); its others
 wait for them and add ``B A x``: see NOTE [First products in the same launch] in attn_ops/kernels/lora.py. For one token a
 second, small kernel does; it also does where cuBLAS computes ``W x``, which is faster for most layers of more than 64 tokens
-(``large_tiles``). There first products run beside cuBLAS's in a CUDA graph, and before it elsewhere. The adapters' own
-parameters are read, so changes in place are seen.
+(``large_tiles``), and there has the first products, too. The adapters' own parameters are read, so changes in place are seen.
 
 In half precision on CUDA; elsewhere the op runs its eager definition.
 """
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.attn_ops.kernels import host
-from quire.attn_ops.kernels.launch import beside, launch
+from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
 from quire.attn_ops.ops.lora_counters import next_counter
 from quire.attn_ops.ops.lora_rows import (
@@ -30,12 +29,10 @@ from quire.attn_ops.ops.lora_rows import (
     adapters_fit,
     adapters_for,
     adapters_per_layer,
-    first_programs,
     first_stages,
     launch_first,
     lora_rows_eager,
     rows_tiles,
-    side_by_side,
 )
 from quire.attn_ops.ops.small_linear import (
     MAX_TOKENS,
@@ -47,8 +44,6 @@ from quire.attn_ops.ops.small_linear import (
 )
 from quire.attn_ops.tuning.launch_config import Config, by_rule, config_for
 
-#: Most tokens whose first products run beside cuBLAS's product in so many parts that a launch adds them up.
-MAX_TOKENS_BESIDE = 512
 #: a, b, starts, scaling and bits of ``lora_linear_eager``.
 _OfAdapters = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[int], Sequence[float], Sequence[int]]
 
@@ -109,7 +104,7 @@ def lora_linear_cuda(
     if t > MAX_TOKENS:
         tiles = tiles or large_tiles(t, k, n, swiglu, a, b, starts)
         if isinstance(tiles, RowsTiles):
-            return _large(x2, weight, bias, residual, swiglu, of_adapters, tiles, pdl, counters)
+            return _finished(F.linear(x2, weight, bias), x2, residual, swiglu, of_adapters, tiles, pdl, counters)
         config = tiles
     else:
         config = config_for(t, rows, k, swiglu, x.device) or by_rule(t, rows, k, swiglu)
@@ -136,15 +131,14 @@ def large_tiles(t: int, k: int, n: int, swiglu: bool, a: Sequence[Tensor], b: Se
         stages = min(config.num_stages, memory // memory_of(config._replace(num_stages=1), t, swiglu))
         if stages >= 3:  # with fewer, loads would not be on their way early enough
             return config._replace(num_stages=stages)
-    tiles = rows_tiles(t, k, per, a, swiglu)
-    return tiles if t > MAX_TOKENS_BESIDE else beside_tiles(tiles, t, k, a)
+    return rows_tiles(t, k, per, a, swiglu)
 
 
 def one_launch(t: int, k: int, n: int, swiglu: bool) -> Config | None:
     """For t > MAX_TOKENS tokens, k inputs and n outputs: parameters of ``small_linear``'s kernel where it is faster than cuBLAS
     and a launch for the adapters: to 64 tokens, and with SwiGLU to 128 where its programs fill an H200. Layers of few outputs
     split the columns. Chosen by times of the layers of llama-8b, llama-1b and qwen3-0.6b, with one adapter and with two
-    (``h200_lora_beside.json``; ``benchmarks/lora_linear.py --tiles``)."""
+    (``h200_lora_one_launch.json``; ``benchmarks/lora_linear.py --tiles``)."""
     fills = swiglu and n >= 12288
     if t > 64:
         return Config(128, 64, 8, 4) if fills and t <= MAX_TOKENS_PER_TILE else None
@@ -153,32 +147,16 @@ def one_launch(t: int, k: int, n: int, swiglu: bool) -> Config | None:
     return Config(64, 128, 4, 6)
 
 
-def beside_tiles(tiles: RowsTiles, t: int, k: int, a: Sequence[Tensor]) -> RowsTiles:
-    """``tiles`` with first products beside cuBLAS's: short programs, whose parts a launch of its own adds up, in 32 MiB at
-    most. Measured as ``one_launch``."""
-    block_r = host.next_power_of_2(max(down.shape[0] for down in a), 16)
-    wide = side_by_side(block_r, tuple(down.dtype for down in a)) > 64  # registers
-    most = min(64, k // (256 if wide else 128), 2**23 // (len(a) * block_r * t))
-    first_t, stages = (32, 3) if wide else (64, 2)
-    return tiles._replace(block_t=32, first_t=first_t, parts=1 << max(1, most).bit_length() - 1, stages=stages, apart=True)
-
-
-def _large(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, swiglu: bool, of_adapters: _OfAdapters,
-           tiles: RowsTiles, pdl: bool, counters: Tensor | None) -> Tensor:
-    """The layer's result (1, T, n) for x (T, K), by cuBLAS's product. First products that are ``apart`` run beside it."""
-    t, n = x.shape[0], weight.shape[0] // (2 if swiglu else 1)
+def _finished(base: Tensor, x: Tensor, residual: Tensor | None, swiglu: bool, of_adapters: _OfAdapters, tiles: RowsTiles,
+              pdl: bool, counters: Tensor | None) -> Tensor:
+    """The layer's result (1, T, n) from its product ``base`` and its input, (T, N) and (T, K)."""
+    t, n = base.shape[0], base.shape[1] // (2 if swiglu else 1)
     lora = adapters_for(x.unsqueeze(0), *of_adapters, tiles.parts, None if tiles.apart else next_counter(x, counters))
     constants = adapter_tiles(lora, n, Config(tiles.block_n, 1, tiles.num_warps, 1), tiles.block_t, swiglu, False)._replace(
         first_t=tiles.first_t, ranks=min(lora.shrunk.shape[3], 32), slices=WARPS_APART if tiles.apart else tiles.num_warps,
         stages=first_stages(tiles, lora, x.element_size()))
-    if not tiles.apart:
-        return _launch_finish(F.linear(x, weight, bias), x, residual, n, swiglu, lora, constants, first_programs(constants, t),
-                              tiles, pdl)
-    sums = torch.empty_like(lora.shrunk[:, :1]) if tiles.parts > 1 and t <= MAX_TOKENS_BESIDE else None
-    base = beside(x.device, lambda: launch_first(x, lora, constants, t, sums), lambda: F.linear(x, weight, bias))
-    if sums is not None:
-        lora, constants = lora._replace(shrunk=sums), constants._replace(parts=1)
-    return _launch_finish(base, x, residual, n, swiglu, lora, constants, 0, tiles, pdl)
+    first = launch_first(x, lora, constants, tiles, t)
+    return _launch_finish(base, x, residual, n, swiglu, lora, constants, first, tiles, pdl)
 
 
 def _launch_finish(base: Tensor, x: Tensor, residual: Tensor | None, n: int, swiglu: bool, lora: host.Adapters,

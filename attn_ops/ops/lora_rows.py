@@ -36,8 +36,6 @@ MAX_ADAPTERS = 63
 MAX_KERNEL_ADAPTERS, MAX_RANK = 16, 128
 #: Warps of a program of first products in a launch of their own, and columns of an iteration that has all adapters.
 WARPS_APART, BLOCK_K = 4, 64
-#: Numbers of a program that adds up parts.
-SUM_BLOCK = 64
 #: In the place of a bit's number, to the kernels: every token has the adapter.
 EVERY = 63
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -182,9 +180,7 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
         tiles = RowsTiles(1, tiles.block_n, 4, 1, next_power_of_2(max(1, min(k // 512, 16))), 1, True)
     lora = adapters_for(x, a, b, starts, scaling, bits, tiles.parts, None if tiles.apart else next_counter(x, counters))
     constants = _constants(lora, tiles, per, x2.element_size())
-    first = 0 if tiles.apart else first_programs(constants, t)
-    if tiles.apart:
-        launch_first(x2, lora, constants, t)
+    first = launch_first(x2, lora, constants, tiles, t)
     columns = sum(-(-n // tiles.block_n) for n in sizes)
     out = bases[0].new_empty(1, t, sum(sizes))
     launch(host.kernel_module("kernels.lora").rows_kernel, (first + columns * -(-t // tiles.block_t),), x2, tuple(flat), lora,
@@ -214,24 +210,19 @@ def _constants(lora: host.Adapters, tiles: RowsTiles, per: int, item: int) -> ho
                              1 if t == 1 else first_stages(tiles, lora, item))
 
 
-def first_programs(constants: host.AdapterTiles, t: int) -> int:
-    """The number of programs that have the first products of t tokens."""
-    return constants.adapters * (constants.block_r // constants.ranks) * constants.parts * -(-t // constants.first_t)
-
-
-def launch_first(x: Tensor, lora: host.Adapters, constants: host.AdapterTiles, t: int, sums: Tensor | None = None) -> None:
-    """Start first products for x (t, K) in a launch of their own, and if ``sums`` is given another that adds up their parts."""
-    kernels, k = host.kernel_module("kernels.lora"), x.shape[1]
+def launch_first(x: Tensor, lora: host.Adapters, constants: host.AdapterTiles, tiles: RowsTiles, t: int) -> int:
+    """The number of programs of first products for x (t, K); 0 if they are in a launch of their own, which this starts."""
+    kernels, blocks, k = host.kernel_module("kernels.lora"), -(-t // tiles.first_t), x.shape[1]
+    programs = constants.adapters * (constants.block_r // constants.ranks) * constants.parts * blocks
+    if not tiles.apart:
+        return programs
     pdl, options = host.use_pdl(x.device, t), {"LORA": constants, "num_warps": WARPS_APART}
     if t > 1 and (ranks := side_by_side(constants.block_r, tuple(down.dtype for down in lora.a))):
-        launch(kernels.rows_shrink_all_kernel, (constants.parts, -(-t // constants.first_t)), x, lora, t, k, x.stride(0),
-               RANKS=ranks, BLOCK_K=BLOCK_K, pdl=pdl, **options)
+        launch(kernels.rows_shrink_all_kernel, (constants.parts, blocks), x, lora, t, k, x.stride(0), RANKS=ranks,
+               BLOCK_K=BLOCK_K, pdl=pdl, **options)
     else:
-        launch(kernels.rows_shrink_kernel, (first_programs(constants, t),), x, lora, t, k, x.stride(0), pdl=pdl, **options)
-    if sums is not None:
-        size = t * constants.block_r
-        launch(kernels.rows_sum_kernel, (constants.adapters, -(-size // SUM_BLOCK)), lora.shrunk, sums, size,
-               PARTS=constants.parts, BLOCK=SUM_BLOCK, pdl=pdl, num_warps=4)
+        launch(kernels.rows_shrink_kernel, (programs,), x, lora, t, k, x.stride(0), pdl=pdl, **options)
+    return 0
 
 
 def adapters_per_layer(starts: Sequence[int], b: Sequence[Tensor]) -> int:

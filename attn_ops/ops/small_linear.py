@@ -194,7 +194,7 @@ def _adapter_tiles(shrunk: tuple[int, ...], starts: tuple[int, ...], sizes: tupl
     block_q = min(block_r, 32 if per <= 2 else 16)
     first = (1, 2, 1, 1) if t == 1 else host.first_tiles(t, block_r, num_warps, memory_of(config, t, swiglu))
     held = max(1, min(per, 1024 * num_warps // (block_q * block_n * operands)))  # 32 numbers per thread
-    if per > 1 and block_n * tokens * operands >= 128 * 32 * num_warps:  # the sums leave no registers (h200_lora_beside.json)
+    if per > 1 and block_n * tokens * operands >= 4096 * num_warps:  # sums leave no registers (h200_lora_one_launch.json)
         held = 0
     # A large loop with a norm has no registers left for what is kept meanwhile: qkv's of 32 tokens took 3 to 5 us more
     # (h200_lora_linear_early.json).
