@@ -18,17 +18,7 @@ mkdir -p "$OUT"
 
 # The GPU suite, by how much it may find: tests of code that has seldom run on a GPU first. It takes the time that is left, and
 # later calls go on with what has not passed of these sources.
-SUITE="tests/gpu/test_states_gpu.py tests/gpu/test_local_gpu.py tests/gpu/test_requests_gpu.py tests/gpu/test_sparse_gpu.py tests/gpu/test_engine_gpu.py
-       tests/gpu/test_engine_memory_gpu.py tests/gpu/test_late_captures_gpu.py tests/gpu/test_weights_gpu.py tests/gpu/test_generate_gpu.py
-       tests/gpu/test_devices_gpu.py tests/gpu/test_packing_check_gpu.py tests/gpu/test_kept_trace_gpu.py
-       tests/gpu/test_triton_gpu.py tests/gpu/test_experts_gpu.py tests/gpu/test_sampler_gpu.py tests/gpu/test_small_linear_gpu.py
-       tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py tests/attn_ops/ops/test_lora_rows.py
-       tests/attn_ops/ops/test_lora_linear.py
-       tests/attn_ops/backends/test_triton_schedule.py tests/attn_ops/backends/test_triton_merge.py tests/attn_ops/kernels/test_select.py
-       tests/gpu/test_zoo_gpu.py tests/gpu/test_flashinfer_gpu.py tests/gpu/test_hybrid_gpu.py tests/gpu/test_kv_quant_gpu.py
-       tests/gpu/test_kv_scales_gpu.py tests/gpu/test_qlora_gpu.py tests/gpu/test_encoder_attention_gpu.py
-       tests/gpu/test_logprobs_gpu.py tests/gpu/test_compile_ahead_gpu.py tests/gpu/test_bench_attention_gpu.py
-       tests/gpu/test_bench_matrix_gpu.py tests/gpu/test_conformance_gpu.py"
+SUITE=$(cat benchmarks/gpu_tests.txt)
 
 measure() { benchmarks/measure.sh "$@"; }
 grpo() { GRPO_MODELS=$1 measure grpo; }

@@ -39,7 +39,8 @@
 # logprobs  what log probabilities cost in a decode step, of $LOGPROBS (--model qwen3-0.6b)
 # tests     the GPU tests (or $TESTS), $JOBS (8) at a time, then those that must run alone. passed_<digest of the sources>.txt has
 #           those that passed, and h200_kits_suite_<digest>.json the kit's results, as of kits; RESUME goes on with such files;
-#           CUDA_VISIBLE_DEVICES=0,1,2 spreads the processes over several GPUs
+#           CUDA_VISIBLE_DEVICES=0,1,2 spreads the processes over several GPUs; ALONE=no, ALONE=yes: one of the two kinds of tests.
+#           gpu_suite.sh does all of it at once on a host of several GPUs
 #
 # LIMIT     seconds for each command (300); TOTAL: for all of them (any). Most parts end themselves before LIMIT, and keep what
 #           they have. The exit code is that of the last part that failed, or 0. More arguments: $BENCH for quire bench, $PREFIX,
@@ -50,7 +51,7 @@ cd "$(dirname "$0")/.."
 OUT=${OUT:-results} PY=${PY:-python3} LIMIT=${LIMIT:-300} MODEL=${MODEL:-llama-8b}
 mkdir -p "$OUT"
 export PYTHONUNBUFFERED=1
-"$PY" -m pip install -q --no-index --no-deps --no-build-isolation -e . || exit
+[[ -n ${INSTALLED:-} ]] || "$PY" -m pip install -q --no-index --no-deps --no-build-isolation -e . || exit
 worst=0
 
 allowed() {  # seconds that the next command may take
@@ -152,8 +153,7 @@ for part in "$@"; do
                        --gpus "${GPUS:-1}" --systems "${SYSTEMS:-triton}" --deadline "$(allowed)" ${GRID:-} > "$OUT/kernels.log" 2>&1
                    tail -"${LINES_SHOWN:-60}" "$OUT/kernels.log" | cut -c1-200 ;;
         tests)
-            read -rd "" -a tests <<< "${TESTS:-tests/gpu tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py \
-                tests/attn_ops/ops/test_lora_linear.py tests/test_install.py}"
+            read -rd "" -a tests <<< "${TESTS:-$(cat benchmarks/gpu_tests.txt) tests/test_install.py}"
             # Many processes share the CPU, so each compiles in one thread. -vv: a line per test, in case time runs out.
             digest=$(find quire attn_ops passes graph_runner integrations tests -name '*.py' | sort | xargs cat | sha1sum | cut -c1-12)
             passed=passed_$digest.txt kits=h200_kits_suite_$digest.json
@@ -162,7 +162,9 @@ for part in "$@"; do
                 [[ ${file##*/} != "$kits" || $file -ef $OUT/$kits ]] || cp "$file" "$OUT/$kits"
             done
             alike=(OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 QUIRE_COMPILE_WORKERS=0 QUIRE_KITS_JSON="$OUT/$kits")
-            for alone in "not alone" alone; do
+            which=("not alone" alone)
+            case ${ALONE:-} in no) which=("not alone") ;; yes) which=(alone) ;; esac
+            for alone in "${which[@]}"; do
                 many=(); [[ $alone == alone ]] || many=(-n "${JOBS:-8}" --dist worksteal)
                 timeout "$(allowed)" env "${alike[@]}" QUIRE_KITS_SECONDS="$(deadline)" "$PY" -m pytest -vv --show-capture=no \
                     -p no:cacheprovider -m "$alone${MARK:+ and ($MARK)}" "${many[@]}" "${tests[@]}" --passed "$OUT/$passed" \

@@ -66,3 +66,21 @@ def test_a_session_runs_every_gpu_test_once(tmp_path: Path) -> None:
         assert (BENCHMARKS.parent / path).is_file(), path
     log.write_text("")
     assert session() == "==== left: nothing\n" and not log.read_text()
+
+
+def test_the_whole_suite_on_several_gpus(tmp_path: Path) -> None:
+    """Every file once beside others and once alone, but for the kit, which has a GPU of its own."""
+    log = tmp_path / "log"
+    (tmp_path / "bin").mkdir()
+    for name, text in (("python", f'echo "$CUDA_VISIBLE_DEVICES: $*" >> {log}'), ("taskset", 'shift 2; exec "$@"')):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PY": "python", "OUT": str(tmp_path / "out"),
+           "GPUS": "4", "CORES": "64"}
+    subprocess.run([BENCHMARKS / "gpu_suite.sh"], env=env, check=True)
+    calls = [line for line in log.read_text().splitlines() if "-m pytest" in line]
+    assert sorted(call.partition(":")[0] for call in calls) == ["0,1", "2,3", "3"]
+    for path in (BENCHMARKS.parent / "tests" / "gpu").glob("test_*.py"):
+        assert sum(f"tests/gpu/{path.name}" in call for call in calls) == 1 + (path.stem != "test_conformance_gpu"), path
+    few = subprocess.run([BENCHMARKS / "gpu_suite.sh"], env={**env, "GPUS": "1"}, capture_output=True, text=True)
+    assert few.returncode == 2 and "measure.sh tests" in few.stderr

@@ -40,7 +40,7 @@ def test_conformance(tmp_path: Path) -> None:
     cases = [case for name, dtype, kv in COMBINATIONS if runs_here(case := Case(name, "cuda", dtype, kv, quick=False))]
     runs = [Run.of(case) for case in cases]
     seconds = os.environ.get("QUIRE_KITS_SECONDS")
-    check_all(runs, jobs=max(1, (os.cpu_count() or 1) - 2), json=file, resume=[file],
+    check_all(runs, jobs=max(1, len(os.sched_getaffinity(0)) - 2), json=file, resume=[file],
               deadline=float(seconds) if seconds else None, limit=600)  # FlashInfer compiles a kernel for each head dim
     wrong = [(*run.case.key.values(), r.check, r.status, r.detail) for run in runs for r in run.done if not passed(run.case, r)]
     assert not wrong
