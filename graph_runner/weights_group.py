@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from quire.attn_ops.kernels.launch import synchronize
+
 _HEADER = 1024  # bytes
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 
@@ -89,7 +91,7 @@ class WeightsGroup:
         whole = tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor  # bytes: gloo lacks some dtypes
         self._group.broadcast([whole], dist.BroadcastOptions()).wait(self._wait)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # a failure shows here, and not in a later step
+            synchronize(self.device)  # a failure shows here, and not in a later step
 
     def close(self) -> None:
         """Leave the group."""
