@@ -1,12 +1,15 @@
 """Copies of weights that follow them.
 
 When the engine gets work after it was idle, all are written again, whatever changed the weights; while it is busy, before each
-step for which a version counter or an address of the originals has changed, or an optimizer has stepped.
+step for which a version counter or an address of the originals has changed, or something has written that tells otherwise
+(``uncounted_writes``).
 """
 
 from __future__ import annotations
 
+import functools
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _VERSION = operator.attrgetter("_version")
 _count = 0
-_counting = False
+_counting = _counting_hotswaps = False
 
 
 class Copies:
@@ -46,7 +49,7 @@ class Copies:
 
     def _counts(self) -> list[Any]:
         """What differs after a change: engines call this before each step, so the loops are C's."""
-        return [optimizer_steps(), *map(_VERSION, self._counted), *map(torch.Tensor.data_ptr, self._originals),
+        return [uncounted_writes(), *map(_VERSION, self._counted), *map(torch.Tensor.data_ptr, self._originals),
                 *map(torch.Tensor.is_inference, self._uncounted)]
 
     def refresh(self, everything: bool) -> None:
@@ -72,16 +75,36 @@ def _has_counter(tensor: torch.Tensor) -> bool:
         return False
 
 
-def optimizer_steps() -> int:
-    """Steps of all optimizers of the process since this was first called. Those with ``fused=True``, and others with kernels of
-    their own, change parameters without increasing the version counters that PyTorch has for in-place changes."""
-    global _counting
+def uncounted_writes() -> int:
+    """How often, since this was first called, something in the process has written parameters without increasing the version
+    counters that PyTorch has for in-place changes: steps of all optimizers (those with ``fused=True``, and others with kernels
+    of their own), and ``hotswap_adapter`` of PEFT, which writes through ``p.data``."""
+    global _counting, _counting_hotswaps
     if not _counting:
         _counting = True
-        register_optimizer_step_post_hook(_stepped)
+        register_optimizer_step_post_hook(_wrote)
+    if not _counting_hotswaps and "peft" in sys.modules:
+        _counting_hotswaps = True
+        _count_hotswaps()
     return _count
 
 
-def _stepped(*_: Any) -> None:
+def _wrote(*_: Any) -> None:
     global _count
     _count += 1
+
+
+def _count_hotswaps() -> None:
+    """PEFT has no hook for it: the function that ``hotswap_adapter`` calls is replaced."""
+    from peft.utils import hotswap
+
+    swap = hotswap.hotswap_adapter_from_state_dict
+
+    @functools.wraps(swap)
+    def counted(*args: Any, **options: Any) -> Any:
+        try:
+            return swap(*args, **options)
+        finally:  # it may have written some
+            _wrote()
+
+    hotswap.hotswap_adapter_from_state_dict = counted

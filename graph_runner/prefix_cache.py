@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from quire.graph_runner.block_allocator import BlockAllocator, KeptPages
-from quire.graph_runner.copies import optimizer_steps
+from quire.graph_runner.copies import uncounted_writes
 from quire.graph_runner.model_parts import Apart
 from quire.graph_runner.request import Request
 from quire.graph_runner.window_pages import WindowPages
@@ -212,16 +212,16 @@ def nothing_apart() -> tuple[int, Apart | None]:
 
 def weights_version(model: torch.nn.Module | None, others: Iterable[torch.Tensor | None] = (), number: int = 0,
                     apart: Apart | None = None) -> int:
-    """A number that changes when a parameter, a buffer or one of ``others`` is updated in place by PyTorch, or replaced, when
-    ``number`` changes, or an optimizer steps. Parameters in parts of the model that are ``apart`` do not count. Another one
-    each time while one of ``others`` is None: what is not found cannot be followed.
+    """A number that changes when a parameter, a buffer or one of ``others`` is updated in place by PyTorch, or replaced, and
+    when ``number`` or ``uncounted_writes`` changes. Parameters in parts of the model that are ``apart`` do not count. Another
+    one each time while one of ``others`` is None: what is not found cannot be followed.
 
     Not noticed: what PyTorch does not count (writes through ``p.data``, to inference tensors, and by kernels that only have an
     address).
     """
     if model is None:
         return 0
-    found, modules, seen = [optimizer_steps(), number], [model], {model}
+    found, modules, seen = [uncounted_writes(), number], [model], {model}
     for other in others:
         found += (next(_NOT_FOUND),) if other is None else _versions(other)
     while modules:  # several times as fast as ``model.parameters()``; waiting requests pay for it in every step

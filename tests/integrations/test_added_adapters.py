@@ -299,6 +299,32 @@ def test_hotswap(max_loras, tmp_path, caplog) -> None:
     assert traces(caplog) == 0 and seen[0] == seen[1] != seen[2] == seen[3]
 
 
+@pytest.mark.parametrize("options", [
+    dict(enable_lora=False), dict(max_loras=2), dict(max_loras=None, dtype=torch.bfloat16)], ids=str)
+def test_hotswap_beside_requests_and_kept_pages(options, tmp_path, caplog) -> None:
+    """What follows has the new adapter, whose scaling is the old one's: pages of the old one are not read, nor are its copies,
+    while another request keeps the engine busy. Otherwise an engine would mix two adapters, and nothing would say so."""
+    other = adapted()
+    fill(other, "one", 8)
+    other.save_pretrained(tmp_path)
+    with pair(enable_prefix_caching=True, page_size=2, **options) as it:
+        names = [None] if "enable_lora" in options else ["one"]
+
+        def generate() -> list[list[int]]:
+            return tokens(it.engine.generate([PROMPT], PARAMS, adapter=names))
+
+        before = generate()
+        assert generate() == before and it.engine.stats().prefix_hits
+        busy = it.engine.stream([[40, 41]], quire.SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+        next(busy)
+        hotswap_adapter(it.peft, str(tmp_path / "one"), "one", torch_device="cpu")
+        after = generate()
+        list(busy)
+        it.engine.reset_prefix_cache()
+        assert after == generate() != before
+    assert traces(caplog) == 0
+
+
 def test_transformers_own_adapters(caplog) -> None:
     """``model.add_adapter`` makes the new adapter active, and ``generate`` in rows that advance together has it."""
     plain, model = (small_llama(std=0.3, eos_token_id=None) for _ in range(2))
