@@ -71,6 +71,7 @@ class EngineCalls:
     _add: Callable[..., None]
     _step: Callable[[], None]
     _abort: Callable[[list[int]], None]
+    _check_due: bool
 
     @property
     def limits(self) -> Limits:
@@ -83,8 +84,11 @@ class EngineCalls:
 
     @locked
     def reset_prefix_cache(self) -> None:
-        """Forget the pages of the prefix cache. Needed only after a change of weights that PyTorch does not count."""
+        """Forget the pages of the prefix cache, and copy the weights again that the engine has copies of (``dtype``,
+        ``max_loras``). Needed only after a change of weights that PyTorch does not count, such as ``p.data.copy_``; an engine
+        without requests copies them by itself."""
         self.scheduler.forget_prefixes()
+        self._check_due = True
 
     def stream(self, prompts: Prompt | Sequence[Prompt], params: _Params = None, *, sampling_params: _Params = None,
                request_id: str | Sequence[str] | None = None, priority: int | Sequence[int] = 0, timeout: float | None = None,

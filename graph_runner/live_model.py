@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -72,6 +73,7 @@ class LiveModel:
                 raise UnsupportedAttention("adapters are merged and disabled, and PEFT's forward may unmerge layers of this "
                                            "kind while it runs: call unmerge_adapter()")
             self._merged, self._to_take = [list(layer.merged_adapters) for layer in self._layers], None
+            self._scalings = self._scalings_now()
             before, versions, dtype = ModelGuard(self.model, addresses=False), buffer_versions(self.model), self.config.dtype
             cast_to = dtype if isinstance(dtype, torch.dtype) else None
             self.cast = self.places = None  # the old copies are freed before new ones are made
@@ -119,6 +121,8 @@ class LiveModel:
         if (packing := self._packing.change()) is not None:
             return packing
         everything |= (merges := self._merges()) is not None
+        if (scalings := self._scalings_now()) != self._scalings:  # set_scale, say, which also those that come next must have
+            self._scalings, everything = scalings, True
         if self.places is not None:
             placed = self.places.placed
             if (unfit := self.places.change(everything)) is not None:
@@ -146,6 +150,9 @@ class LiveModel:
         self.refresh(everything=True)  # PEFT writes through ``weight.data``, which PyTorch does not count
         self.version += 1
         return True
+
+    def _scalings_now(self) -> list[dict[str, Any]]:
+        return [dict(layer.scaling) for layer in self._layers if isinstance(getattr(layer, "scaling", None), dict)]
 
     def _merges(self) -> list[list[str]] | None:
         """What each layer has merged, if that is not what the latest trace or ``take_adapters`` saw."""

@@ -120,7 +120,8 @@ def _check_active(layers: Collection[Any]) -> None:
                                  "some layers, and others apply other adapters. unmerge_adapter makes them equal")
         return
     states = {(layer.disable_adapters, tuple(sorted(layer.active_adapters))) for layer in layers}
-    if any(len(active) > 1 for _, active in states) and any(_dora_layers(layer) for layer in layers):
+    if any(len(layer.active_adapters) > 1 and any(name in _dora_layers(layer) for name in layer.active_adapters)
+           for layer in layers):
         raise ValueError("adapters cannot be chosen for each request while several are active together, of which some are "
                          "DoRA: their result depends on the order. set_adapter makes one active")
     if len(states) > 1:

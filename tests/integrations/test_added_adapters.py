@@ -325,6 +325,41 @@ def test_hotswap_beside_requests_and_kept_pages(options, tmp_path, caplog) -> No
     assert traces(caplog) == 0
 
 
+@pytest.mark.parametrize("max_loras", [None, 2])
+def test_a_scaling_while_requests_run(max_loras) -> None:
+    """The next request has it, whichever modules the engine has looked at in the steps so far."""
+    with pair(max_loras=max_loras) as it:
+        params = quire.SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+        busy = it.engine.stream([[40, 41]], params, adapter="__base__")
+        for steps in (1, 2, 3):
+            for _ in range(steps):
+                next(busy)
+            it.both(lambda peft: [layer.set_scale("one", 0.2 * steps) for layer in peft.modules()  # noqa: B023
+                                  if hasattr(layer, "set_scale")])
+            it.check("one")
+        list(busy)
+
+
+def test_an_uncounted_write_while_requests_run() -> None:
+    """Through ``p.data``: after ``reset_prefix_cache`` requests have it, from copies of the adapter too."""
+    with pair(max_loras=2, enable_prefix_caching=True, page_size=2) as it:
+        it.check("one")
+        busy = it.engine.stream([[40, 41]], PARAMS, adapter="__base__")
+        next(busy)
+        it.both(lambda peft: [p.data.mul_(-1) for name, p in peft.named_parameters() if "lora_B" in name])
+        it.engine.reset_prefix_cache()
+        it.check("one")
+        list(busy)
+
+
+def test_dora_beside_two_that_are_active() -> None:
+    """Sums of LoRA adapters do not depend on their order, whatever else the model has."""
+    with pair(max_loras=None) as it:
+        it.both(lambda peft: (add(peft, "few", FEW, 1), add(peft, "dora", DORA, 2)))
+        it.both(lambda peft: peft.base_model.set_adapter(["one", "few"]))
+        it.check("one", None, "__base__")
+
+
 def test_transformers_own_adapters(caplog) -> None:
     """``model.add_adapter`` makes the new adapter active, and ``generate`` in rows that advance together has it."""
     plain, model = (small_llama(std=0.3, eos_token_id=None) for _ in range(2))
