@@ -96,8 +96,10 @@ def _wrote(*_: Any) -> None:
 
 def _count_hotswaps() -> None:
     """PEFT has no hook for it: the function that ``hotswap_adapter`` calls is replaced."""
-    from peft.utils import hotswap
-
+    try:
+        from peft.utils import hotswap
+    except ImportError:  # a PEFT that has none
+        return
     swap = hotswap.hotswap_adapter_from_state_dict
 
     @functools.wraps(swap)

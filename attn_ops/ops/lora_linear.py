@@ -138,7 +138,7 @@ def one_launch(t: int, k: int, n: int, swiglu: bool) -> Config | None:
     """For t > MAX_TOKENS tokens, k inputs and n outputs: parameters of ``small_linear``'s kernel where it is faster than cuBLAS
     and a launch for the adapters: to 64 tokens, and with SwiGLU to 128 where its programs fill an H200. Layers of few outputs
     split the columns. Chosen by times of the layers of llama-8b, llama-1b and qwen3-0.6b, with one adapter and with two
-    (``h200_lora_one_launch.json``; ``benchmarks/lora_linear.py --tiles``)."""
+    (``h200_lora_one_launch*.json``; ``benchmarks/lora_linear.py --tiles``)."""
     fills = swiglu and n >= 12288
     if t > 64:
         return Config(128, 64, 8, 4) if fills and t <= MAX_TOKENS_PER_TILE else None

@@ -149,8 +149,8 @@ def small_linear_cuda(
     pointers = (x2, weight, scale, bias, norm_weight, res, out)
     rows = -(-n // each)
     if lora is not None:
-        options["LORA"] = tiles = adapter_tiles(lora, n, config, min(padded(m), MAX_TOKENS_PER_TILE), swiglu,
-                                                        norm_weight is not None)
+        each_has = min(padded(m), MAX_TOKENS_PER_TILE)
+        options["LORA"] = tiles = adapter_tiles(lora, n, config, each_has, swiglu, norm_weight is not None)
         rows += tiles.adapters * (tiles.block_r // tiles.ranks) * tiles.parts * max(1, padded(m) // tiles.first_t)
     if m == 1 and (scale is None or config.block_n < 16):
         launch(kernels.vector_kernel, (rows,), *pointers, n, k, weight.stride(0), eps, lora, **options)
