@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 _VERSION = operator.attrgetter("_version")
 _count = 0
 _counting = _counting_hotswaps = False
+_COUNTED: set[type] = set()  # classes whose merges count
 
 
 class Copies:
@@ -78,7 +79,7 @@ def _has_counter(tensor: torch.Tensor) -> bool:
 def uncounted_writes() -> int:
     """How often, since this was first called, something in the process has written parameters without increasing the version
     counters that PyTorch has for in-place changes: steps of all optimizers (those with ``fused=True``, and others with kernels
-    of their own), and ``hotswap_adapter`` of PEFT, which writes through ``p.data``."""
+    of their own), and of PEFT ``hotswap_adapter`` and what ``count_merges`` names, which write through ``p.data``."""
     global _counting, _counting_hotswaps
     if not _counting:
         _counting = True
@@ -87,6 +88,15 @@ def uncounted_writes() -> int:
         _counting_hotswaps = True
         _count_hotswaps()
     return _count
+
+
+def count_merges(layers: Iterable[torch.nn.Module]) -> None:
+    """Let ``uncounted_writes`` count calls of ``merge`` and ``unmerge`` of PEFT's layers of these classes."""
+    for kind in set(map(type, layers)) - _COUNTED:
+        _COUNTED.add(kind)
+        for name in ("merge", "unmerge"):
+            if hasattr(kind, name):
+                setattr(kind, name, _counted(getattr(kind, name)))
 
 
 def _wrote(*_: Any) -> None:
@@ -100,13 +110,15 @@ def _count_hotswaps() -> None:
         from peft.utils import hotswap
     except ImportError:  # a PEFT that has none
         return
-    swap = hotswap.hotswap_adapter_from_state_dict
+    hotswap.hotswap_adapter_from_state_dict = _counted(hotswap.hotswap_adapter_from_state_dict)
 
-    @functools.wraps(swap)
+
+def _counted(write: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(write)
     def counted(*args: Any, **options: Any) -> Any:
         try:
-            return swap(*args, **options)
+            return write(*args, **options)
         finally:  # it may have written some
             _wrote()
 
-    hotswap.hotswap_adapter_from_state_dict = counted
+    return counted

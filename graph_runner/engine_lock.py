@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -43,11 +44,13 @@ class EngineLock:
         finally:
             self._run_deferred()
 
-    def when_free(self, action: Callable[[], None]) -> None:
+    def when_free(self, action: Callable[[], None], ending: Callable[[], bool] = sys.is_finalizing) -> None:
         """Run ``action`` now, or where any thread holds the lock, when that thread releases it. Never blocks, so that
-        finalizers may call it in a thread that holds any lock."""
-        self._deferred.append(action)
-        self._run_deferred()
+        finalizers may call it in a thread that holds any lock. Not where the interpreter is ``ending``, whose modules may be
+        empty by then."""
+        if not ending():
+            self._deferred.append(action)
+            self._run_deferred()
 
     def _run_deferred(self) -> None:
         while self._deferred and self._lock.acquire(blocking=False):  # a holder runs them after it has released the lock

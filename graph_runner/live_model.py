@@ -15,6 +15,7 @@ from quire.graph_runner.adapter_places import AdapterPlaces
 from quire.graph_runner.adapters import NOT_CHOSEN
 from quire.graph_runner.cast_weights import CastWeights
 from quire.graph_runner.config import EngineConfig
+from quire.graph_runner.copies import count_merges
 from quire.graph_runner.engine_lock import isolated
 from quire.graph_runner.model_guard import ModelGuard, buffer_versions
 from quire.graph_runner.model_runner import ModelRunner
@@ -68,6 +69,7 @@ class LiveModel:
         self.places: AdapterPlaces | None
         for _ in range(_ATTEMPTS):
             self._layers = [layer for layer in adapter_layers(self.model).values() if hasattr(layer, "merged_adapters")]
+            count_merges(self._layers)
             self._unmerge_disabled(self.model)
             if any(layer.disable_adapters and layer.merged_adapters for layer in self._layers):
                 raise UnsupportedAttention("adapters are merged and disabled, and PEFT's forward may unmerge layers of this "

@@ -6,6 +6,8 @@ import contextlib
 import gc
 import itertools
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -285,6 +287,22 @@ def test_a_stream_finalized_by_the_collector(engine: Engine, prompts: list[list[
             gc.enable()
         assert got == expected[:2]
         assert_idle(engine)
+
+
+def test_a_stream_that_is_open_when_the_interpreter_ends() -> None:
+    """Its finalizer may run after the modules are emptied: nothing is printed."""
+    program = """
+from quire.graph_runner import engine_lock
+def stream(lock):
+    try:
+        yield
+    finally:
+        lock.when_free(int)
+engine_lock.kept = stream(engine_lock.EngineLock())
+next(engine_lock.kept)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not ended.stderr
 
 
 def test_no_engine_inside_a_step(model: Any) -> None:

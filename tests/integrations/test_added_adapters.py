@@ -325,6 +325,35 @@ def test_hotswap_beside_requests_and_kept_pages(options, tmp_path, caplog) -> No
     assert traces(caplog) == 0
 
 
+@pytest.mark.parametrize("options", [dict(enable_lora=False), dict(max_loras=2), dict(dtype=torch.bfloat16)], ids=str)
+def test_merged_and_unmerged_with_another_scaling(options, caplog) -> None:
+    """Between two steps, so that all looks as before, but PEFT leaves other base weights, which it writes through ``p.data``:
+    pages and copies of the old ones are not read."""
+    def merge(peft: Any) -> None:
+        for layer in [layer for layer in peft.modules() if hasattr(layer, "set_scale")]:
+            layer.set_scale("one", 3.0)
+            layer.merge(adapter_names=["one"])
+            layer.set_scale("one", 1.0)
+            layer.unmerge()
+
+    with pair(enable_prefix_caching=True, page_size=2, **options) as it:
+        it.both(lambda peft: [layer.set_scale("one", 1.0) for layer in peft.modules() if hasattr(layer, "set_scale")])
+
+        def generate() -> list[list[int]]:
+            return tokens(it.engine.generate([PROMPT], PARAMS))
+
+        before = generate()
+        assert generate() == before and it.engine.stats().prefix_hits
+        busy = it.engine.stream([[40, 41]], quire.SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+        next(busy)
+        merge(it.peft)
+        after = generate()
+        list(busy)
+        it.engine.reset_prefix_cache()
+        assert after == generate() != before
+    assert traces(caplog) == 0
+
+
 @pytest.mark.parametrize("max_loras", [None, 2])
 def test_a_scaling_while_requests_run(max_loras) -> None:
     """The next request has it, whichever modules the engine has looked at in the steps so far."""
