@@ -30,8 +30,7 @@ from quire.attn_ops.backend import (
     define_paged_op,
     define_prepare,
 )
-from quire.attn_ops.backends.double_sparsity.decode import decode_eager, decode_triton
-from quire.attn_ops.backends.double_sparsity.labels import NAME, LayerLabels, Options, labels_of
+from quire.attn_ops.backends.double_sparsity.decode import NAME, LayerLabels, Options, decode_eager, decode_triton, labels_of
 from quire.attn_ops.composite import op_name
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kv_cache import PagedKVCache

@@ -32,7 +32,7 @@ from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, BackendFamily, UnsupportedAttention, define_paged_op
 from quire.attn_ops.backends.dual_chunk.decode import decode_by_chunk
 from quire.attn_ops.backends.dual_chunk.divide import Batch, Part, divide, far_chunks, gathered
-from quire.attn_ops.backends.dual_chunk.sparse import Sparse, read_sizes, sparse_attention
+from quire.attn_ops.backends.dual_chunk.vertical_slash import Sparse, read_sizes, sparse_attention
 from quire.attn_ops.composite import op_name
 from quire.attn_ops.kernels.host import Rope
 from quire.attn_ops.kv_cache import PagedKVCache

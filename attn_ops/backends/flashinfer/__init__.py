@@ -35,8 +35,8 @@ from quire.attn_ops.backend import (
     UnsupportedAttention,
     define_paged_op,
 )
+from quire.attn_ops.backends.flashinfer.contiguous import OwnKeys
 from quire.attn_ops.backends.flashinfer.modules import begin, ready
-from quire.attn_ops.backends.flashinfer.own_keys import OwnKeys
 from quire.attn_ops.backends.flashinfer.state import FlashInferState
 from quire.attn_ops.kv_quant import FIXED_SCALE_KV_DTYPES, QUANTIZED_KV_DTYPES, is_fixed
 from quire.attn_ops.kv_store import store_kv

@@ -1,12 +1,18 @@
-"""Prompts of many queries per key, by keys and values copied to contiguous memory (``routes.py``).
+"""Prompts by keys and values in contiguous memory (``routes.py``): copied from pages, or the op's own k and v.
 
 Keys of a quantized cache are copied as they read back: FlashInfer's kernels take one scale for a whole cache, and quire's
 caches have one for each token and head. See NOTE [Values behind a sequence]: the copies of each sequence end with zeros.
+
+By the op's own k and v the step's tokens attend to each other, causally, and by pages to the cached tokens before them: every
+query sees all of its sequence's prefix, so no window goes this way. Both passes are merged by their log-sum-exp, to base 2 as
+FlashInfer's kernels give it. Sequences without a prefix have no keys in the second pass, and the merge leaves what the first
+one gave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,18 +22,22 @@ from quire.attn_ops.backends.flashinfer.routes import TILE, padded
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches
 from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.ops.merge_state import merge_state_triton
 
 
+@dataclass
 class Contiguous:
     """A plan that is run as one for pages is: copies, then attends. ``wrapper``: FlashInfer's
     BatchPrefillWithRaggedKVCacheWrapper, planned. ``block_table``: (B, W); ``seq_lens``: (B,) and ``kv_starts``: (B + 1,)
     int32, device, the keys of each sequence and where they begin; ``num_keys``: of all, with the zeros behind them;
     ``heads_first``: whether ``run`` gets pages of (Hkv, page, D)."""
 
-    def __init__(self, wrapper: Any, block_table: torch.Tensor, seq_lens: torch.Tensor, kv_starts: torch.Tensor, num_keys: int,
-                 heads_first: bool) -> None:
-        self.wrapper, self.block_table, self.seq_lens, self.kv_starts = wrapper, block_table, seq_lens, kv_starts
-        self.num_keys, self.heads_first = num_keys, heads_first
+    wrapper: Any
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    kv_starts: torch.Tensor
+    num_keys: int
+    heads_first: bool
 
     def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor],
             scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None), **options: Any) -> Any:
@@ -36,6 +46,33 @@ class Contiguous:
             Caches(k, v, *scales), self.block_table, self.kv_starts, self.num_keys, q.dtype, padded=False,
             seq_lens=self.seq_lens)
         return self.wrapper.run(q, *copied, **options)
+
+
+@dataclass
+class OwnKeys:
+    """A plan that is run as one for pages is, but for ``own``. ``runs``: (FlashInfer's BatchPrefillWithRaggedKVCacheWrapper,
+    planned, first token, token after the last), of all tokens; ``prefix``: its paged wrapper, planned for the prefixes; None:
+    no sequence has one."""
+
+    runs: list[tuple[Any, int, int]]
+    prefix: Any
+
+    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], *, own: tuple[torch.Tensor, torch.Tensor],
+            out: torch.Tensor, lse: torch.Tensor | None = None, return_lse: bool = False) -> None:
+        """Writes ``out`` (T, H, D), and ``lse`` (T, H) with ``return_lse``. ``own``: k and v (T, Hkv, D) of the tokens."""
+        near, near_lse = out, lse if return_lse else None
+        if self.prefix is not None:
+            near, near_lse = torch.empty_like(out), out.new_empty(out.shape[:2], dtype=torch.float32)
+        for wrapper, begin, end in self.runs:
+            wrapper.run(q[begin:end], *(x[begin:end] for x in own), out=near[begin:end], return_lse=near_lse is not None,
+                        lse=None if near_lse is None else near_lse[begin:end])
+        if self.prefix is None or near_lse is None:
+            return
+        far, far_lse = torch.empty_like(near), torch.empty_like(near_lse)
+        self.prefix.run(q, pages, out=far, lse=far_lse, return_lse=True)
+        _, total = merge_state_triton(near, near_lse, far, far_lse, merged=out, binary=True)
+        if return_lse and lse is not None:
+            lse.copy_(total)
 
 
 def parts(query_lens: np.ndarray, seq_lens: np.ndarray, kv_heads: int, dim: int) -> list[tuple[int, int]]:

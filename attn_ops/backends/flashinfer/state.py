@@ -15,8 +15,8 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backends.flashinfer import contiguous, routes
+from quire.attn_ops.backends.flashinfer.contiguous import OwnKeys
 from quire.attn_ops.backends.flashinfer.modules import HOPPER
-from quire.attn_ops.backends.flashinfer.own_keys import OwnKeys
 from quire.attn_ops.backends.flashinfer.pages import PageTable, leading_decodes
 from quire.attn_ops.backends.flashinfer.routes import Way
 from quire.attn_ops.kv_cache import PagedKVCache

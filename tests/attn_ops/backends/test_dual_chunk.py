@@ -15,7 +15,7 @@ from quire.attn_ops.backends import dual_chunk as module
 from quire.attn_ops.backends.dual_chunk import decode as decode_module
 from quire.attn_ops.backends.dual_chunk import vertical_slash
 from quire.attn_ops.backends.dual_chunk.divide import divide, far_chunks, gathered
-from quire.attn_ops.backends.dual_chunk.sparse import Sparse
+from quire.attn_ops.backends.dual_chunk.vertical_slash import Sparse
 from quire.attn_ops.kernels.host import Rope
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.ops.rope import RopeForm, norm_and_rotate, rotate
