@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.step import current_step
-from quire.attn_ops.vendor import missing, refuse
+from quire.attn_ops.vendor import missing, refuse, wrong_device
 
 NAME = "ascend"
 MASK = 128  # rows and columns of the additive causal mask that the prefill kernel takes
@@ -53,9 +53,8 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
 
 
 def available(device: torch.device) -> str | None:
-    if device.type != "npu":
-        return f"runs on npu, not {device.type}"
-    return missing("torch_npu", "pip install torch-npu, of the version of your torch, after CANN")
+    install = "pip install torch-npu, of the version of your torch, after CANN"
+    return wrong_device(device, "npu") or missing("torch_npu", install)
 
 
 BACKEND = AttentionBackend(

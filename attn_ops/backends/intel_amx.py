@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from quire.attn_ops.kv_quant import write
-from quire.attn_ops.vendor import missing, refuse
+from quire.attn_ops.vendor import missing, refuse, wrong_device
 
 NAME = "intel_amx"
 INSTALL = "build sgl-kernel for CPUs from SGLang's source tree (sgl-kernel, pyproject_cpu.toml)"
@@ -52,8 +52,8 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
 
 
 def available(device: torch.device) -> str | None:
-    if device.type != "cpu":
-        return f"runs on cpu, not {device.type}"
+    if why := wrong_device(device, "cpu"):
+        return why
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     if not has_amx():
         return "the processor has no AMX (Intel Xeon of the 4th generation and newer have it)"

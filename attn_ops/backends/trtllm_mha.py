@@ -7,8 +7,8 @@ import importlib
 
 import torch
 
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
-from quire.attn_ops.vendor import ONE_SCALE, define_by_token, no_flashinfer, paged_by_token, state_of, workspace, wrong_gpu
+from quire.attn_ops.backend import AttentionCapabilities, CudagraphSupport
+from quire.attn_ops.vendor import ONE_SCALE, decoder, no_flashinfer, paged_by_token, state_of, workspace, wrong_gpu
 
 NAME = "trtllm_mha"
 LIBRARY = "flashinfer.decode"
@@ -39,11 +39,5 @@ CAPABILITIES = AttentionCapabilities(
     window=True, sinks=True, cudagraph_support=CudagraphSupport.ALWAYS,
 )
 paged_attention = paged_by_token(NAME, CAPABILITIES, attend)
-BACKEND = AttentionBackend(
-    name=NAME,
-    capabilities=CAPABILITIES,
-    available=available,
-    op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
-    make_state=lambda sites, cache, limits: workspace(WORKSPACE, cache.k[0].device), prepare=define_by_token(NAME),
-    packages=("flashinfer-python",),
-)
+BACKEND = decoder(NAME, CAPABILITIES, available, paged_attention, packages=("flashinfer-python",),
+                  make_state=lambda sites, cache, limits: workspace(WORKSPACE, cache.k[0].device))

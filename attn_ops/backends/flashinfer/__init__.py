@@ -43,7 +43,7 @@ from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.plans import planned_step
 from quire.attn_ops.step import Step, current_step
-from quire.attn_ops.vendor import ONE_SCALE, no_flashinfer
+from quire.attn_ops.vendor import ONE_SCALE, no_flashinfer, wrong_device
 
 NAME = "flashinfer"
 
@@ -118,9 +118,7 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
 
 
 def available(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"runs on cuda, not {device.type}"
-    return no_flashinfer("0.6.18", "pip install 'quire[flashinfer]'")
+    return wrong_device(device, "cuda") or no_flashinfer("0.6.18", "pip install 'quire[flashinfer]'")
 
 
 BACKEND = AttentionBackend(
