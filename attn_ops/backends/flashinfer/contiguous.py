@@ -21,7 +21,7 @@ import torch
 from quire.attn_ops.backends.flashinfer.routes import TILE, padded
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches
-from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.metadata import CommonAttentionMetadata, split_prefill_chunks
 from quire.attn_ops.ops.merge_state import merge_state_triton
 
 
@@ -75,19 +75,14 @@ class OwnKeys:
             lse.copy_(total)
 
 
-def parts(query_lens: np.ndarray, seq_lens: np.ndarray, kv_heads: int, dim: int) -> list[tuple[int, int]]:
-    """(first row, row after the last) of parts of the batch whose copied keys, in half precision, stay within the memory for
-    copies. Raises ValueError for a sequence whose keys do not."""
-    room, found, begin, copied = host.MAX_GATHERED // (4 * kv_heads * dim), [], 0, 0
-    for row, (queries, keys) in enumerate(zip(query_lens.tolist(), padded(seq_lens).tolist(), strict=True)):
-        if queries and keys > room:
-            raise ValueError(f"flashinfer: the copied keys of a sequence of {seq_lens[row]} tokens in a quantized cache are "
-                             f"more than {host.MAX_GATHERED >> 20} MiB")
-        if copied + keys > room:
-            found.append((begin, row))
-            begin, copied = row, 0
-        copied += keys
-    return [*found, (begin, len(seq_lens))]
+def parts(seq_lens: np.ndarray, kv_heads: int, dim: int, first: int = 0) -> list[tuple[int, int]]:
+    """(first row, row after the last) of parts of the batch from row ``first`` on, whose copied keys, in half precision, stay
+    within the memory for copies. Raises ValueError for a sequence whose keys do not."""
+    room, copied = host.MAX_GATHERED // (4 * kv_heads * dim), padded(seq_lens)
+    if (copied > room).any():
+        raise ValueError(f"flashinfer: the copied keys of a sequence of {seq_lens[(copied > room).argmax()]} tokens in a "
+                         f"quantized cache are more than {host.MAX_GATHERED >> 20} MiB")
+    return split_prefill_chunks(copied, room, first)
 
 
 def lengths(metadata: CommonAttentionMetadata, first: int, rows: int) -> tuple[np.ndarray, np.ndarray]:

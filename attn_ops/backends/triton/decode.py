@@ -25,6 +25,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.backends.triton import schedule
 from quire.attn_ops.backends.triton.decode_kernel import decode_kernel
@@ -176,11 +177,9 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
                 params.waves)
 
 
-def decode(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, caches: Caches, batch: Batch, sinks: torch.Tensor | None,
-    prepared: list[torch.Tensor], out: torch.Tensor, scale: float, window: int | None, softcap: float | None,
-    chunk: int | None, by_row: bool, rope: tuple[Any, ...] | None = None, form: RopeForm = PLAIN,
-) -> None:
+def decode(q: Tensor, k: Tensor | None, v: Tensor | None, caches: Caches, batch: Batch, sinks: Tensor | None,
+           prepared: list[Tensor], out: Tensor, scale: float, window: int | None, softcap: float | None, chunk: int | None,
+           by_row: bool, rope: tuple[Any, ...] | None = None, form: RopeForm = PLAIN) -> None:
     """Launch the kernel. Writes ``out`` (T, H, Dv): every token, or with ``by_row`` only those that are alone in their
     sequence. With k and v it also writes the caches and their scales. ``rope``: cos, sin (T, R or R/2), the norms' weights and
     eps, for q and k not yet rotated, of ``form``. The other arguments are the paged op's."""
