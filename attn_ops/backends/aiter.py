@@ -84,6 +84,5 @@ BACKEND = AttentionBackend(
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
     prepare=define_prepare(NAME, _prepare, _prepare_fake),
-    packages=("amd-aiter",),
-    verified=False,
+    packages=("amd-aiter",), verified=False,
 )

@@ -67,6 +67,5 @@ BACKEND = AttentionBackend(
     ),
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("PrivateUse1",)),
-    packages=("torch-npu",),
-    verified=False,
+    packages=("torch-npu",), verified=False,
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
-from quire.attn_ops.kv_quant import write
+from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.vendor import missing, refuse, wrong_device
 
 NAME = "intel_amx"
@@ -34,8 +34,7 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
     if k is None or v is None:  # in the cache already
         k, v = keys[slots], values[slots]
     else:
-        write(k_cache, None, k, slot_mapping)
-        write(v_cache, None, v, slot_mapping)
+        write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     new_k, new_v, query, result = k[:live].contiguous(), v[:live].contiguous(), q[:live].contiguous(), out[:live]
     offsets = torch.arange(page_size)
     table = (block_table[rows].long()[:, :, None] * page_size + offsets).flatten(1)
@@ -79,6 +78,5 @@ BACKEND = AttentionBackend(
     ),
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("CPU",)),
-    packages=("sgl-kernel",),
-    verified=False,
+    packages=("sgl-kernel",), verified=False,
 )

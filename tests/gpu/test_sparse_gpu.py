@@ -17,8 +17,7 @@ from quire.attn_ops.backends.double_sparsity.decode import (
     decode_triton,
     labels_of,
 )
-from quire.attn_ops.backends.dual_chunk import vertical_slash
-from quire.attn_ops.backends.dual_chunk.decode import decode_by_chunk
+from quire.attn_ops.backends.dual_chunk import decode_by_chunk, vertical_slash
 from quire.attn_ops.backends.dual_chunk.divide import gathered
 from quire.attn_ops.conformance.batches import lay_out, planned, prepared, run
 from quire.attn_ops.kernels.host import Rope

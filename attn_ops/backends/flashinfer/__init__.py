@@ -132,9 +132,7 @@ BACKEND = AttentionBackend(
     ),
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
-    make_state=FlashInferState,
-    plan=plan, plans_windows=True,
+    make_state=FlashInferState, plan=plan, plans_windows=True,
     prefill=PrefillPart(ready, functools.partial(FlashInferState, prompts_only=True), begin, QUANTIZED_KV_DTYPES),
-    priority={"cuda": 20},
-    packages=("flashinfer-python", "triton"),
+    priority={"cuda": 20}, packages=("flashinfer-python", "triton"),
 )
