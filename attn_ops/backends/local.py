@@ -15,11 +15,10 @@ replay. Graphs of other batches would need a number of sequences that follows fr
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ class ChunkCapabilities(AttentionCapabilities):
     """Of the part that serves layers with chunks: what ``base`` declares for the same layers without, on pages that divide the
     chunk."""
 
-    base: AttentionCapabilities = dataclasses.field(kw_only=True)
+    base: AttentionCapabilities = field(kw_only=True)
 
     def reasons_against(self, site: AttentionSite, *, page_size: int | None = None, **cache: Any) -> list[str]:
         why = self.base.reasons_against(replace(site, chunk=None), page_size=page_size, **cache)
@@ -86,15 +85,14 @@ class ChunkBuffers:
         return replace(meta, seq_lens=lens, seq_lens_cpu=lens_cpu, block_table_tensor=table, max_seq_len=longest)
 
 
+@dataclass(eq=False)
 class ChunkPlan(StepPlan):
     """The virtual sequences of one step, by chunk: ``steps`` of the backend that attends, and what it ``prepared``. ``buffers``
     stay from step to step."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number, None)
-        self.steps: dict[int, Step] = {}
-        self.prepared: dict[int, list[torch.Tensor]] = {}
-        self.buffers: dict[int, ChunkBuffers] = {}
+    steps: dict[int, Step] = field(default_factory=dict)
+    prepared: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    buffers: dict[int, ChunkBuffers] = field(default_factory=dict)
 
 
 class Chunks:

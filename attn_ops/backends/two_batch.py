@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -63,12 +63,11 @@ def part_of(meta: CommonAttentionMetadata, rows: slice, tokens: slice) -> Common
         total_lens=None if meta.total_lens is None else meta.total_lens[rows])
 
 
+@dataclass(eq=False)
 class Halves(StepPlan):
     """The halves of one step: rows, tokens and the step of each."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number, None)
-        self.parts: list[tuple[slice, slice, Step]] = []
+    parts: list[tuple[slice, slice, Step]] = field(default_factory=list)
 
 
 class TwoBatches:

@@ -43,7 +43,7 @@ from quire.attn_ops.ops.merge_state import merge_state, merge_states_triton
 from quire.attn_ops.ops.rope import RopeForm, norm_and_rotate, rope_kv_write
 from quire.attn_ops.ops.varlen import varlen_attention
 from quire.attn_ops.registry import plain_backend
-from quire.attn_ops.step import Step, StepLimits, current_step
+from quire.attn_ops.step import StepLimits, current_step
 from quire.attn_ops.vendor import refuse
 
 NAME = "dual_chunk"
@@ -157,9 +157,6 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
             raise RuntimeError(f"{name} needs the lengths on the host: run it inside `with quire.step(...)`")
         return step.states[name]
 
-    def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
-        step.states[name].plan(metadata)
-
     def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
                         v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
                         seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
@@ -236,7 +233,7 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
         name=name,
         capabilities=CAPABILITIES, available=lambda device: None, op=define_paged_op(op_name(name), paged_attention),
         rope_op=define_paged_op(op_name(name), rope_paged_attention, rope=True), rope_forms=True, make_state=make_state,
-        plan=plan, packages=("triton",), every_step=True, unrotated=True,
+        plan=lambda metadata, step: step.states[name].plan(metadata), packages=("triton",), every_step=True, unrotated=True,
         approximate=f"scores no key at a distance of more than {chunk} tokens" + (f"; {sparse}" if sparse else ""))
 
 

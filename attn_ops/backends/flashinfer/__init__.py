@@ -89,18 +89,13 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
         raise RuntimeError(f"flashinfer: the step was planned for {planned.num_tokens} tokens, q has {num_tokens}")
     group = state.group(heads, k_cache.shape[2], dim, q.dtype, scale, window, softcap)
     segments = state.segments(planned, group, given=k is not None)
-    given: dict[str, Any] = {}
-    if fixed:
-        given = {"k_scale": state.key_scale(k_cache)}
-    elif k_scale is not None:
-        given = {"scales": (k_scale, v_scale)}
+    given: dict[str, Any] = (
+        {} if k_scale is None else {"k_scale": state.key_scale(k_cache)} if fixed else {"scales": (k_scale, v_scale)})
     with torch.cuda.device_of(q):
         store_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
         pages = (k_cache, v_cache) if state.layout == "NHD" else (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
         out, done = q.new_empty(num_tokens, heads, dim), 0
-        if fixed:
-            q = q.to(torch.float16)
-        q = loadable(q)
+        q = loadable(q.to(torch.float16) if fixed else q)
         unscaled = q.new_empty(out.shape) if fixed else out
         for wrapper, begin, done in segments:
             mine = given
