@@ -35,14 +35,12 @@ from quire.attn_ops.step import Step, StepLimits, current_step, running
 from quire.attn_ops.tuning import prefill as tuning
 from quire.attn_ops.tuning.prefill import PrefillRule, work
 
+Kind = tuple[Any, ...]
 logger = logging.getLogger(__name__)
 BUILD_SECONDS = 180.0  # a module of FlashInfer took 75 s on 16 cores (benchmarks/measure.sh long)
 #: Microseconds that a step must gain: planning on the host can take that long, and is not always hidden.
 PLAN_US = 500.0
 FAILURES = 3  # steps in a row whose planning fails, after which no further one is tried: others may be served
-
-
-Kind = tuple[Any, ...]
 
 
 def kind_of(site: AttentionSite) -> Kind:

@@ -36,8 +36,7 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
     else:
         write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     new_k, new_v, query, result = k[:live].contiguous(), v[:live].contiguous(), q[:live].contiguous(), out[:live]
-    offsets = torch.arange(page_size)
-    table = (block_table[rows].long()[:, :, None] * page_size + offsets).flatten(1)
+    table = (block_table[rows].long()[:, :, None] * page_size + torch.arange(page_size)).flatten(1)
     request, lens, cap = torch.arange(len(rows)), seq_lens[rows].long(), softcap or 0.0
     if int(counts.max()) == 1:
         logits = torch.empty(live, heads, SPLITS, v_cache.shape[3] + 1, dtype=torch.float32)

@@ -11,7 +11,6 @@ from quire.attn_ops.backend import AttentionCapabilities, CudagraphSupport
 from quire.attn_ops.vendor import ONE_SCALE, decoder, no_flashinfer, paged_by_token, state_of, workspace, wrong_gpu
 
 NAME = "trtllm_mha"
-LIBRARY = "flashinfer.decode"
 WORKSPACE = 136 << 20  # bytes: 8 MiB of semaphores, which must be zero at first, and 128 MiB for partial results
 
 
@@ -19,7 +18,7 @@ def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table:
            scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
     """See ``paged_by_token``. Caches have the logical shape of NHD in either layout, and the kernels read strides."""
     out = torch.empty_like(q)
-    importlib.import_module(LIBRARY).xqa_batch_decode_with_kv_cache(
+    importlib.import_module("flashinfer.decode").xqa_batch_decode_with_kv_cache(
         query=q, kv_cache=(k_cache, v_cache), workspace_buffer=state_of(NAME, lambda: workspace(WORKSPACE, q.device)),
         block_tables=table, seq_lens=lens.view(torch.uint32), max_seq_len=table.shape[1] * k_cache.shape[1], bmm1_scale=scale,
         bmm2_scale=1.0, window_left=-1 if window is None else window - 1, out=out, kv_layout="NHD",

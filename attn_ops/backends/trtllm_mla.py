@@ -12,7 +12,6 @@ from quire.attn_ops.backend import CudagraphSupport
 from quire.attn_ops.vendor import decoder, mla_by_token, mla_only, no_flashinfer, state_of, workspace, wrong_gpu
 
 NAME, RANK, ROPE = "trtllm_mla", 512, 64
-LIBRARY = "flashinfer.mla"
 WORKSPACE = 128 << 20  # bytes; zero at first, as the kernels keep counters in it
 
 
@@ -22,7 +21,7 @@ def _columns(page_size: int) -> int:
 
 
 def attend(query: Tensor, rotary: Tensor, cache: Tensor, table: Tensor, lens: Tensor, scale: float, nope: int) -> Tensor:
-    return importlib.import_module(LIBRARY).trtllm_batch_decode_with_kv_cache_mla(
+    return importlib.import_module("flashinfer.mla").trtllm_batch_decode_with_kv_cache_mla(
         query=torch.cat([query, rotary], dim=-1)[:, None], kv_cache=cache,
         workspace_buffer=state_of(NAME, lambda: workspace(WORKSPACE, query.device)), qk_nope_head_dim=nope, kv_lora_rank=RANK,
         qk_rope_head_dim=ROPE, block_tables=table, seq_lens=lens, max_seq_len=table.shape[1] * cache.shape[1], bmm1_scale=scale,

@@ -112,7 +112,7 @@ def _op(base: AttentionBackend, name: str) -> Callable[..., torch.Tensor]:
                 prepared = base.prepared(*own, caches[0].shape[1])
                 return base.op(q[tokens], None, None, *caches, *own, sinks, prepared, **options)
 
-        store_kv(k, v, *caches, slot_mapping)
+        store_kv(k, v, *rest[:5])
         step = current_step()
         state = None if step is None else step.states.get(name)
         planned = None if step is None or state is None else state.plans.of(step)

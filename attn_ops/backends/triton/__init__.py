@@ -122,7 +122,7 @@ def rope_paged_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tens
     """Rotate q and k (``attn_ops/ops/rope.py``), then ``paged_attention``, whose other arguments are ``rest``. Small decode
     batches take one launch for all of it; with a program or more per multiprocessor the registers for rotating would cost more
     than a launch."""
-    options = {"scale": scale, "window": window, "softcap": softcap, "chunk": chunk}
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "chunk": chunk}
     seq_lens, rope = rest[7], (cos, sin, q_norm_weight, k_norm_weight, eps)
     if q.shape[0] > seq_lens.shape[0] or q.shape[0] * k.shape[1] >= host.num_sms(q.device):
         return paged_attention(rope_kv_write(q, k, v, *rope, *rest[:5], **form), None, None, *rest, **options)
