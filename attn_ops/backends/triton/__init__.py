@@ -81,8 +81,7 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
         return out
     if k is not None and v is not None:
         kernel_module("kernels.kv_write").write(k, v, caches, slot_mapping)
-    if not _by_contiguous_keys(q, caches, batch, sinks, out, scale, window, softcap, chunk, skip_single=num_reqs > 1):
-        kernel_module("backends.triton.extend").extend(q, *rest, skip_single=num_reqs > 1)
+    _extend(q, *rest, skip_single=num_reqs > 1)
     found = metadata_of(q, query_start_loc)  # what the host knows: of the step in progress, unless that is a graph's
     if num_reqs > 1 and (found is None or found[1].max_query_len <= 1 or found[1].has_single_queries):
         decode(q, None, None, *rest, by_row=True)
@@ -96,24 +95,25 @@ def _caches(*given: Any) -> Caches:
     return caches
 
 
-def _by_contiguous_keys(q: Tensor, caches: Caches, batch: Batch, sinks: Tensor | None, out: Tensor,
-                        scale: float, window: int | None, softcap: float | None, chunk: int | None, skip_single: bool,
-                        lse: Tensor | None = None) -> bool:
-    """``extend`` by the way of contiguous keys, if that is the step's (``extend_route.py``); else False."""
-    if not (recorded := is_recording()):
+def _extend(q: Tensor, caches: Caches, batch: Batch, sinks: Tensor | None, prepared: list[Tensor], out: Tensor, scale: float,
+            window: int | None, softcap: float | None, chunk: int | None, skip_single: bool, lse: Tensor | None = None,
+            causal: bool = True) -> None:
+    """``extend``, by the way of contiguous keys if that is the step's (``extend_route.py``)."""
+    route, recorded = None, is_recording()
+    if causal and not recorded:
         route = find_route(q, caches, batch, window, chunk, skip_single)
-    elif possible((caches.k.shape[3], caches.v.shape[3]), q.dtype, window, chunk, q.device):
+    elif causal and possible((caches.k.shape[3], caches.v.shape[3]), q.dtype, window, chunk, q.device):
         route = Route(batch.query_start_loc, q.shape[0], skip_single)  # kernels are compiled ahead: those of both ways
-    else:
-        route = None
-    if route is None:
-        return False
-    contiguous = kernel_module("backends.triton.extend_contiguous")
-    try:
-        contiguous.extend_contiguous(q, caches, batch, route, sinks, out, scale, softcap, lse)
-    except torch.OutOfMemoryError:  # of a caller that fills the GPU: engines leave room (``scratch_bytes``)
-        return False
-    return not recorded
+    if route is not None:
+        contiguous = kernel_module("backends.triton.extend_contiguous")
+        try:
+            contiguous.extend_contiguous(q, caches, batch, route, sinks, out, scale, softcap, lse)
+            if not recorded:
+                return
+        except torch.OutOfMemoryError:  # of a caller that fills the GPU: engines leave room (``scratch_bytes``)
+            pass
+    kernel_module("backends.triton.extend").extend(q, caches, batch, sinks, prepared, out, scale, window, softcap, chunk,
+                                                   skip_single, lse, causal)
 
 
 def rope_paged_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
@@ -138,11 +138,8 @@ def attention_state(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any, s
     if q.shape[0]:
         if k is not None and v is not None:
             kernel_module("kernels.kv_write").write(rows_contiguous(k), rows_contiguous(v), caches, batch.slot_mapping)
-        q = rows_contiguous(q)
-        if not causal or not _by_contiguous_keys(q, caches, batch, None, out, scale, None, softcap, None, skip_single=False,
-                                                 lse=lse):
-            kernel_module("backends.triton.extend").extend(q, caches, batch, None, prepared, out, scale, None, softcap, None,
-                                                           skip_single=False, lse=lse, causal=causal)
+        _extend(rows_contiguous(q), caches, batch, None, prepared, out, scale, None, softcap, None, skip_single=False, lse=lse,
+                causal=causal)
     return out, lse
 
 
