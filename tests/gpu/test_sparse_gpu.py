@@ -8,7 +8,7 @@ import torch
 import quire
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backends import double_sparsity
-from quire.attn_ops.backends.double_sparsity.decode import (
+from quire.attn_ops.backends.double_sparsity import (
     LayerLabels,
     Options,
     choose_eager,

@@ -12,7 +12,7 @@ A program serves one token and one key head, with all the query heads that read 
 NOTE [How far keys are split]: on an H200, with 32/8 heads x 128 in bfloat16, a program alone took about 4 us and 28 ns per key,
 and merging another 3.5 us (benchmarks/results/h200_triton_decode_sweep*.json). Three programs fit on a multiprocessor
 (``python -m benchmarks.hopper``), and two read as fast as memory gives; of heads of 64, three do. So one wave of two or three
-programs per multiprocessor is best, whatever the context: ``wave`` splits per slot. But the few programs of one long
+programs per multiprocessor is best, whatever the context: ``config.wave`` splits per slot. But the few programs of one long
 sequence among short ones would run alone, so that a split has at most ``chunk_max`` keys. Of heads of 64 and 256, a context
 that is cut further for that fills the places a whole number of times: 16 splits of 32 slots of heads of 64 were 512 programs
 on 396 places, and took 94 us, 12 took 74 (h200_decode_grid_64_slots.json). Programs without keys take 2 ns each: at most 1024
@@ -42,7 +42,7 @@ class DecodeConfig(NamedTuple):
 
     block_n: keys per step.  warps, stages: of the kernel and its loop.  chunk_min: fewest keys per split (a multiple of
     block_n).  max_splits: bound on splits.  dot: tensor cores (the group is padded to 16 rows), else sums of products.
-    chunk_max: keys per split that a long context is cut into, unless ``wave`` splits per slot, which fill the GPU once,
+    chunk_max: keys per split that a long context is cut into, unless ``config.wave`` splits per slot, which fill the GPU once,
     make them longer than max_splits allows.  waves: a context that is cut so fills the GPU a multiple of so many times; 0: any.
     """
 

@@ -11,7 +11,7 @@ import torch
 
 from quire import UnsupportedAttention
 from quire.attn_ops.backends import double_sparsity as module
-from quire.attn_ops.backends.double_sparsity.decode import (
+from quire.attn_ops.backends.double_sparsity import (
     LayerLabels,
     Options,
     choose_eager,
