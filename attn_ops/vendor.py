@@ -14,13 +14,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from quire.attn_ops.backend import (
-    AttentionBackend,
-    AttentionCapabilities,
-    UnsupportedAttention,
-    define_paged_op,
-    define_prepare,
-)
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, define_paged_op, define_prepare
 from quire.attn_ops.kv_store import store_kv, store_latent
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 from quire.attn_ops.step import current_step
@@ -140,15 +134,6 @@ def tables_by_token(multiple: Callable[[int], int] | None, slot_mapping: Tensor,
     return [table, lens.clamp_min(1), padding_tokens(slot_mapping, query_start_loc)]
 
 
-def refuse(name: str, capabilities: AttentionCapabilities, k_scale: Tensor | None, **features: Any) -> None:
-    """Raise UnsupportedAttention for arguments of a paged op, by the names of capabilities, that are not declared."""
-    if k_scale is not None or any(value is not None and not getattr(capabilities, f) for f, value in features.items()):
-        words = {"window": "windows", "softcap": "softcap", "chunk": "chunks", "sinks": "sinks"}
-        *lacks, last = [*(word for f, word in words.items() if not getattr(capabilities, f)), "quantized KV cache"]
-        note = f": {capabilities.kv_dtypes_note}" if capabilities.kv_dtypes_note else ""
-        raise UnsupportedAttention(f"the {name} backend has no {', '.join(lacks)}{' or ' if lacks else ''}{last}{note}")
-
-
 def state_of(name: str, make: Callable[[], Any]) -> Any:
     """The state of that backend in the step's engine; a new one outside a step."""
     step = current_step()
@@ -165,7 +150,7 @@ def paged_by_token(name: str, capabilities: AttentionCapabilities, attend: Calla
                         v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
                         seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
                         softcap: float | None, chunk: int | None) -> Tensor:
-        refuse(name, capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
+        capabilities.refuse(name, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
         store_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
         if not q.shape[0]:
             return q.new_empty(0, q.shape[1], v_cache.shape[3])

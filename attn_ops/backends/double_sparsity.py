@@ -41,7 +41,7 @@ from quire.attn_ops.kv_store import has_kernel, store_kv
 from quire.attn_ops.ops.merge_state import merge_states_triton
 from quire.attn_ops.registry import plain_backend
 from quire.attn_ops.step import StepLimits, current_step
-from quire.attn_ops.vendor import by_token, refuse
+from quire.attn_ops.vendor import by_token
 
 NAME = "double_sparsity"
 SCORE_BYTES = 256 << 20  # of the approximate scores, and of the candidates among them, that are held at a time
@@ -235,7 +235,7 @@ def backend(name: str, options: Options, decode: Callable[..., Tensor] | None = 
                         v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
                         seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
                         softcap: float | None, chunk: int | None) -> Tensor:
-        refuse(NAME, CAPABILITIES, k_scale, window=window, chunk=chunk, sinks=sinks)
+        CAPABILITIES.refuse(NAME, k_scale, window=window, chunk=chunk, sinks=sinks)
         step = current_step()
         if step is None or name not in step.states:
             raise RuntimeError(f"{name} keeps labels beside the KV cache: run it inside `with quire.step(...)`")

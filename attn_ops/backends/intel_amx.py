@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from quire.attn_ops.kv_quant import write_kv
-from quire.attn_ops.vendor import missing, refuse, wrong_device
+from quire.attn_ops.vendor import missing, wrong_device
 
 NAME = "intel_amx"
 INSTALL = "build sgl-kernel for CPUs from SGLang's source tree (sgl-kernel, pyproject_cpu.toml)"
@@ -21,7 +21,7 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
                     v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
                     seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
                     softcap: float | None, chunk: int | None) -> Tensor:
-    refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
+    BACKEND.capabilities.refuse(NAME, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     importlib.import_module("sgl_kernel")  # registers torch.ops.sgl_kernel
     heads, page_size = q.shape[1], k_cache.shape[1]
     counts = query_start_loc.diff().long()

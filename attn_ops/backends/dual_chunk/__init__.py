@@ -44,7 +44,6 @@ from quire.attn_ops.ops.rope import RopeForm, norm_and_rotate, rope_kv_write
 from quire.attn_ops.ops.varlen import varlen_attention
 from quire.attn_ops.registry import plain_backend
 from quire.attn_ops.step import StepLimits, current_step
-from quire.attn_ops.vendor import refuse
 
 NAME = "dual_chunk"
 LONGEST_SPLIT = 2048  # keys of a program, while there are few programs: a long sequence among short ones is split by it
@@ -162,7 +161,7 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
                         seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
                         softcap: float | None, chunk: int | None) -> Tensor:
         """Store k and v, then attend: q (T, H, D) -> (T, H, Dv). q and k are rotated: up to CHUNK tokens."""
-        refuse(NAME, CAPABILITIES, k_scale, window=window, chunk=chunk, sinks=sinks)
+        CAPABILITIES.refuse(NAME, k_scale, window=window, chunk=chunk, sinks=sinks)
         batch, limit = state().batch, state().chunk
         if batch.longest > limit:
             raise UnsupportedAttention(
@@ -207,7 +206,7 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
                              seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float,
                              window: int | None, softcap: float | None, chunk: int | None, **options: Any) -> Tensor:
         """Rotate q and k (``attn_ops/ops/rope.py``), store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
-        refuse(NAME, CAPABILITIES, k_scale, window=window, chunk=chunk, sinks=sinks)
+        CAPABILITIES.refuse(NAME, k_scale, window=window, chunk=chunk, sinks=sinks)
         known, layer, form = state(), k_cache.data_ptr(), RopeForm(**options)
         rotated = rope_kv_write(q, k, v, cos, sin, q_norm_weight, k_norm_weight, eps, k_cache, v_cache, None, None,
                                 slot_mapping, **form.options())
