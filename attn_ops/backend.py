@@ -182,6 +182,14 @@ class AttentionCapabilities:
             why.append("no non-causal attention")
         return why
 
+    def refuse(self, name: str, k_scale: Tensor | None, **features: Any) -> None:
+        """Raise UnsupportedAttention for arguments of a paged op, by the names of features, that are not declared."""
+        if k_scale is not None or any(value is not None and not getattr(self, f) for f, value in features.items()):
+            words = {"window": "windows", "softcap": "softcap", "chunk": "chunks", "sinks": "sinks"}
+            *lacks, last = [*(word for f, word in words.items() if not getattr(self, f)), "quantized KV cache"]
+            note = f": {self.kv_dtypes_note}" if self.kv_dtypes_note else ""
+            raise UnsupportedAttention(f"the {name} backend has no {', '.join(lacks)}{' or ' if lacks else ''}{last}{note}")
+
     def reason_against_gpu(self, device: torch.device) -> str | None:
         """Why this CUDA device is too old, or None."""
         return self._too_old(device, self.min_compute_capability)

@@ -189,6 +189,25 @@ class Composite:
             unrotated=any(part.unrotated for part in self.parts))
 
 
+def states_of(part: AttentionBackend, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits
+              ) -> dict[str, Any]:
+    """The state of a part by its name, if it has one."""
+    return {} if part.make_state is None else {part.name: part.make_state(sites, cache, limits)}
+
+
+def planned_child(part: AttentionBackend, metadata: CommonAttentionMetadata, states: dict[str, Any], step: Step) -> Step:
+    """A step of another batch within ``step``, which ``part`` has planned."""
+    child = Step(step.cache, metadata, part, states, step.graph_key, step.capturing, number=step.number)
+    if part.plan is not None:
+        part.plan(metadata, child)
+    return child
+
+
+def declared(part: AttentionBackend, **features: Any) -> dict[str, Any]:
+    """What a part declares, with some ``features`` replaced, to make capabilities of another class of."""
+    return {f.name: getattr(part.capabilities, f.name) for f in dataclasses.fields(AttentionCapabilities)} | features
+
+
 def op_name(name: str) -> str:
     """``name`` as a part of an op's name that is not taken."""
     base = op = re.sub(r"\W+", "_", name)

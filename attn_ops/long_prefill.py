@@ -14,7 +14,6 @@ without PREFILL's package, all steps are REST's.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import weakref
@@ -26,8 +25,8 @@ import numpy as np
 import torch
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, UnsupportedAttention
-from quire.attn_ops.composite import Composite, CompositeCapabilities, check_every_step
+from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
+from quire.attn_ops.composite import Composite, CompositeCapabilities, check_every_step, declared, states_of
 from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
@@ -36,14 +35,12 @@ from quire.attn_ops.step import Step, StepLimits, current_step, running
 from quire.attn_ops.tuning import prefill as tuning
 from quire.attn_ops.tuning.prefill import PrefillRule, work
 
+Kind = tuple[Any, ...]
 logger = logging.getLogger(__name__)
 BUILD_SECONDS = 180.0  # a module of FlashInfer took 75 s on 16 cores (benchmarks/measure.sh long)
 #: Microseconds that a step must gain: planning on the host can take that long, and is not always hidden.
 PLAN_US = 500.0
 FAILURES = 3  # steps in a row whose planning fails, after which no further one is tried: others may be served
-
-
-Kind = tuple[Any, ...]
 
 
 def kind_of(site: AttentionSite) -> Kind:
@@ -175,18 +172,13 @@ class LongPrefill(Composite):
     def make_state(self, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> Any:
         """The state. An engine's has PREFILL's workspaces at once, that of a step by hand only if PREFILL serves the step."""
         of_cache: dict[str, Any] = {"page_size": cache.page_size, "kv_dtype": cache.dtype, "layout": cache.layout}
-        rules: dict[Kind, tuple[AttentionSite, int, PrefillRule]] = {}
+        alike: dict[Kind, list[AttentionSite]] = {}
         for site in self._able(sites, cache.device, **of_cache, fixed_scale=cache.fixed_scale):
-            kind = kind_of(site)
-            if kind in rules:
-                rules[kind] = (site, rules[kind][1] + 1, rules[kind][2])
-            elif (found := self._rule(site, cache.device, of_cache)) is not None and found.ever:
-                rules[kind] = (site, 1, found)
-        parts = {}
-        if self.rest.make_state is not None:
-            parts[self.rest.name] = self.rest.make_state(sites, cache, limits)
-        part = self.prefill.prefill
-        state = State(parts, rules, part is not None and self.rest.any_batch, (sites, cache, limits))
+            alike.setdefault(kind_of(site), []).append(site)
+        rules = {kind: (some[0], len(some), found) for kind, some in alike.items()
+                 if (found := self._rule(some[0], cache.device, of_cache)) is not None and found.ever}
+        state = State(states_of(self.rest, sites, cache, limits), rules,
+                      self.prefill.prefill is not None and self.rest.any_batch, (sites, cache, limits))
         if current_step() is None:
             self._complete(state)
         return state
@@ -291,8 +283,7 @@ class LongPrefill(Composite):
     def long_backend(self) -> AttentionBackend:
         """The composite as a backend, its ops registered. It declares what REST does, which serves MLA alone."""
         rest = self.rest
-        own = {f.name: getattr(rest.capabilities, f.name) for f in dataclasses.fields(AttentionCapabilities)}
-        capabilities = CompositeCapabilities(**{**own, "lse": False}, serving=lambda site: (rest,))
+        capabilities = CompositeCapabilities(**declared(rest, lse=False), serving=lambda site: (rest,))
         return replace(
             self.backend(capabilities, self.route), capabilities=replace(capabilities, lse=rest.capabilities.lse),
             state_op=rest.state_op, make_state=self.make_state, plan=self.plan,

@@ -11,7 +11,6 @@ parts are merged by their log-sum-exp. The sizes of prefixes are the host's, so 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -104,5 +103,4 @@ def _state(q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.T
     heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
     kv = F.linear(c, kv_b).unflatten(1, (heads, -1))
     k = torch.cat([kv[..., :nope], k_rope[:, None].expand(-1, heads, -1)], dim=-1)
-    found: Any = torch.ops.quire.varlen_attention(q, k, kv[..., nope:], starts_q, starts_k, scale=scale, causal=causal)
-    return found
+    return torch.ops.quire.varlen_attention(q, k, kv[..., nope:], starts_q, starts_k, scale=scale, causal=causal)

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from quire.attn_ops.step import Step, current_step
 
 
+@dataclass(eq=False)
 class StepPlan:
     """The plan of one step. ``copied``: a CUDA event after the last copy from this plan's pinned memory, which is not rewritten
     before; None where nothing is copied. ``step``: whose plan it is, None while there is no whole one."""
 
-    def __init__(self, number: int, copied: Any) -> None:
-        self.number, self.copied = number, copied
-        self.step: weakref.ref[Step] | None = None
+    number: int
+    copied: Any = None
+    step: weakref.ref[Step] | None = field(default=None, init=False)
 
     def wait(self) -> None:
         """Until the copies are done."""

@@ -14,9 +14,9 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from quire.attn_ops.backend import AttentionCapabilities, UnsupportedAttention, define_prepare
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, define_paged_op, define_prepare
 from quire.attn_ops.kv_store import store_kv, store_latent
-from quire.attn_ops.mla import absorb_query, expand_output, split_weight
+from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 from quire.attn_ops.step import current_step
 from quire.attn_ops.tuning.store import installed_version
 
@@ -47,10 +47,18 @@ def too_old(distribution: str, oldest: str, install: str | None = None) -> str |
     return f"{distribution} {have} is installed, its calls are those of {oldest} or newer: pip install -U {pre}{distribution}"
 
 
+def wrong_device(device: torch.device, kind: str) -> str | None:
+    return None if device.type == kind else f"runs on {kind}, not {device.type}"
+
+
+def no_rocm(device: torch.device) -> str | None:
+    return None if device.type == "cuda" and torch.version.hip else "runs on AMD GPUs with a ROCm build of torch"
+
+
 def wrong_gpu(device: torch.device, *majors: int) -> str | None:
     """None on a CUDA device whose compute capability is one of ``majors``, else what it needs."""
-    if device.type != "cuda":
-        return f"runs on cuda, not {device.type}"
+    if why := wrong_device(device, "cuda"):
+        return why
     if not torch.cuda.is_available() or torch.version.hip:
         return "no NVIDIA GPU is visible to PyTorch"
     have = torch.cuda.get_device_capability(device)
@@ -126,15 +134,6 @@ def tables_by_token(multiple: Callable[[int], int] | None, slot_mapping: Tensor,
     return [table, lens.clamp_min(1), padding_tokens(slot_mapping, query_start_loc)]
 
 
-def refuse(name: str, capabilities: AttentionCapabilities, k_scale: Tensor | None, **features: Any) -> None:
-    """Raise UnsupportedAttention for arguments of a paged op, by the names of capabilities, that are not declared."""
-    if k_scale is not None or any(value is not None and not getattr(capabilities, f) for f, value in features.items()):
-        words = {"window": "windows", "softcap": "softcap", "chunk": "chunks", "sinks": "sinks"}
-        *lacks, last = [*(word for f, word in words.items() if not getattr(capabilities, f)), "quantized KV cache"]
-        note = f": {capabilities.kv_dtypes_note}" if capabilities.kv_dtypes_note else ""
-        raise UnsupportedAttention(f"the {name} backend has no {', '.join(lacks)}{' or ' if lacks else ''}{last}{note}")
-
-
 def state_of(name: str, make: Callable[[], Any]) -> Any:
     """The state of that backend in the step's engine; a new one outside a step."""
     step = current_step()
@@ -151,7 +150,7 @@ def paged_by_token(name: str, capabilities: AttentionCapabilities, attend: Calla
                         v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
                         seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
                         softcap: float | None, chunk: int | None) -> Tensor:
-        refuse(name, capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
+        capabilities.refuse(name, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
         store_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
         if not q.shape[0]:
             return q.new_empty(0, q.shape[1], v_cache.shape[3])
@@ -185,3 +184,21 @@ def mla_by_token(attend: Callable[..., Tensor], multiple: Callable[[int], int] |
         return expand_output(out.masked_fill_(padding, 0.0), w_uv)
 
     return mla_paged_attention
+
+
+def mla_only(rank: int, rope: int, **more: Any) -> AttentionCapabilities:
+    """Those of kernels on CUDA that serve MLA alone, of these sizes."""
+    return AttentionCapabilities(
+        devices=frozenset({"cuda"}), head_dims=lambda d, dv: False, head_dims_note="MLA only", mla=True,
+        mla_dims=lambda *dims: dims == (rank, rope), mla_dims_note=f"{rank}+{rope}", **more)
+
+
+def decoder(name: str, capabilities: AttentionCapabilities, available: Callable[[torch.device], str | None],
+            impl: Callable[..., Tensor], multiple: Callable[[int], int] | None = None, **more: Any) -> AttentionBackend:
+    """The backend of an op of ``paged_by_token``, or with ``capabilities.mla`` of ``mla_by_token``, on CUDA. ``multiple``: see
+    ``define_by_token``."""
+    if capabilities.mla:
+        ops = {"op": None, "mla_op": define_mla_op(name, impl, ("CUDA",))}
+    else:
+        ops = {"op": define_paged_op(name, impl, ("CUDA",))}
+    return AttentionBackend(name, capabilities, available, **ops, prepare=define_by_token(name, multiple), **more)

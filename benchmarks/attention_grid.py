@@ -190,7 +190,7 @@ def flashinfer(cell: Cell, batch: OpBatch, kernels: str, tensor_cores: bool = Tr
 def _own(cell: Cell, batch: OpBatch, ragged: Any, paged: Any, starts: torch.Tensor, options: dict[str, Any], out: torch.Tensor
          ) -> Run:
     """As the backend runs prompts by the step's own keys."""
-    own_keys, s, k, v = importlib.import_module("quire.attn_ops.backends.flashinfer.own_keys"), cell.site, batch.k, batch.v
+    contiguous, s, k, v = importlib.import_module("quire.attn_ops.backends.flashinfer.contiguous"), cell.site, batch.k, batch.v
     if cell.window is not None or k is None or v is None:
         raise NotImplementedError("no window")
     sizes, prefix = (s.num_heads, s.num_kv_heads, s.head_dim), None
@@ -198,7 +198,7 @@ def _own(cell: Cell, batch: OpBatch, ragged: Any, paged: Any, starts: torch.Tens
     if cell.before:
         prefix = paged
         prefix.plan(starts, *_pages(cell, batch, cell.before), *sizes, PAGE, causal=False, **options)
-    plan = own_keys.OwnKeys([(ragged, 0, len(batch.q))], prefix)
+    plan = contiguous.OwnKeys([(ragged, 0, len(batch.q))], prefix)
 
     def run(i: int) -> torch.Tensor:
         plan.run(batch.q, batch.caches[i % len(batch.caches)][:2], own=(k, v), out=out)

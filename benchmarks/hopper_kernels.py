@@ -14,9 +14,8 @@ import torch
 
 from benchmarks.hopper import Compiled, compiling
 from quire.attn_ops.backends import triton as backend
-from quire.attn_ops.backends.double_sparsity.decode import decode_triton
-from quire.attn_ops.backends.double_sparsity.labels import LayerLabels, Options
-from quire.attn_ops.backends.dual_chunk.decode import decode_by_chunk
+from quire.attn_ops.backends.double_sparsity import LayerLabels, Options, decode_triton
+from quire.attn_ops.backends.dual_chunk import decode_by_chunk
 from quire.attn_ops.backends.dual_chunk.vertical_slash import Lines, Listed, attend_triton, kernel_block
 from quire.attn_ops.backends.flashinfer import pages
 from quire.attn_ops.backends.triton.extend_route import Route

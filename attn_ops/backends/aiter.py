@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_prepare
 from quire.attn_ops.kv_store import store_kv
-from quire.attn_ops.vendor import by_token, missing, padding_tokens, refuse, slots_end_to_end
+from quire.attn_ops.vendor import by_token, missing, no_rocm, padding_tokens, slots_end_to_end
 
 NAME = "aiter"
 PARTITION = 256  # keys per partial result of the decode kernel
@@ -43,7 +43,7 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
                     v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
                     seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
                     softcap: float | None, chunk: int | None) -> Tensor:
-    refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
+    BACKEND.capabilities.refuse(NAME, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     store_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     tokens, heads, dim = q.shape
     if not tokens:
@@ -66,9 +66,7 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
 
 
 def available(device: torch.device) -> str | None:
-    if device.type != "cuda" or not torch.version.hip:
-        return "runs on AMD GPUs with a ROCm build of torch"
-    if why := missing("aiter", INSTALL):
+    if why := no_rocm(device) or missing("aiter", INSTALL):
         return why
     found = importlib.util.find_spec("aiter")
     if not any(Path(folder, "ops").is_dir() for folder in (found and found.submodule_search_locations) or ()):
@@ -86,6 +84,5 @@ BACKEND = AttentionBackend(
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
     prepare=define_prepare(NAME, _prepare, _prepare_fake),
-    packages=("amd-aiter",),
-    verified=False,
+    packages=("amd-aiter",), verified=False,
 )

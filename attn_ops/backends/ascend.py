@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.step import current_step
-from quire.attn_ops.vendor import missing, refuse
+from quire.attn_ops.vendor import missing, wrong_device
 
 NAME = "ascend"
 MASK = 128  # rows and columns of the additive causal mask that the prefill kernel takes
@@ -28,7 +28,7 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
                     v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
                     seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
                     softcap: float | None, chunk: int | None) -> Tensor:
-    refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
+    BACKEND.capabilities.refuse(NAME, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     step = current_step()
     if step is None:
         raise RuntimeError("ascend_paged_attention needs the lengths on the host: run it inside `with quire.step(...)`")
@@ -53,9 +53,8 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
 
 
 def available(device: torch.device) -> str | None:
-    if device.type != "npu":
-        return f"runs on npu, not {device.type}"
-    return missing("torch_npu", "pip install torch-npu, of the version of your torch, after CANN")
+    install = "pip install torch-npu, of the version of your torch, after CANN"
+    return wrong_device(device, "npu") or missing("torch_npu", install)
 
 
 BACKEND = AttentionBackend(
@@ -68,6 +67,5 @@ BACKEND = AttentionBackend(
     ),
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("PrivateUse1",)),
-    packages=("torch-npu",),
-    verified=False,
+    packages=("torch-npu",), verified=False,
 )

@@ -12,8 +12,8 @@ import importlib
 
 import torch
 
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
-from quire.attn_ops.vendor import define_by_token, missing, paged_by_token, state_of, too_old, workspace, wrong_gpu
+from quire.attn_ops.backend import AttentionCapabilities, CudagraphSupport
+from quire.attn_ops.vendor import decoder, missing, paged_by_token, state_of, too_old, workspace, wrong_gpu
 
 NAME = "cudnn"
 LIBRARY = "flashinfer.cudnn"
@@ -43,11 +43,5 @@ CAPABILITIES = AttentionCapabilities(
     window=True, cudagraph_support=CudagraphSupport.ALWAYS,
 )
 paged_attention = paged_by_token(NAME, CAPABILITIES, attend)
-BACKEND = AttentionBackend(
-    name=NAME,
-    capabilities=CAPABILITIES,
-    available=available,
-    op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
-    make_state=lambda sites, cache, limits: workspace(WORKSPACE, cache.k[0].device), prepare=define_by_token(NAME),
-    packages=("flashinfer-python", "nvidia-cudnn-frontend"),
-)
+BACKEND = decoder(NAME, CAPABILITIES, available, paged_attention, packages=("flashinfer-python", "nvidia-cudnn-frontend"),
+                  make_state=lambda sites, cache, limits: workspace(WORKSPACE, cache.k[0].device))

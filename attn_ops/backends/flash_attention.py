@@ -23,7 +23,7 @@ from torch import Tensor
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_prepare
 from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.step import current_step
-from quire.attn_ops.vendor import missing, padding_tokens, refuse, too_old, wrong_gpu
+from quire.attn_ops.vendor import missing, padding_tokens, too_old, wrong_gpu
 
 NAME = "flash_attention"
 #: (variant, module, majors of the compute capability, tokens that a page is a multiple of).
@@ -74,7 +74,7 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
                     v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
                     seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
                     softcap: float | None, chunk: int | None) -> Tensor:
-    refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
+    BACKEND.capabilities.refuse(NAME, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     name, lib = _variant_and_module()
     store_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     if not q.shape[0]:

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_prepare
+from quire.attn_ops.backend import AttentionBackend, CudagraphSupport, define_prepare
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_store import store_latent
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 from quire.attn_ops.plans import StepPlan, StepPlans, planned_step
 from quire.attn_ops.step import Step, StepLimits
-from quire.attn_ops.vendor import no_flashinfer
+from quire.attn_ops.vendor import mla_only, no_flashinfer, wrong_device
 
 NAME = "flashinfer_mla"
 LIBRARY = "flashinfer.mla"
@@ -151,19 +151,13 @@ def mla_paged_attention(q: Tensor, c: Tensor, k_rope: Tensor, kv_b: Tensor, cach
 
 
 def available(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"runs on cuda, not {device.type}"
-    return no_flashinfer("0.6.18", "pip install 'quire[flashinfer]'")
+    return wrong_device(device, "cuda") or no_flashinfer("0.6.18", "pip install 'quire[flashinfer]'")
 
 
 BACKEND = AttentionBackend(
     name=NAME,
-    capabilities=AttentionCapabilities(
-        devices=frozenset({"cuda"}), dtypes=frozenset({torch.float16, torch.bfloat16}), head_dims=lambda d, dv: False,
-        head_dims_note="MLA only", mla=True, mla_dims=lambda rank, rope: (rank, rope) == (RANK, ROPE),
-        mla_dims_note=f"{RANK}+{ROPE}", min_compute_capability=(8, 0),
-        cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE,
-    ),
+    capabilities=mla_only(RANK, ROPE, dtypes=frozenset({torch.float16, torch.bfloat16}), min_compute_capability=(8, 0),
+                          cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE),
     available=available, op=None,
     mla_op=define_mla_op(NAME, mla_paged_attention, devices=("CUDA",)),
     priority={"cuda": 30}, make_state=State, plan=plan, packages=("flashinfer-python",),

@@ -8,17 +8,16 @@ import functools
 import importlib
 
 import torch
+from torch import Tensor
 
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
-from quire.attn_ops.mla import define_mla_op
-from quire.attn_ops.vendor import define_by_token, missing, mla_by_token, too_old, wrong_gpu
+from quire.attn_ops.backend import CudagraphSupport
+from quire.attn_ops.vendor import decoder, missing, mla_by_token, mla_only, too_old, wrong_gpu
 
 INSTALL = "pip install sgl-flash-mla (torch 2.14.1 or newer, CUDA 13)"
 NAME, PAGE_SIZE, RANK, ROPE = "flashmla", 64, 512, 64
 
 
-def attend(query: torch.Tensor, rotary: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor,
-           scale: float, nope: int) -> torch.Tensor:
+def attend(query: Tensor, rotary: Tensor, cache: Tensor, table: Tensor, lens: Tensor, scale: float, nope: int) -> Tensor:
     package = importlib.import_module("flash_mla")
     return package.flash_mla_with_kvcache(
         torch.cat([query, rotary], dim=-1)[:, None], cache[:, :, None], table, lens, RANK, package.get_mla_metadata()[0],
@@ -43,15 +42,8 @@ def available(device: torch.device) -> str | None:
 
 
 mla_paged_attention = mla_by_token(attend)
-BACKEND = AttentionBackend(
-    name=NAME,
-    capabilities=AttentionCapabilities(
-        devices=frozenset({"cuda"}), dtypes=frozenset({torch.float16, torch.bfloat16}), head_dims=lambda d, dv: False,
-        head_dims_note="MLA only", mla=True, mla_dims=lambda rank, rope: (rank, rope) == (RANK, ROPE),
-        mla_dims_note=f"{RANK}+{ROPE}", page_sizes=lambda p: p == PAGE_SIZE, page_sizes_note=f"{PAGE_SIZE}",
-        layouts=frozenset({"NHD"}), min_compute_capability=(9, 0), cudagraph_support=CudagraphSupport.ALWAYS,
-    ),
-    available=available, op=None,
-    mla_op=define_mla_op(NAME, mla_paged_attention, devices=("CUDA",)),
-    prepare=define_by_token(NAME), packages=("sgl-flash-mla",),
-)
+CAPABILITIES = mla_only(
+    RANK, ROPE, dtypes=frozenset({torch.float16, torch.bfloat16}), page_sizes=lambda p: p == PAGE_SIZE,
+    page_sizes_note=f"{PAGE_SIZE}", layouts=frozenset({"NHD"}), min_compute_capability=(9, 0),
+    cudagraph_support=CudagraphSupport.ALWAYS)
+BACKEND = decoder(NAME, CAPABILITIES, available, mla_paged_attention, packages=("sgl-flash-mla",))

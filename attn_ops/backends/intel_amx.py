@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
-from quire.attn_ops.kv_quant import write
-from quire.attn_ops.vendor import missing, refuse
+from quire.attn_ops.kv_quant import write_kv
+from quire.attn_ops.vendor import missing, wrong_device
 
 NAME = "intel_amx"
 INSTALL = "build sgl-kernel for CPUs from SGLang's source tree (sgl-kernel, pyproject_cpu.toml)"
@@ -21,7 +21,7 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
                     v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
                     seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
                     softcap: float | None, chunk: int | None) -> Tensor:
-    refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
+    BACKEND.capabilities.refuse(NAME, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     importlib.import_module("sgl_kernel")  # registers torch.ops.sgl_kernel
     heads, page_size = q.shape[1], k_cache.shape[1]
     counts = query_start_loc.diff().long()
@@ -34,11 +34,9 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
     if k is None or v is None:  # in the cache already
         k, v = keys[slots], values[slots]
     else:
-        write(k_cache, None, k, slot_mapping)
-        write(v_cache, None, v, slot_mapping)
+        write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     new_k, new_v, query, result = k[:live].contiguous(), v[:live].contiguous(), q[:live].contiguous(), out[:live]
-    offsets = torch.arange(page_size)
-    table = (block_table[rows].long()[:, :, None] * page_size + offsets).flatten(1)
+    table = (block_table[rows].long()[:, :, None] * page_size + torch.arange(page_size)).flatten(1)
     request, lens, cap = torch.arange(len(rows)), seq_lens[rows].long(), softcap or 0.0
     if int(counts.max()) == 1:
         logits = torch.empty(live, heads, SPLITS, v_cache.shape[3] + 1, dtype=torch.float32)
@@ -52,8 +50,8 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
 
 
 def available(device: torch.device) -> str | None:
-    if device.type != "cpu":
-        return f"runs on cpu, not {device.type}"
+    if why := wrong_device(device, "cpu"):
+        return why
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     if not has_amx():
         return "the processor has no AMX (Intel Xeon of the 4th generation and newer have it)"
@@ -79,6 +77,5 @@ BACKEND = AttentionBackend(
     ),
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("CPU",)),
-    packages=("sgl-kernel",),
-    verified=False,
+    packages=("sgl-kernel",), verified=False,
 )

@@ -15,10 +15,10 @@ replay. Graphs of other batches would need a number of sequences that follows fr
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from quire.attn_ops.backend import (
     CudagraphSupport,
     UnsupportedAttention,
 )
-from quire.attn_ops.composite import Composite, check_every_step, common_capabilities
+from quire.attn_ops.composite import Composite, check_every_step, common_capabilities, declared, planned_child, states_of
 from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata, make_local_attention_virtual_batches
@@ -47,7 +47,7 @@ class ChunkCapabilities(AttentionCapabilities):
     """Of the part that serves layers with chunks: what ``base`` declares for the same layers without, on pages that divide the
     chunk."""
 
-    base: AttentionCapabilities = dataclasses.field(kw_only=True)
+    base: AttentionCapabilities = field(kw_only=True)
 
     def reasons_against(self, site: AttentionSite, *, page_size: int | None = None, **cache: Any) -> list[str]:
         why = self.base.reasons_against(replace(site, chunk=None), page_size=page_size, **cache)
@@ -85,15 +85,14 @@ class ChunkBuffers:
         return replace(meta, seq_lens=lens, seq_lens_cpu=lens_cpu, block_table_tensor=table, max_seq_len=longest)
 
 
+@dataclass(eq=False)
 class ChunkPlan(StepPlan):
     """The virtual sequences of one step, by chunk: ``steps`` of the backend that attends, and what it ``prepared``. ``buffers``
     stay from step to step."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number, None)
-        self.steps: dict[int, Step] = {}
-        self.prepared: dict[int, list[torch.Tensor]] = {}
-        self.buffers: dict[int, ChunkBuffers] = {}
+    steps: dict[int, Step] = field(default_factory=dict)
+    prepared: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    buffers: dict[int, ChunkBuffers] = field(default_factory=dict)
 
 
 class Chunks:
@@ -110,8 +109,7 @@ class Chunks:
         tokens = self.limits.max_num_tokens
         limits = StepLimits(_most_rows(self.limits.max_num_seqs, tokens, chunk), tokens,
                             self._columns(chunk, self.limits.max_pages_per_seq))
-        made = self.base.make_state
-        self.states[chunk] = {} if made is None else {self.base.name: made(sites, self.cache, limits)}
+        self.states[chunk] = states_of(self.base, sites, self.cache, limits)
 
     def _columns(self, chunk: int, pages: int) -> int:
         return max(1, min(chunk // self.cache.page_size, pages))
@@ -139,10 +137,7 @@ class Chunks:
                 columns = self._columns(chunk, self.limits.max_pages_per_seq)
                 plan.buffers[chunk] = ChunkBuffers(self.limits.max_num_seqs, columns, meta.seq_lens.device)
             virtual = plan.buffers[chunk].fill(meta, chunk)
-        child = Step(step.cache, virtual, self.base, self.states[chunk], step.graph_key, step.capturing, number=step.number)
-        if self.base.plan is not None:
-            self.base.plan(virtual, child)
-        plan.steps[chunk] = child
+        plan.steps[chunk] = planned_child(self.base, virtual, self.states[chunk], step)
 
     def step_of(self, plan: ChunkPlan, chunk: int, step: Step) -> Step:
         """The step of the virtual sequences. Chunks of a layer that is new are planned now."""
@@ -162,11 +157,12 @@ def _part(base: AttentionBackend) -> AttentionBackend:
     """The backend that serves layers with chunks."""
     name = f"chunks of {base.name}"
 
-    def attend(run: Any, before: Sequence[Any], tensors: Sequence[Any], options: dict[str, Any]) -> torch.Tensor:
-        """``run``, an op of ``base`` that takes ``before``, caches, tables, sinks and ``prepared``, on virtual sequences."""
-        *caches, slot_mapping, table, start, lens, sinks = tensors
-        chunk, page, q = options["chunk"], caches[0].shape[1], before[0]
-        options = {**options, "chunk": None}
+    def attend(run: Any, first: int, *args: Any, **options: Any) -> torch.Tensor:
+        """``run``, an op of ``base``, on virtual sequences; the arguments from ``first`` on are caches, tables, sinks and
+        ``prepared``."""
+        before, (*caches, slot_mapping, table, start, lens, sinks, _) = args[:first], args[first:]
+        page, q = caches[0].shape[1], args[0]
+        chunk, options["chunk"] = options["chunk"], None
         check_chunk(chunk, page)
         if is_recording():  # kernels are compiled ahead: shapes are enough
             rows = lens.shape[0] if q.shape[0] <= lens.shape[0] else _most_rows(lens.shape[0], q.shape[0], chunk)
@@ -190,19 +186,13 @@ def _part(base: AttentionBackend) -> AttentionBackend:
                 plan.prepared[chunk] = prepared
             return run(*before, *caches, *tables, sinks, prepared, **options)
 
-    def op(*args: Any, **options: Any) -> torch.Tensor:
-        return attend(base.op, args[:3], args[3:-1], options)
-
-    def rope_op(*args: Any, **options: Any) -> torch.Tensor:
-        return attend(base.rope_op, args[:8], args[8:-1], options)
-
-    caps = {f.name: getattr(base.capabilities, f.name) for f in dataclasses.fields(AttentionCapabilities)}
     support = min(base.capabilities.cudagraph_support, CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
-    declared = ChunkCapabilities(**{**caps, "chunk": True, "mla": False, "lse": False, "batch_invariant": False,
-                                    "cudagraph_support": support}, base=base.capabilities)
+    capabilities = ChunkCapabilities(**declared(
+        base, chunk=True, mla=False, lse=False, batch_invariant=False, cudagraph_support=support), base=base.capabilities)
     return replace(
-        base, name=name, capabilities=declared, op=op, rope_op=None if base.rope_op is None else rope_op, mla_op=None,
-        state_op=None, prepare=None, priority=None, plans_windows=True,
+        base, name=name, capabilities=capabilities, op=functools.partial(attend, base.op, 3),
+        rope_op=None if base.rope_op is None else functools.partial(attend, base.rope_op, 8), mla_op=None, state_op=None,
+        prepare=None, priority=None, plans_windows=True,
         make_state=lambda sites, cache, limits: Chunks(base, sites, cache, limits),
         plan=lambda metadata, step: step.states[name].plan(metadata, step))
 
@@ -212,9 +202,8 @@ class Local(Composite):
     """States and plans only of parts that serve a layer: ``full=A,chunk=local:A`` has one of A for the full layers."""
 
     def make_state(self, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> dict[str, Any]:
-        served = {part.name: [s for s in sites if self._part_of(s.window, s.chunk) is part] for part in self.parts}
-        return {part.name: part.make_state(served[part.name], cache, limits) for part in self.parts
-                if part.make_state is not None and served[part.name]}
+        return {part.name: part.make_state(own, cache, limits) for part in self.parts if part.make_state is not None
+                and (own := [s for s in sites if self._part_of(s.window, s.chunk) is part])}
 
     def _part_of(self, window: int | None, chunk: int | None) -> AttentionBackend:
         return self.choose(0, 0, window, chunk)

@@ -90,9 +90,7 @@ def _attend(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_ca
         write_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     num_tokens, heads, dim = q.shape
-    if not prepared:
-        prepared = _prepare(slot_mapping, block_table, query_start_loc, seq_lens, page_size)
-    row, token, position = prepared
+    row, token, position = prepared or _prepare(slot_mapping, block_table, query_start_loc, seq_lens, page_size)
     tiles, size = token.shape
     if not causal:  # every query sees what the last one would
         position = (seq_lens.long()[row] - 1)[:, None].expand(tiles, size)

@@ -7,11 +7,10 @@ import importlib
 
 import torch
 
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
-from quire.attn_ops.vendor import ONE_SCALE, define_by_token, no_flashinfer, paged_by_token, state_of, workspace, wrong_gpu
+from quire.attn_ops.backend import AttentionCapabilities, CudagraphSupport
+from quire.attn_ops.vendor import ONE_SCALE, decoder, no_flashinfer, paged_by_token, state_of, workspace, wrong_gpu
 
 NAME = "trtllm_mha"
-LIBRARY = "flashinfer.decode"
 WORKSPACE = 136 << 20  # bytes: 8 MiB of semaphores, which must be zero at first, and 128 MiB for partial results
 
 
@@ -19,7 +18,7 @@ def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table:
            scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
     """See ``paged_by_token``. Caches have the logical shape of NHD in either layout, and the kernels read strides."""
     out = torch.empty_like(q)
-    importlib.import_module(LIBRARY).xqa_batch_decode_with_kv_cache(
+    importlib.import_module("flashinfer.decode").xqa_batch_decode_with_kv_cache(
         query=q, kv_cache=(k_cache, v_cache), workspace_buffer=state_of(NAME, lambda: workspace(WORKSPACE, q.device)),
         block_tables=table, seq_lens=lens.view(torch.uint32), max_seq_len=table.shape[1] * k_cache.shape[1], bmm1_scale=scale,
         bmm2_scale=1.0, window_left=-1 if window is None else window - 1, out=out, kv_layout="NHD",
@@ -39,11 +38,5 @@ CAPABILITIES = AttentionCapabilities(
     window=True, sinks=True, cudagraph_support=CudagraphSupport.ALWAYS,
 )
 paged_attention = paged_by_token(NAME, CAPABILITIES, attend)
-BACKEND = AttentionBackend(
-    name=NAME,
-    capabilities=CAPABILITIES,
-    available=available,
-    op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
-    make_state=lambda sites, cache, limits: workspace(WORKSPACE, cache.k[0].device), prepare=define_by_token(NAME),
-    packages=("flashinfer-python",),
-)
+BACKEND = decoder(NAME, CAPABILITIES, available, paged_attention, packages=("flashinfer-python",),
+                  make_state=lambda sites, cache, limits: workspace(WORKSPACE, cache.k[0].device))

@@ -6,13 +6,12 @@ from __future__ import annotations
 import importlib
 
 import torch
+from torch import Tensor
 
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
-from quire.attn_ops.mla import define_mla_op
-from quire.attn_ops.vendor import define_by_token, mla_by_token, no_flashinfer, state_of, workspace, wrong_gpu
+from quire.attn_ops.backend import CudagraphSupport
+from quire.attn_ops.vendor import decoder, mla_by_token, mla_only, no_flashinfer, state_of, workspace, wrong_gpu
 
 NAME, RANK, ROPE = "trtllm_mla", 512, 64
-LIBRARY = "flashinfer.mla"
 WORKSPACE = 128 << 20  # bytes; zero at first, as the kernels keep counters in it
 
 
@@ -21,9 +20,8 @@ def _columns(page_size: int) -> int:
     return max(1, 128 // page_size)
 
 
-def attend(query: torch.Tensor, rotary: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor,
-           scale: float, nope: int) -> torch.Tensor:
-    return importlib.import_module(LIBRARY).trtllm_batch_decode_with_kv_cache_mla(
+def attend(query: Tensor, rotary: Tensor, cache: Tensor, table: Tensor, lens: Tensor, scale: float, nope: int) -> Tensor:
+    return importlib.import_module("flashinfer.mla").trtllm_batch_decode_with_kv_cache_mla(
         query=torch.cat([query, rotary], dim=-1)[:, None], kv_cache=cache,
         workspace_buffer=state_of(NAME, lambda: workspace(WORKSPACE, query.device)), qk_nope_head_dim=nope, kv_lora_rank=RANK,
         qk_rope_head_dim=ROPE, block_tables=table, seq_lens=lens, max_seq_len=table.shape[1] * cache.shape[1], bmm1_scale=scale,
@@ -35,16 +33,8 @@ def available(device: torch.device) -> str | None:
 
 
 mla_paged_attention = mla_by_token(attend, _columns)
-BACKEND = AttentionBackend(
-    name=NAME,
-    capabilities=AttentionCapabilities(
-        devices=frozenset({"cuda"}), dtypes=frozenset({torch.bfloat16}), head_dims=lambda d, dv: False,
-        head_dims_note="MLA only", mla=True, mla_dims=lambda rank, rope: (rank, rope) == (RANK, ROPE),
-        mla_dims_note=f"{RANK}+{ROPE}", page_sizes=lambda p: p in (32, 64), page_sizes_note="32 and 64",
-        layouts=frozenset({"NHD"}), min_compute_capability=(10, 0), cudagraph_support=CudagraphSupport.ALWAYS,
-    ),
-    available=available, op=None,
-    mla_op=define_mla_op(NAME, mla_paged_attention, devices=("CUDA",)),
-    make_state=lambda sites, cache, limits: workspace(WORKSPACE, cache.k[0].device), prepare=define_by_token(NAME, _columns),
-    packages=("flashinfer-python",), verified=False,
-)
+CAPABILITIES = mla_only(
+    RANK, ROPE, dtypes=frozenset({torch.bfloat16}), page_sizes=lambda p: p in (32, 64), page_sizes_note="32 and 64",
+    layouts=frozenset({"NHD"}), min_compute_capability=(10, 0), cudagraph_support=CudagraphSupport.ALWAYS)
+BACKEND = decoder(NAME, CAPABILITIES, available, mla_paged_attention, _columns, packages=("flashinfer-python",), verified=False,
+                  make_state=lambda sites, cache, limits: workspace(WORKSPACE, cache.k[0].device))

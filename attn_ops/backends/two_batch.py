@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, BackendFamily, CudagraphSupport, define_paged_op
-from quire.attn_ops.composite import check_every_step, op_name
+from quire.attn_ops.composite import check_every_step, op_name, planned_child, states_of
 from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_store import store_kv
@@ -63,12 +63,11 @@ def part_of(meta: CommonAttentionMetadata, rows: slice, tokens: slice) -> Common
         total_lens=None if meta.total_lens is None else meta.total_lens[rows])
 
 
+@dataclass(eq=False)
 class Halves(StepPlan):
     """The halves of one step: rows, tokens and the step of each."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number, None)
-        self.parts: list[tuple[slice, slice, Step]] = []
+    parts: list[tuple[slice, slice, Step]] = field(default_factory=list)
 
 
 class TwoBatches:
@@ -76,7 +75,7 @@ class TwoBatches:
 
     def __init__(self, base: AttentionBackend, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> None:
         self.base = base
-        self.states = [{} if base.make_state is None else {base.name: base.make_state(sites, cache, limits)} for _ in range(2)]
+        self.states = [states_of(base, sites, cache, limits) for _ in range(2)]
         self.plans = StepPlans(Halves)
 
     def plan(self, meta: CommonAttentionMetadata, step: Step) -> None:
@@ -91,10 +90,7 @@ class TwoBatches:
         plan.parts = []
         for (of_rows, of_tokens), state in zip(places, self.states, strict=False):
             half = meta if cut is None else part_of(meta, of_rows, of_tokens)
-            child = Step(step.cache, half, self.base, state, step.graph_key, step.capturing, number=step.number)
-            if self.base.plan is not None:
-                self.base.plan(half, child)
-            plan.parts.append((of_rows, of_tokens, child))
+            plan.parts.append((of_rows, of_tokens, planned_child(self.base, half, state, step)))
         plan.step = weakref.ref(step)
 
 
@@ -105,20 +101,18 @@ def _stream(index: int, recorded: bool) -> torch.cuda.Stream:
 
 
 def _op(base: AttentionBackend, name: str) -> Callable[..., torch.Tensor]:
-    def part(q: Any, caches: Any, tables: Any, sinks: Any, rows: slice, tokens: slice, child: Step | None, options: Any
-             ) -> torch.Tensor:
-        slot_mapping, block_table, start, seq_lens = tables
-        begin = start[rows.start : rows.stop + 1]
-        own = (slot_mapping[tokens], block_table[rows], begin - begin[0], seq_lens[rows])
-        with running(child):
-            prepared = base.prepared(*own, caches[0].shape[1])
-            found: torch.Tensor = base.op(q[tokens], None, None, *caches, *own, sinks, prepared, **options)
-        return found
-
     def op(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> torch.Tensor:
         *caches, slot_mapping, block_table, start, seq_lens, sinks, _ = rest
-        tables, rows, count = (slot_mapping, block_table, start, seq_lens), seq_lens.shape[0], q.shape[0]
-        store_kv(k, v, caches[0], caches[1], caches[2], caches[3], slot_mapping)
+        rows, count = seq_lens.shape[0], q.shape[0]
+
+        def part(rows: slice, tokens: slice, child: Step | None) -> torch.Tensor:
+            begin = start[rows.start : rows.stop + 1]
+            own = (slot_mapping[tokens], block_table[rows], begin - begin[0], seq_lens[rows])
+            with running(child):
+                prepared = base.prepared(*own, caches[0].shape[1])
+                return base.op(q[tokens], None, None, *caches, *own, sinks, prepared, **options)
+
+        store_kv(k, v, *rest[:5])
         step = current_step()
         state = None if step is None else step.states.get(name)
         planned = None if step is None or state is None else state.plans.of(step)
@@ -128,20 +122,19 @@ def _op(base: AttentionBackend, name: str) -> Callable[..., torch.Tensor]:
             halves = [(slice(0, cut), slice(0, cut), step), (slice(cut, rows), slice(cut, count), step)] if cut else halves
         elif step is not None and planned is not None and step.metadata.num_tokens == count:
             halves = planned.parts
-        arguments = q, caches, tables, sinks
         if len(halves) == 1:
-            return part(*arguments, *halves[0], options)
+            return part(*halves[0])
         out = q.new_empty(count, q.shape[1], caches[1].shape[3])
         if not q.is_cuda or is_recording():
             for half in halves:
-                out[half[1]] = part(*arguments, *half, options)
+                out[half[1]] = part(*half)
             return out
         current = torch.cuda.current_stream(q.device)
         side = _stream(q.device.index, torch.cuda.is_current_stream_capturing())
         side.wait_stream(current)
         with torch.cuda.stream(side):  # both streams use only tensors that live until they are joined
-            out[halves[1][1]] = part(*arguments, *halves[1], options)
-        out[halves[0][1]] = part(*arguments, *halves[0], options)
+            out[halves[1][1]] = part(*halves[1])
+        out[halves[0][1]] = part(*halves[0])
         current.wait_stream(side)
         return out
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
-from quire.attn_ops.vendor import define_by_token, missing, paged_by_token, slots_end_to_end, too_old
+from quire.attn_ops.backend import AttentionCapabilities, CudagraphSupport
+from quire.attn_ops.vendor import decoder, missing, no_rocm, paged_by_token, slots_end_to_end, too_old
 
 NAME = "wave"
 SPLITS = 8  # of the keys of a sequence
@@ -63,9 +63,7 @@ def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table:
 
 
 def available(device: torch.device) -> str | None:
-    if device.type != "cuda" or not torch.version.hip:
-        return "runs on AMD GPUs with a ROCm build of torch"
-    return missing("wave_lang", "pip install wave-lang") or too_old("wave-lang", "3.9.1")
+    return no_rocm(device) or missing("wave_lang", "pip install wave-lang") or too_old("wave-lang", "3.9.1")
 
 
 CAPABILITIES = AttentionCapabilities(
@@ -75,10 +73,4 @@ CAPABILITIES = AttentionCapabilities(
     cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE,
 )
 paged_attention = paged_by_token(NAME, CAPABILITIES, attend)
-BACKEND = AttentionBackend(
-    name=NAME,
-    capabilities=CAPABILITIES,
-    available=available,
-    op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
-    prepare=define_by_token(NAME), packages=("wave-lang",), verified=False,
-)
+BACKEND = decoder(NAME, CAPABILITIES, available, paged_attention, packages=("wave-lang",), verified=False)

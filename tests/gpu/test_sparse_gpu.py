@@ -8,10 +8,16 @@ import torch
 import quire
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backends import double_sparsity
-from quire.attn_ops.backends.double_sparsity.decode import choose_eager, choose_triton, decode_eager, decode_triton
-from quire.attn_ops.backends.double_sparsity.labels import LayerLabels, Options, labels_of
-from quire.attn_ops.backends.dual_chunk import vertical_slash
-from quire.attn_ops.backends.dual_chunk.decode import decode_by_chunk
+from quire.attn_ops.backends.double_sparsity import (
+    LayerLabels,
+    Options,
+    choose_eager,
+    choose_triton,
+    decode_eager,
+    decode_triton,
+    labels_of,
+)
+from quire.attn_ops.backends.dual_chunk import decode_by_chunk, vertical_slash
 from quire.attn_ops.backends.dual_chunk.divide import gathered
 from quire.attn_ops.conformance.batches import lay_out, planned, prepared, run
 from quire.attn_ops.kernels.host import Rope

@@ -30,22 +30,23 @@ from torch import Tensor
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, BackendFamily, UnsupportedAttention, define_paged_op
-from quire.attn_ops.backends.dual_chunk.decode import decode_by_chunk
 from quire.attn_ops.backends.dual_chunk.divide import Batch, Part, divide, far_chunks, gathered
-from quire.attn_ops.backends.dual_chunk.sparse import Sparse, read_sizes, sparse_attention
+from quire.attn_ops.backends.dual_chunk.vertical_slash import Sparse, read_sizes, sparse_attention
 from quire.attn_ops.composite import op_name
-from quire.attn_ops.kernels.host import Rope
+from quire.attn_ops.kernels import host
+from quire.attn_ops.kernels.host import Caches, Rope
+from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.metadata import CommonAttentionMetadata
-from quire.attn_ops.ops.merge_state import merge_state
+from quire.attn_ops.ops.merge_state import merge_state, merge_states_triton
 from quire.attn_ops.ops.rope import RopeForm, norm_and_rotate, rope_kv_write
 from quire.attn_ops.ops.varlen import varlen_attention
 from quire.attn_ops.registry import plain_backend
-from quire.attn_ops.step import Step, StepLimits, current_step
-from quire.attn_ops.vendor import refuse
+from quire.attn_ops.step import StepLimits, current_step
 
 NAME = "dual_chunk"
+LONGEST_SPLIT = 2048  # keys of a program, while there are few programs: a long sequence among short ones is split by it
 CAPABILITIES = AttentionCapabilities(
     devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
     head_dims=lambda d, dv: max(d, dv) <= 256, head_dims_note="up to 256", softcap=True)
@@ -105,6 +106,40 @@ class State:
         return self.joined[layer]
 
 
+def decode_by_chunk(q: Tensor, turned: Tensor, far: Rope, form: RopeForm, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
+                    query_start_loc: Tensor, seq_lens: Tensor, longest: int, chunk: int, length: int, scale: float,
+                    softcap: float | None) -> Tensor:
+    """Decoding in one kernel, and one that merges: each key is read once, with the query of its chunk. (T, H, Dv) of tokens
+    whose keys are in the cache, zeros of padding tokens.
+
+    Args:
+        q, turned: (T, H, D), before the norm and the rotary embedding, and behind them, contiguous.
+        far: cos and sin of the positions ``chunk`` + b * ``length``, in row b, as many as the longest sequence has far chunks,
+            and the norm.  longest: tokens of that sequence.
+    """
+    caches = Caches(k_cache, v_cache, None, None)
+    host.check_cache_strides("decoding by chunks", caches)
+    q = host.rows_contiguous(q)
+    tokens, heads, dim = q.shape
+    dim_v, kv_heads, half = v_cache.shape[3], k_cache.shape[2], q.dtype.itemsize == 2
+    widest = max(dim, dim_v)
+    blocks, per_block = host.head_blocks(heads // kv_heads, 32 if widest <= 128 else 16)
+    slots = tokens * kv_heads * blocks
+    if not slots:
+        return q.new_empty(tokens, heads, dim_v)
+    # See NOTE [How far keys are split], of the Triton backend: two programs for each multiprocessor, more for long sequences.
+    one_wave = max(1, min(64, 2 * host.num_sms(q.device) // slots))
+    splits = max(one_wave, min(-(-longest // LONGEST_SPLIT), 1024 // slots))
+    block = (128 if widest <= 128 else 32) if half else 16
+    out = torch.empty(tokens, splits, heads, dim_v, dtype=torch.float32, device=q.device)
+    lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)
+    launch(host.kernel_module("kernels.far_decode").far_decode_kernel, (slots, splits), q, turned, far, k_cache, v_cache,
+           block_table, query_start_loc, seq_lens, out, lse, len(seq_lens), chunk, length, one_wave, LONGEST_SPLIT, scale,
+           softcap, q.stride()[:2], block_table.stride(0), heads, host.cache_layout(caches), blocks, per_block, block,
+           3 if half else 1, form.rotated(far.cos), form, num_warps=4)
+    return merge_states_triton(out, lse, q.dtype)[0]
+
+
 def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, use_kernel: bool | None = None
             ) -> AttentionBackend:
     """``chunk``: the largest distance, in tokens. ``length``: of a chunk of keys (L). ``sparse``: of prefills. ``use_kernel``:
@@ -121,15 +156,12 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
             raise RuntimeError(f"{name} needs the lengths on the host: run it inside `with quire.step(...)`")
         return step.states[name]
 
-    def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
-        step.states[name].plan(metadata)
-
     def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
                         v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
                         seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
                         softcap: float | None, chunk: int | None) -> Tensor:
         """Store k and v, then attend: q (T, H, D) -> (T, H, Dv). q and k are rotated: up to CHUNK tokens."""
-        refuse(NAME, CAPABILITIES, k_scale, window=window, chunk=chunk, sinks=sinks)
+        CAPABILITIES.refuse(NAME, k_scale, window=window, chunk=chunk, sinks=sinks)
         batch, limit = state().batch, state().chunk
         if batch.longest > limit:
             raise UnsupportedAttention(
@@ -174,7 +206,7 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
                              seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float,
                              window: int | None, softcap: float | None, chunk: int | None, **options: Any) -> Tensor:
         """Rotate q and k (``attn_ops/ops/rope.py``), store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
-        refuse(NAME, CAPABILITIES, k_scale, window=window, chunk=chunk, sinks=sinks)
+        CAPABILITIES.refuse(NAME, k_scale, window=window, chunk=chunk, sinks=sinks)
         known, layer, form = state(), k_cache.data_ptr(), RopeForm(**options)
         rotated = rope_kv_write(q, k, v, cos, sin, q_norm_weight, k_norm_weight, eps, k_cache, v_cache, None, None,
                                 slot_mapping, **form.options())
@@ -200,7 +232,7 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
         name=name,
         capabilities=CAPABILITIES, available=lambda device: None, op=define_paged_op(op_name(name), paged_attention),
         rope_op=define_paged_op(op_name(name), rope_paged_attention, rope=True), rope_forms=True, make_state=make_state,
-        plan=plan, packages=("triton",), every_step=True, unrotated=True,
+        plan=lambda metadata, step: step.states[name].plan(metadata), packages=("triton",), every_step=True, unrotated=True,
         approximate=f"scores no key at a distance of more than {chunk} tokens" + (f"; {sparse}" if sparse else ""))
 
 

@@ -35,15 +35,15 @@ from quire.attn_ops.backend import (
     UnsupportedAttention,
     define_paged_op,
 )
+from quire.attn_ops.backends.flashinfer.contiguous import OwnKeys
 from quire.attn_ops.backends.flashinfer.modules import begin, ready
-from quire.attn_ops.backends.flashinfer.own_keys import OwnKeys
 from quire.attn_ops.backends.flashinfer.state import FlashInferState
 from quire.attn_ops.kv_quant import FIXED_SCALE_KV_DTYPES, QUANTIZED_KV_DTYPES, is_fixed
 from quire.attn_ops.kv_store import store_kv
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.plans import planned_step
 from quire.attn_ops.step import Step, current_step
-from quire.attn_ops.vendor import ONE_SCALE, no_flashinfer
+from quire.attn_ops.vendor import ONE_SCALE, no_flashinfer, wrong_device
 
 NAME = "flashinfer"
 
@@ -89,18 +89,13 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
         raise RuntimeError(f"flashinfer: the step was planned for {planned.num_tokens} tokens, q has {num_tokens}")
     group = state.group(heads, k_cache.shape[2], dim, q.dtype, scale, window, softcap)
     segments = state.segments(planned, group, given=k is not None)
-    given: dict[str, Any] = {}
-    if fixed:
-        given = {"k_scale": state.key_scale(k_cache)}
-    elif k_scale is not None:
-        given = {"scales": (k_scale, v_scale)}
+    given: dict[str, Any] = (
+        {} if k_scale is None else {"k_scale": state.key_scale(k_cache)} if fixed else {"scales": (k_scale, v_scale)})
     with torch.cuda.device_of(q):
         store_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
         pages = (k_cache, v_cache) if state.layout == "NHD" else (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
         out, done = q.new_empty(num_tokens, heads, dim), 0
-        if fixed:
-            q = q.to(torch.float16)
-        q = loadable(q)
+        q = loadable(q.to(torch.float16) if fixed else q)
         unscaled = q.new_empty(out.shape) if fixed else out
         for wrapper, begin, done in segments:
             mine = given
@@ -118,9 +113,7 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
 
 
 def available(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"runs on cuda, not {device.type}"
-    return no_flashinfer("0.6.18", "pip install 'quire[flashinfer]'")
+    return wrong_device(device, "cuda") or no_flashinfer("0.6.18", "pip install 'quire[flashinfer]'")
 
 
 BACKEND = AttentionBackend(
@@ -134,9 +127,7 @@ BACKEND = AttentionBackend(
     ),
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
-    make_state=FlashInferState,
-    plan=plan, plans_windows=True,
+    make_state=FlashInferState, plan=plan, plans_windows=True,
     prefill=PrefillPart(ready, functools.partial(FlashInferState, prompts_only=True), begin, QUANTIZED_KV_DTYPES),
-    priority={"cuda": 20},
-    packages=("flashinfer-python", "triton"),
+    priority={"cuda": 20}, packages=("flashinfer-python", "triton"),
 )

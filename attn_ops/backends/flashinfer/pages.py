@@ -45,12 +45,6 @@ def page_table(seq_lens: np.ndarray, query_lens: np.ndarray, page_size: int, win
     return indptr, seq_lens - (pages - 1) * page_size, first
 
 
-def leading_decodes(query_start_loc: np.ndarray) -> int:
-    """The number of rows at the head of the batch with exactly one token."""
-    off = np.flatnonzero(query_start_loc != np.arange(query_start_loc.shape[0]))
-    return int(off[0]) - 1 if off.size else query_start_loc.shape[0] - 1
-
-
 class PageTable:
     """The page tables of the current batch for one window, at fixed addresses: ``host`` (pinned) and ``device`` (4, rows + 1)
     int32, indptr, last_page_len, first_page, and the start of each row's queries, counted from the first prefill token;

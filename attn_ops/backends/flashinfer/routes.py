@@ -3,7 +3,7 @@
 * PAGES: all keys from pages.
 * COPIES: all keys from contiguous memory, to which they are copied first (``contiguous.py``).
 * OWN: the step's tokens from the k and v that the op was called with, cached prefixes from pages; the two are merged
-  (``own_keys.py``). Without a cached prefix there is nothing to merge, nor to copy.
+  (``contiguous.OwnKeys``). Without a cached prefix there is nothing to merge, nor to copy.
 
 On Hopper GPUs FlashInfer's kernel loads contiguous keys with the tensor memory accelerator, and pages without it. Four prompts
 of 32704 tokens took qwen3-0.6b 1,055 instead of 1,189 ms (``h200_long_contiguous.json``, ``h200_long.json``). A copy takes

@@ -15,11 +15,12 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backends.flashinfer import contiguous, routes
+from quire.attn_ops.backends.flashinfer.contiguous import OwnKeys
 from quire.attn_ops.backends.flashinfer.modules import HOPPER
-from quire.attn_ops.backends.flashinfer.own_keys import OwnKeys
-from quire.attn_ops.backends.flashinfer.pages import PageTable, leading_decodes
+from quire.attn_ops.backends.flashinfer.pages import PageTable
 from quire.attn_ops.backends.flashinfer.routes import Way
 from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.long_prefill import leading_ones
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.plans import StepPlan, StepPlans
 from quire.attn_ops.step import Step, StepLimits
@@ -86,7 +87,7 @@ class FlashInferPlan(StepPlan):
         self.metadata, self.num_tokens, self.key, self.capturing = (
             metadata, metadata.num_tokens, step.graph_key, step.capturing)
         self.window_metadata = step.window_metadata or metadata  # of layers with a window: the same but for the pages
-        self.decodes, self.rows = leading_decodes(starts), metadata.num_reqs
+        self.decodes, self.rows = leading_ones(np.diff(starts)), metadata.num_reqs
         self.last_token = 0  # of the rows that are planned, set when their number is known
         self.filled: set[int | str | None] = set()
         self.segments: dict[tuple[Group, bool], Segments] = {}
@@ -297,8 +298,8 @@ class FlashInferState:
     def _plan_copies(self, plan: FlashInferPlan, group: Group) -> Segments:
         """The prompts of a quantized cache, whose keys are copied: in parts that have room."""
         starts, n, found = plan.metadata.query_start_loc_cpu.numpy(), plan.decodes, Segments()
-        parts = contiguous.parts(*contiguous.lengths(plan.metadata, n, plan.rows), group.kv_heads, group.dim)
-        for part, (first, end) in enumerate((n + a, n + b) for a, b in parts):
+        _, seq_lens = contiguous.lengths(plan.metadata, n, plan.rows)
+        for part, (first, end) in enumerate(contiguous.parts(seq_lens, group.kv_heads, group.dim, n)):
             if starts[end] > starts[first]:
                 found.append((self._contiguous(plan, group, first, end, part), int(starts[first]), int(starts[end])))
         return found

@@ -20,6 +20,7 @@ import os
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops import mla_prefill
 from quire.attn_ops.backend import (
@@ -57,13 +58,11 @@ def available(device: torch.device) -> str | None:
     return None if torch.cuda.is_available() else "no CUDA device is visible to PyTorch"
 
 
-def paged_attention(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
-    scale: float, window: int | None, softcap: float | None, chunk: int | None, rope: tuple[Any, ...] | None = None,
-    form: RopeForm = PLAIN,
-) -> torch.Tensor:
+def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                    v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                    seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
+                    softcap: float | None, chunk: int | None, rope: tuple[Any, ...] | None = None, form: RopeForm = PLAIN
+                    ) -> Tensor:
     """Write k, v into the cache, then attend: q (T, H, D) -> (T, H, Dv). See ``define_paged_op`` for the arguments. ``rope``:
     cos, sin, the norms' weights and eps, for q and k not yet rotated, of ``form``; for decode batches (T <= B) only. Raises
     ValueError for caches whose head dim is not contiguous, and scales that do not match the caches or differ in strides."""
@@ -75,18 +74,14 @@ def paged_attention(
     decode = kernel_module("backends.triton.decode").decode
     batch = Batch(slot_mapping, block_table, query_start_loc, seq_lens)
     q = rows_contiguous(q)
-    if k is None or v is None:
-        k = v = None
-    else:
-        k, v = rows_contiguous(k), rows_contiguous(v)
+    k, v = (None, None) if k is None or v is None else (rows_contiguous(k), rows_contiguous(v))
     rest = (caches, batch, sinks, prepared, out, scale, window, softcap, chunk)
     if num_tokens <= num_reqs:
         decode(q, k, v, *rest, by_row=False, rope=rope, form=form)
         return out
     if k is not None and v is not None:
         kernel_module("kernels.kv_write").write(k, v, caches, slot_mapping)
-    if not _by_contiguous_keys(q, caches, batch, sinks, out, scale, window, softcap, chunk, skip_single=num_reqs > 1):
-        kernel_module("backends.triton.extend").extend(q, *rest, skip_single=num_reqs > 1)
+    _extend(q, *rest, skip_single=num_reqs > 1)
     found = metadata_of(q, query_start_loc)  # what the host knows: of the step in progress, unless that is a graph's
     if num_reqs > 1 and (found is None or found[1].max_query_len <= 1 or found[1].has_single_queries):
         decode(q, None, None, *rest, by_row=True)
@@ -100,76 +95,62 @@ def _caches(*given: Any) -> Caches:
     return caches
 
 
-def _by_contiguous_keys(q: torch.Tensor, caches: Caches, batch: Batch, sinks: torch.Tensor | None, out: torch.Tensor,
-                        scale: float, window: int | None, softcap: float | None, chunk: int | None, skip_single: bool,
-                        lse: torch.Tensor | None = None) -> bool:
-    """``extend`` by the way of contiguous keys, if that is the step's (``extend_route.py``); else False."""
-    if not (recorded := is_recording()):
+def _extend(q: Tensor, caches: Caches, batch: Batch, sinks: Tensor | None, prepared: list[Tensor], out: Tensor, scale: float,
+            window: int | None, softcap: float | None, chunk: int | None, skip_single: bool, lse: Tensor | None = None,
+            causal: bool = True) -> None:
+    """``extend``, by the way of contiguous keys if that is the step's (``extend_route.py``)."""
+    route, recorded = None, is_recording()
+    if causal and not recorded:
         route = find_route(q, caches, batch, window, chunk, skip_single)
-    elif possible((caches.k.shape[3], caches.v.shape[3]), q.dtype, window, chunk, q.device):
+    elif causal and possible((caches.k.shape[3], caches.v.shape[3]), q.dtype, window, chunk, q.device):
         route = Route(batch.query_start_loc, q.shape[0], skip_single)  # kernels are compiled ahead: those of both ways
-    else:
-        route = None
-    if route is None:
-        return False
-    contiguous = kernel_module("backends.triton.extend_contiguous")
-    try:
-        contiguous.extend_contiguous(q, caches, batch, route, sinks, out, scale, softcap, lse)
-    except torch.OutOfMemoryError:  # of a caller that fills the GPU: engines leave room (``scratch_bytes``)
-        return False
-    return not recorded
+    if route is not None:
+        contiguous = kernel_module("backends.triton.extend_contiguous")
+        try:
+            contiguous.extend_contiguous(q, caches, batch, route, sinks, out, scale, softcap, lse)
+            if not recorded:
+                return
+        except torch.OutOfMemoryError:  # of a caller that fills the GPU: engines leave room (``scratch_bytes``)
+            pass
+    kernel_module("backends.triton.extend").extend(q, caches, batch, sinks, prepared, out, scale, window, softcap, chunk,
+                                                   skip_single, lse, causal)
 
 
-def rope_paged_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    q_norm_weight: torch.Tensor | None, k_norm_weight: torch.Tensor | None, eps: float, k_cache: torch.Tensor,
-    v_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor,
-    block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None,
-    prepared: list[torch.Tensor], *, interleaved: bool = False, half_tables: bool = False, norm_after: bool = False,
-    norm_offset: float | None = None, **options: Any,
-) -> torch.Tensor:
-    """Rotate q and k (``attn_ops/ops/rope.py``), then ``paged_attention``. Small decode batches take one launch for all of it;
-    with a program or more per multiprocessor the registers for rotating would cost more than a launch."""
-    caches, tables = (k_cache, v_cache, k_scale, v_scale), (slot_mapping, block_table, query_start_loc, seq_lens)
-    rope, form = (cos, sin, q_norm_weight, k_norm_weight, eps), RopeForm(interleaved, half_tables, norm_after, norm_offset)
+def rope_paged_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
+                         k_norm_weight: Tensor | None, eps: float, *rest: Any, scale: float, window: int | None,
+                         softcap: float | None, chunk: int | None, **form: Any) -> Tensor:
+    """Rotate q and k (``attn_ops/ops/rope.py``), then ``paged_attention``, whose other arguments are ``rest``. Small decode
+    batches take one launch for all of it; with a program or more per multiprocessor the registers for rotating would cost more
+    than a launch."""
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "chunk": chunk}
+    seq_lens, rope = rest[7], (cos, sin, q_norm_weight, k_norm_weight, eps)
     if q.shape[0] > seq_lens.shape[0] or q.shape[0] * k.shape[1] >= host.num_sms(q.device):
-        q = rope_kv_write(q, k, v, *rope, *caches, slot_mapping, **form.options())
-        return paged_attention(q, None, None, *caches, *tables, sinks, prepared, **options)
-    return paged_attention(q, k, v, *caches, *tables, sinks, prepared, **options, rope=rope, form=form)
+        return paged_attention(rope_kv_write(q, k, v, *rope, *rest[:5], **form), None, None, *rest, **options)
+    return paged_attention(q, k, v, *rest, **options, rope=rope, form=RopeForm(**form))
 
 
-def attention_state(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, prepared: list[torch.Tensor], *, scale: float,
-    softcap: float | None, causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_state(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any, scale: float, softcap: float | None, causal: bool
+                    ) -> tuple[Tensor, Tensor]:
     """Write k, v into the cache, then attend with ``extend``: (T, H, Dv), and the log-sum-exp (T, H). See STATE_SCHEMA. Raises
     ValueError as ``paged_attention``."""
-    caches = _caches(k_cache, v_cache, k_scale, v_scale)
-    out, lse = q.new_empty(*q.shape[:2], v_cache.shape[3]), q.new_empty(q.shape[:2], dtype=torch.float32)
+    caches, batch, prepared = _caches(*rest[:4]), Batch(*rest[4:8]), rest[8]
+    out, lse = q.new_empty(*q.shape[:2], caches.v.shape[3]), q.new_empty(q.shape[:2], dtype=torch.float32)
     if q.shape[0]:
         if k is not None and v is not None:
-            kernel_module("kernels.kv_write").write(rows_contiguous(k), rows_contiguous(v), caches, slot_mapping)
-        batch = Batch(slot_mapping, block_table, query_start_loc, seq_lens)
-        q = rows_contiguous(q)
-        if not causal or not _by_contiguous_keys(q, caches, batch, None, out, scale, None, softcap, None, skip_single=False,
-                                                 lse=lse):
-            kernel_module("backends.triton.extend").extend(q, caches, batch, None, prepared, out, scale, None, softcap, None,
-                                                           skip_single=False, lse=lse, causal=causal)
+            kernel_module("kernels.kv_write").write(rows_contiguous(k), rows_contiguous(v), caches, batch.slot_mapping)
+        _extend(rows_contiguous(q), caches, batch, None, prepared, out, scale, None, softcap, None, skip_single=False, lse=lse,
+                causal=causal)
     return out, lse
 
 
-def mla_paged_attention(*args: Any, scale: float) -> torch.Tensor:
+def mla_paged_attention(*args: Any, scale: float) -> Tensor:
     """MLA on the latent cache: long prefills expanded (``attn_ops/mla_prefill.py``), all others by ``mla.py``."""
     return mla_prefill.attend(_absorbed, *args, scale=scale)
 
 
-def _absorbed(
-    q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
-    slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-    prepared: list[torch.Tensor], c_scale: torch.Tensor | None = None, rope_scale: torch.Tensor | None = None, *, scale: float,
-) -> torch.Tensor:
+def _absorbed(q: Tensor, c: Tensor, k_rope: Tensor, kv_b: Tensor, cache: Tensor, slot_mapping: Tensor, block_table: Tensor,
+              query_start_loc: Tensor, seq_lens: Tensor, prepared: list[Tensor], c_scale: Tensor | None = None,
+              rope_scale: Tensor | None = None, *, scale: float) -> Tensor:
     """MLA in absorbed terms: q (T, H, D) -> (T, H, Dv). ``attn_ops/mla.py`` has the arguments. Raises ValueError for a cache
     whose last dim is not contiguous."""
     if cache.stride(3) != 1:
@@ -186,13 +167,12 @@ def _absorbed(
     return expand_output(out, w_uv)
 
 
-def _prepare(*args: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = kernel_module("backends.triton.schedule").prepare(*args)
-    return found
+def _prepare(*args: Any) -> list[Tensor]:
+    return kernel_module("backends.triton.schedule").prepare(*args)
 
 
-def _fake_prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
-                  seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
+def _fake_prepare(slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                  seq_lens: Tensor, page_size: int) -> list[Tensor]:
     return [seq_lens.new_empty(n, dtype=torch.int32) for n in (host.NUM_COUNTERS, 1 + seq_lens.shape[0] + EXTRA_PARTS)]
 
 
@@ -212,12 +192,8 @@ BACKEND = AttentionBackend(
     rope_op=define_paged_op("triton", rope_paged_attention, rope=True, launches=True),
     mla_op=define_mla_op("triton", mla_paged_attention, launches=True),
     state_op=define_state_op("triton", attention_state, launches=True),
-    varlen=varlen_attention_cuda,
-    rope_forms=True,
-    same_in_graphs=True,
-    without_graph=without_graph,
+    varlen=varlen_attention_cuda, rope_forms=True, same_in_graphs=True, without_graph=without_graph,
     scratch_bytes=scratch_bytes,
     prepare=define_prepare("triton", _prepare, _fake_prepare, launches=True),
-    priority={"cuda": 10},
-    packages=("triton",),
+    priority={"cuda": 10}, packages=("triton",),
 )

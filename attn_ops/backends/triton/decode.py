@@ -12,7 +12,7 @@ A program serves one token and one key head, with all the query heads that read 
 NOTE [How far keys are split]: on an H200, with 32/8 heads x 128 in bfloat16, a program alone took about 4 us and 28 ns per key,
 and merging another 3.5 us (benchmarks/results/h200_triton_decode_sweep*.json). Three programs fit on a multiprocessor
 (``python -m benchmarks.hopper``), and two read as fast as memory gives; of heads of 64, three do. So one wave of two or three
-programs per multiprocessor is best, whatever the context: ``Plan.wave`` splits per slot. But the few programs of one long
+programs per multiprocessor is best, whatever the context: ``config.wave`` splits per slot. But the few programs of one long
 sequence among short ones would run alone, so that a split has at most ``chunk_max`` keys. Of heads of 64 and 256, a context
 that is cut further for that fills the places a whole number of times: 16 splits of 32 slots of heads of 64 were 512 programs
 on 396 places, and took 94 us, 12 took 74 (h200_decode_grid_64_slots.json). Programs without keys take 2 ns each: at most 1024
@@ -25,6 +25,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.backends.triton import schedule
 from quire.attn_ops.backends.triton.decode_kernel import decode_kernel
@@ -41,7 +42,7 @@ class DecodeConfig(NamedTuple):
 
     block_n: keys per step.  warps, stages: of the kernel and its loop.  chunk_min: fewest keys per split (a multiple of
     block_n).  max_splits: bound on splits.  dot: tensor cores (the group is padded to 16 rows), else sums of products.
-    chunk_max: keys per split that a long context is cut into, unless ``Plan.wave`` splits per slot, which fill the GPU once,
+    chunk_max: keys per split that a long context is cut into, unless ``config.wave`` splits per slot, which fill the GPU once,
     make them longer than max_splits allows.  waves: a context that is cut so fills the GPU a multiple of so many times; 0: any.
     """
 
@@ -170,17 +171,13 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
     merge_step = 1 if numbers >= 1024 else max(1, min(16, most // numbers))
     tile = DecodeTile(blocks, per_block, rows, by_row, split, params.dot, words, params.block_n, params.stages, merge_rows,
                       merge_step)
-    return Plan((programs,), params.warps, splits, params.chunk_min,
-                programs * per_block * (layout.dim_v + 1) if split else 0,
-                (Site(heads, window or 0, chunk or 0), layout, tile), params.chunk_max, params.wave, items, scheduled,
-                params.waves)
+    return Plan((programs,), params, splits, programs * per_block * (layout.dim_v + 1) if split else 0,
+                (Site(heads, window or 0, chunk or 0), layout, tile), items, scheduled)
 
 
-def decode(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, caches: Caches, batch: Batch, sinks: torch.Tensor | None,
-    prepared: list[torch.Tensor], out: torch.Tensor, scale: float, window: int | None, softcap: float | None,
-    chunk: int | None, by_row: bool, rope: tuple[Any, ...] | None = None, form: RopeForm = PLAIN,
-) -> None:
+def decode(q: Tensor, k: Tensor | None, v: Tensor | None, caches: Caches, batch: Batch, sinks: Tensor | None,
+           prepared: list[Tensor], out: Tensor, scale: float, window: int | None, softcap: float | None, chunk: int | None,
+           by_row: bool, rope: tuple[Any, ...] | None = None, form: RopeForm = PLAIN) -> None:
     """Launch the kernel. Writes ``out`` (T, H, Dv): every token, or with ``by_row`` only those that are alone in their
     sequence. With k and v it also writes the caches and their scales. ``rope``: cos, sin (T, R or R/2), the norms' weights and
     eps, for q and k not yet rotated, of ``form``. The other arguments are the paged op's."""
@@ -191,9 +188,8 @@ def decode(
         return
     partial, counters, made = schedule.buffers(plan, prepared, batch, layout.page)
     strides = InputStrides(*(n for x in (q, k, v) for n in ((0, 0) if x is None else x.stride()[:2])))
-    launch(
-        decode_kernel, plan.grid, q, k, v, None if rope is None else Rope.of(*rope), caches, batch, sinks, out,
-        partial, counters, made, num_reqs, plan.items, plan.splits, plan.chunk_min, plan.chunk_max, plan.wave, plan.waves,
-        scale, softcap, strides, batch.block_table.stride(0), *plan.constants, 0 if rope is None else form.rotated(rope[0]),
-        form, pdl=host.use_pdl(device, q.shape[0]), num_warps=plan.warps,
-    )
+    params = plan.params
+    launch(decode_kernel, plan.grid, q, k, v, None if rope is None else Rope.of(*rope), caches, batch, sinks, out, partial,
+           counters, made, num_reqs, plan.items, plan.splits, params.chunk_min, params.chunk_max, params.wave, params.waves,
+           scale, softcap, strides, batch.block_table.stride(0), *plan.constants, 0 if rope is None else form.rotated(rope[0]),
+           form, pdl=host.use_pdl(device, q.shape[0]), num_warps=params.warps)

@@ -268,8 +268,7 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
         most = -(-table_width * layout.page // params.chunk_min)
         splits = max(1, min(params.max_splits, most, 8192 // slots, 2048 // num_tokens))
     tile = ExtendTile(blocks, per_block, skip_single, splits > 1, fold, causal, params.block_m, params.block_n, params.stages)
-    return Plan((slots * splits,), params.warps, splits, params.chunk_min,
-                num_tokens * heads * splits * (layout.dim_v + 1) if splits > 1 else 0,
+    return Plan((slots * splits,), params, splits, num_tokens * heads * splits * (layout.dim_v + 1) if splits > 1 else 0,
                 (Site(heads, window or 0, chunk or 0), layout, tile))
 
 
@@ -283,5 +282,5 @@ def extend(q: torch.Tensor, caches: Caches, batch: Batch, sinks: torch.Tensor | 
     plan = _plan(q.shape, q.dtype, host.cache_layout(caches), num_reqs, batch.block_table.shape[1], window, chunk, skip_single,
                  softcap is None and scale > 0, causal, device)
     launch(extend_kernel, plan.grid, q, caches, batch, sinks, out, lse, *plan.buffers(prepared, device), q.shape[0], num_reqs,
-           plan.splits, plan.chunk_min, scale, softcap, q.stride()[:2], batch.block_table.stride(0), *plan.constants,
-           num_warps=plan.warps)
+           plan.splits, plan.params.chunk_min, scale, softcap, q.stride()[:2], batch.block_table.stride(0), *plan.constants,
+           num_warps=plan.params.warps)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from quire.attn_ops.backends.triton.extend import store_result
 from quire.attn_ops.backends.triton.extend_route import Route
@@ -150,19 +150,17 @@ def _plan(heads: int, kv_heads: int, dim: int, dim_v: int, width: int, width_v: 
                           params.stages), params.warps
 
 
-def extend_contiguous(q: torch.Tensor, caches: Caches, batch: Batch, route: Route, sinks: torch.Tensor | None,
-                      out: torch.Tensor, scale: float, softcap: float | None, lse: torch.Tensor | None = None) -> None:
+def extend_contiguous(q: Tensor, caches: Caches, batch: Batch, route: Route, sinks: Tensor | None,
+                      out: Tensor, scale: float, softcap: float | None, lse: Tensor | None = None) -> None:
     """``extend`` by the way of contiguous keys, causal: the sequences that ``route`` copies, and zeros for padding tokens."""
     keys, values = gather_kv(caches, batch.block_table, route.kv_starts, route.num_keys, q.dtype)
     attend_to_contiguous(q, keys, values, batch.query_start_loc, route.kv_starts, sinks, out, scale, softcap,
                          route.skip_single, lse)
 
 
-def attend_to_contiguous(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, query_start_loc: torch.Tensor, kv_starts: torch.Tensor,
-    sinks: torch.Tensor | None, out: torch.Tensor, scale: float, softcap: float | None, skip_single: bool,
-    lse: torch.Tensor | None = None,
-) -> None:
+def attend_to_contiguous(q: Tensor, keys: Tensor, values: Tensor, query_start_loc: Tensor, kv_starts: Tensor,
+                         sinks: Tensor | None, out: Tensor, scale: float, softcap: float | None, skip_single: bool,
+                         lse: Tensor | None = None) -> None:
     """Attend q (T, H, D) to keys (N, Hkv, D padded) and values (N, Hkv, Dv padded), both contiguous; queries are the last
     tokens of each sequence. ``out``, ``lse`` and ``skip_single`` are those of ``extend``."""
     num_tokens, heads, dim = q.shape

@@ -104,10 +104,10 @@ def _plan(num_tokens: int, num_reqs: int, heads: int, rank: int, dtype: torch.dt
     tile = MlaTile(heads, blocks, per_block, block_q, params.block_m, params.block_n, params.stages, scheduled or splits > 1,
                    rank, cache_shape[3] - rank, page, Strides(*cache_strides[:3]), Strides(*scale_strides))
     if scheduled:
-        return Plan(((num_tokens + extra) * blocks,), params.warps, 1, params.chunk_min,
-                    (num_tokens + extra) * heads * (rank + 1), (tile,), params.chunk_max, params.wave, num_tokens, True)
-    return Plan((tiles * blocks * splits,), params.warps, splits, params.chunk_min,
-                num_tokens * heads * splits * (rank + 1) if splits > 1 else 0, (tile,), params.chunk_max, params.wave)
+        return Plan(((num_tokens + extra) * blocks,), params, 1, (num_tokens + extra) * heads * (rank + 1), (tile,), num_tokens,
+                    True)
+    return Plan((tiles * blocks * splits,), params, splits, num_tokens * heads * splits * (rank + 1) if splits > 1 else 0,
+                (tile,))
 
 
 def mla(q: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, batch: Batch,
@@ -125,9 +125,10 @@ def mla(q: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k_rope: torch.Te
     else:  # a kernel merges
         partial = torch.empty(plan.workspace, dtype=torch.float32, device=device) if plan.workspace else None
         counters = made = None
-    sizes = (num_tokens, num_reqs, plan.splits, plan.chunk_min, plan.chunk_max, plan.wave)
+    params = plan.params
+    sizes = (num_tokens, num_reqs, plan.splits, params.chunk_min, params.chunk_max, params.wave)
     launch(attend_kernel, plan.grid, q, q_rope, cache, c_scale, rope_scale, batch, out, partial, counters, made, *sizes, scale,
-           (*q.stride()[:2], *q_rope.stride()[:2]), batch.block_table.stride(0), *plan.constants, num_warps=plan.warps)
+           (*q.stride()[:2], *q_rope.stride()[:2]), batch.block_table.stride(0), *plan.constants, num_warps=params.warps)
     if plan.splits > 1:
         step = max(1, min(16, 8192 // host.next_power_of_2(rank)))
         launch(merge_kernel, (num_tokens, heads), batch, out, partial, *sizes, *plan.constants, step, num_warps=4)

@@ -38,25 +38,20 @@ class Batch(NamedTuple):
 
 class Plan(NamedTuple):
     """Args:
-        grid, warps: of the launch.
-        splits: most programs per slot; chunk_min: fewest keys per split. See NOTE [Partial results].
+        grid: of the launch.  params: DecodeConfig, ExtendConfig or MlaConfig.
+        splits: most programs per slot. See NOTE [Partial results].
         workspace: float32 elements for partial results; 0: none.
         constants: the kernel's constant arguments: (site, layout of the cache, tile), of MLA (tile,).
-        chunk_max, wave, waves: see DecodeConfig.
         items: tokens or sequences that are served.  scheduled: by a schedule (``schedule.py``), not ``splits`` each.
     """
 
     grid: tuple[int]
-    warps: int
+    params: Any
     splits: int
-    chunk_min: int
     workspace: int
     constants: tuple[Any, ...]
-    chunk_max: int = 0
-    wave: int = 1
     items: int = 0
     scheduled: bool = False
-    waves: int = 0
 
     def buffers(self, prepared: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Workspace and zeroed counters, those of the forward if it has any; None where keys are not split."""

@@ -11,8 +11,15 @@ import torch
 
 from quire import UnsupportedAttention
 from quire.attn_ops.backends import double_sparsity as module
-from quire.attn_ops.backends.double_sparsity.decode import choose_eager, choose_triton, decode_eager, decode_triton
-from quire.attn_ops.backends.double_sparsity.labels import LayerLabels, Options, labels_of
+from quire.attn_ops.backends.double_sparsity import (
+    LayerLabels,
+    Options,
+    choose_eager,
+    choose_triton,
+    decode_eager,
+    decode_triton,
+    labels_of,
+)
 from quire.attn_ops.conformance.batches import Batch, Failure, check, lay_out, run
 from quire.attn_ops.conformance.checks import DECODE, MIXED
 from quire.attn_ops.kv_cache import PagedKVCache

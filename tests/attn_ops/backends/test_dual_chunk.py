@@ -12,10 +12,9 @@ import torch
 import quire
 from quire import AttentionSite, UnsupportedAttention
 from quire.attn_ops.backends import dual_chunk as module
-from quire.attn_ops.backends.dual_chunk import decode as decode_module
 from quire.attn_ops.backends.dual_chunk import vertical_slash
 from quire.attn_ops.backends.dual_chunk.divide import divide, far_chunks, gathered
-from quire.attn_ops.backends.dual_chunk.sparse import Sparse
+from quire.attn_ops.backends.dual_chunk.vertical_slash import Sparse
 from quire.attn_ops.kernels.host import Rope
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.ops.rope import RopeForm, norm_and_rotate, rotate
@@ -134,7 +133,7 @@ def test_the_decode_kernel_is_the_scheme(seed: int, dtype: torch.dtype, monkeypa
                     norm_after=norm is not None and choose.random() < 0.5,
                     norm_offset=choose.choice([None, 1.0]) if norm is not None else None)
     lens, counts = [choose.randint(chunk + 1, 150), 1, chunk, 77, chunk + 1], [1, 1, 1, 0, 1]
-    monkeypatch.setattr(decode_module, "LONGEST_SPLIT", choose.choice([16, 48, 2048]))
+    monkeypatch.setattr(module, "LONGEST_SPLIT", choose.choice([16, 48, 2048]))
 
     pairs = choose.choice([dim // 2, dim // 2 - 2])
 
@@ -155,7 +154,7 @@ def test_the_decode_kernel_is_the_scheme(seed: int, dtype: torch.dtype, monkeypa
     longest = max(n for n, count in zip(lens, counts, strict=True) if count)
     positions = chunk + length * torch.arange(far_chunks(longest, chunk, length))
     softcap = choose.choice([None, 3.0])
-    found = decode_module.decode_by_chunk(
+    found = module.decode_by_chunk(
         q, turned, Rope.of(*tables_of(positions), norm, None, 1e-6), form, k_cache, v_cache, table,
         torch.tensor([0, *counts]).cumsum(0).int(), torch.tensor(lens, dtype=torch.int32), longest, chunk, length, 0.3, softcap)
     token = 0

@@ -25,7 +25,7 @@ from quire.attn_ops import long_prefill
 from quire.attn_ops.backends import flashinfer, torch_native
 from quire.attn_ops.backends.flashinfer import BACKEND, FlashInferState, contiguous
 from quire.attn_ops.backends.flashinfer import state as state_module
-from quire.attn_ops.backends.flashinfer.pages import leading_decodes, page_table
+from quire.attn_ops.backends.flashinfer.pages import page_table
 from quire.attn_ops.backends.flashinfer.state import Group
 from quire.attn_ops.conformance.batches import check, lay_out, planned
 from quire.attn_ops.kv_cache import PagedKVCache
@@ -97,11 +97,11 @@ def test_page_table_covers_exactly_the_keys_that_queries_see(page_size, window) 
 
 
 @pytest.mark.parametrize("query_lens", [[], [1], [1, 1, 1], [1, 1, 0, 0], [0, 1], [2, 1], [1, 2, 1], [1, 0, 1]])
-def test_leading_decodes(query_lens) -> None:
+def test_leading_ones(query_lens) -> None:
     expected = 0
     while expected < len(query_lens) and query_lens[expected] == 1:
         expected += 1
-    assert leading_decodes(np.cumsum([0, *query_lens])) == expected
+    assert long_prefill.leading_ones(np.array(query_lens, dtype=np.int32)) == expected
 
 
 def test_workspace_bytes() -> None:

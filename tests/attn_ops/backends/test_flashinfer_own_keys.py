@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from quire.attn_ops.backends import flashinfer
 from quire.attn_ops.backends.flashinfer import BACKEND, loadable, routes
-from quire.attn_ops.backends.flashinfer.own_keys import OwnKeys
+from quire.attn_ops.backends.flashinfer.contiguous import OwnKeys
 from quire.attn_ops.backends.flashinfer.routes import Way
 from quire.attn_ops.kernels import gather_kv
 from quire.attn_ops.step import Step, StepLimits, running

@@ -82,8 +82,7 @@ def test_a_sample_that_misleads_costs_no_key(monkeypatch) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_scores_become_integers_in_their_order() -> None:
     """Labels of one channel: the scores are what the key says, -0 is 0, and NaN is the largest."""
-    from quire.attn_ops.backends.double_sparsity.decode import choose_triton
-    from quire.attn_ops.backends.double_sparsity.labels import LayerLabels, Options
+    from quire.attn_ops.backends.double_sparsity import LayerLabels, Options, choose_triton
 
     tiny = 1e-45 if DEVICE.type == "cpu" else 1e-30  # a GPU may take denormal numbers for 0
     values = [-INF, -3e38, -1.0, -tiny, -0.0, 0.0, tiny, 1.0, 3e38, INF, NAN]
