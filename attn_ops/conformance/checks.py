@@ -15,7 +15,7 @@ from quire.attn_ops.backend import AttentionBackend, CudagraphSupport, dtype_nam
 from quire.attn_ops.conformance import real_shapes, states, sweeps
 from quire.attn_ops.conformance.batches import Batch, Failure, bits, check, compare, lay_out, planned, prepared, run
 from quire.attn_ops.kernels.launch import side_stream
-from quire.attn_ops.kv_quant import FIXED_SCALE_KV_DTYPES, FORMATS, QUANTIZED_KV_DTYPES, KVScales
+from quire.attn_ops.kv_quant import FIXED_SCALE_KV_DTYPES, QMAX, QUANTIZED_KV_DTYPES, KVScales
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops.rope import PLAIN, RopeForm
 
@@ -229,7 +229,7 @@ class Kit:
             kit.exact(DECODE, MIXED, pad=(2, 1), fill=math.nan if fixed else None, **features)
         kit.not_finite(math.nan)
         if fixed and declared:
-            kit.not_finite(2 * FORMATS[kv_dtype].qmax * max(FIXED_SCALES[0]))
+            kit.not_finite(2 * QMAX[kv_dtype] * max(FIXED_SCALES[0]))
             if self.caps.lse:
                 states.lse(kit)
                 states.trees(kit)
