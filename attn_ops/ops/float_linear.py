@@ -9,17 +9,12 @@ Limits: up to MAX_TOKENS tokens on CUDA; elsewhere the op runs its eager definit
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
-from quire.attn_ops.kernels import host
-from quire.attn_ops.kernels.host import rows_contiguous
-from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
-from quire.attn_ops.ops.small_linear import MAX_TOKENS
-from quire.attn_ops.tuning.launch_config import Config, padded
+from quire.attn_ops.ops.small_linear import MAX_TOKENS, small_linear_cuda
+from quire.attn_ops.tuning.launch_config import Config
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -37,22 +32,11 @@ def config(num_tokens: int, k: int) -> Config:
 
 def float_linear_cuda(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The op on CUDA. Runs the definition for more than MAX_TOKENS tokens and other dtypes."""
-    (n, k), m = weight.shape, x.numel() // max(1, x.shape[-1])
+    k = x.shape[-1]
+    m = x.numel() // max(1, k)
     if not 0 < m <= MAX_TOKENS or x.dtype not in HALVES or weight.dtype != x.dtype or weight.stride(1) != 1:
         return float_linear_eager(x, weight)
-    rows, out, found = rows_contiguous(x.reshape(m, k)), x.new_empty(m, n, dtype=torch.float32), config(m, k)
-    kernels, blocks = host.kernel_module("kernels.small_linear"), -(-n // found.block_n)
-    pointers = (rows, weight, None, None, None, None, out)
-    options: dict[str, Any] = {
-        "SWIGLU": False, "BLOCK_N": found.block_n, "BLOCK_K": found.block_k, "EVEN_N": n % found.block_n == 0,
-        "EVEN_K": k % found.block_k == 0, "num_warps": found.num_warps, "num_stages": found.num_stages,
-        "pdl": host.use_pdl(x.device, m)}
-    if m == 1:
-        launch(kernels.vector_kernel, (blocks,), *pointers, n, k, weight.stride(0), 0.0, None, **options)
-    else:
-        launch(kernels.tile_kernel, (blocks, 1), *pointers, m, n, k, weight.stride(0), rows.stride(0), 0, 0.0, None,
-               found.block_n, BLOCK_M=padded(m), SPLITS=1, **options)
-    return out.view(*x.shape[:-1], n)
+    return small_linear_cuda(x, weight, None, None, 0.0, None, False, config=config(m, k), dtype=torch.float32)
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -101,6 +101,7 @@ def small_linear_cuda(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
     residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None, widths: Sequence[int] = (),
     config: Config | None = None, pdl: bool | None = None, lora: host.Adapters | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The op on CUDA. Runs the definition for more than MAX_TOKENS tokens (MAX_TOKENS_QUANTIZED with scales), for fp32, and
     where it was measured to be faster.
@@ -109,7 +110,8 @@ def small_linear_cuda(
         config: launch parameters; None: the measured ones (``attn_ops/tuning/launch_config.py``). pdl: see
             attn_ops/kernels/pdl.py; None: ``host.use_pdl``. lora: adapters of the layer, of up to MAX_TOKENS_PER_TILE
             tokens in half precision and without a scale: see attn_ops/ops/lora_linear.py. Of one token only their first
-            products are computed here, and the result is (..., N) with ``swiglu`` too, before SwiGLU.
+            products are computed here, and the result is (..., N) with ``swiglu`` too, before SwiGLU. dtype: of the kernels'
+            result; None: as x.
     """
     k = x.shape[-1]
     m = x.numel() // max(1, k)
@@ -129,7 +131,7 @@ def small_linear_cuda(
     res = rows_contiguous(residual.reshape(m, n)) if residual is not None else None
     bias, norm_weight, scale = (t if t is None else t.contiguous() for t in (bias, norm_weight, scale))
     width = n if lora is None or m > 1 else weight.shape[0]
-    out = x.new_empty(m, width)
+    out = x.new_empty(m, width, dtype=dtype)
     if config is None:
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
     if config is None and lora is None:
@@ -245,6 +247,3 @@ def _int4(
 small_linear = define_op(
     "small_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu, "
     "Tensor? scale=None, int[] widths=[]) -> Tensor", cpu=small_linear_eager, cuda=small_linear_cuda, fake=_fake, launches=True)
-
-__all__ = ["MAX_TOKENS", "MAX_TOKENS_QUANTIZED", "QUANTIZED_WEIGHT_DTYPES", "small_linear", "small_linear_cuda",
-           "small_linear_eager"]

@@ -113,6 +113,3 @@ def launch_unpack(weight: torch.Tensor, scale: torch.Tensor, k: int, dtype: torc
     launch(host.kernel_module("kernels.small_linear_wide").unpack_kernel, (-(-n // 64), k // INT4_COLUMNS), *given, out, n, k,
            weight.stride(0) * 4, **groups, BLOCK_N=64, num_warps=4)
     return out
-
-
-__all__ = ["INT4_COLUMNS", "fits_wide", "is_int4", "launch_unpack", "launch_wide", "rows_of", "turn_columns", "unpacked"]
