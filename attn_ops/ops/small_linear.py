@@ -1,4 +1,5 @@
-"""Linear layers for decode batches: few tokens, the whole weight. ``torch.ops.quire.small_linear``.
+"""Linear layers for decode batches: few tokens, the whole weight. ``torch.ops.quire.small_linear``, and
+``torch.ops.quire.float_linear`` in float32 of half-precision numbers.
 
 With M tokens (M <= 32) a linear layer reads N * K weights for 2 * M * N * K operations: its time is the weight's bytes over the
 memory bandwidth. So what comes before and after it in a decoder layer runs in the same kernel, at no cost in bytes:
@@ -45,6 +46,7 @@ from quire.attn_ops.ops.small_linear_wide import (
 )
 from quire.attn_ops.tuning.launch_config import INT4, Config, by_rule, config_for, padded
 
+HALVES = (torch.bfloat16, torch.float16)
 #: dtypes of quantized weights. Above MAX_TOKENS_QUANTIZED tokens codes are converted first, and cuBLAS multiplies.
 QUANTIZED_WEIGHT_DTYPES = (torch.int8, torch.float8_e4m3fn)
 MAX_TOKENS_QUANTIZED = 256
@@ -91,9 +93,8 @@ def _products(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     return F.linear(x.float(), codes.float())
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
-          residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None, widths: Sequence[int] = ()
-          ) -> torch.Tensor:
+def _fake(x: torch.Tensor, weight: torch.Tensor, bias: Any, norm_weight: Any, eps: float, residual: Any, swiglu: bool,
+          *rest: Any) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], rows_of(weight) // (2 if swiglu else 1))
 
 
@@ -120,7 +121,7 @@ def small_linear_cuda(
     dtypes = (x.dtype,) if scale is None else QUANTIZED_WEIGHT_DTYPES
     most = MAX_TOKENS if scale is None or k % 16 else MAX_TOKENS_QUANTIZED  # large tiles of unaligned rows spill
     most = most if lora is None else MAX_TOKENS_PER_TILE
-    if m > most or m == 0 or x.dtype not in (torch.bfloat16, torch.float16) \
+    if m > most or m == 0 or x.dtype not in HALVES \
             or weight.dtype not in dtypes or weight.stride(1) != 1 \
             or any(t is not None and t.dtype != x.dtype for t in (bias, norm_weight, residual)):
         assert lora is None, "the definition has no adapters"
@@ -231,7 +232,7 @@ def _int4(
     passes do not fold into these, runs apart."""
     k, n = x.shape[-1], rows_of(weight)
     m = x.numel() // max(1, k)
-    if m == 0 or x.dtype not in (torch.bfloat16, torch.float16) or scale.dtype != torch.bfloat16 or k % INT4_COLUMNS \
+    if m == 0 or x.dtype not in HALVES or scale.dtype != torch.bfloat16 or k % INT4_COLUMNS \
             or any(t is not None and t.dtype != x.dtype for t in (bias, residual)):
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale, widths)
     if config is None and m <= MAX_TOKENS_QUANTIZED:
@@ -247,3 +248,29 @@ def _int4(
 small_linear = define_op(
     "small_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu, "
     "Tensor? scale=None, int[] widths=[]) -> Tensor", cpu=small_linear_eager, cuda=small_linear_cuda, fake=_fake, launches=True)
+
+
+def float_linear_eager(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The definition: x (..., K), weight (N, K), both of one half-precision dtype -> (..., N) float32.
+
+    Routers of experts are often written so: which experts are best shall not depend on rounded logits. That converts the weight
+    in every step, writes it at twice its size and reads it again. Products of two bf16 or fp16 numbers are exact in float32, so
+    the kernels of ``small_linear`` give the same sums up to their order."""
+    return F.linear(x.float(), weight.float())
+
+
+def float_linear_cuda(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The op on CUDA. Runs the definition for more than MAX_TOKENS tokens and other dtypes."""
+    k = x.shape[-1]
+    m = x.numel() // max(1, k)
+    if not 0 < m <= MAX_TOKENS or x.dtype not in HALVES or weight.dtype != x.dtype or weight.stride(1) != 1:
+        return float_linear_eager(x, weight)
+    # By bytes in flight, not by measurement: a router's weight has few rows, so that tiles are low (16 rows, the fewest of a
+    # tensor core's) and wide.
+    config = Config(1, 1024 if k % 1024 == 0 else 512, 4, 2) if m == 1 else Config(16, 256, 4, 3)
+    return small_linear_cuda(x, weight, None, None, 0.0, None, False, config=config, dtype=torch.float32)
+
+
+float_linear = define_op(
+    "float_linear(Tensor x, Tensor weight) -> Tensor", cpu=float_linear_eager, cuda=float_linear_cuda,
+    fake=lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0], dtype=torch.float32), launches=True)
