@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.attn_ops.attention import AttentionSite, attention_eager
 from quire.attn_ops.backend import AttentionBackend
+from quire.attn_ops.context import setting
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
 from quire.attn_ops.kv_quant import KVScales, dequantize, is_fixed, quantize
 from quire.attn_ops.metadata import CommonAttentionMetadata
@@ -42,15 +43,9 @@ class Worst:
 _WORST: ContextVar[Worst | None] = ContextVar("quire_worst_error", default=None)
 
 
-@contextlib.contextmanager
-def noting_errors() -> Iterator[Worst]:
+def noting_errors() -> contextlib.AbstractContextManager[Worst]:
     """Inside, every comparison with expected numbers adds its errors to the result."""
-    worst = Worst()
-    token = _WORST.set(worst)
-    try:
-        yield worst
-    finally:
-        _WORST.reset(token)
+    return setting(_WORST, Worst())
 
 
 def rounding(size: Tensor, expected: Tensor, dtype: torch.dtype, softcap: float | None = None) -> Tensor:

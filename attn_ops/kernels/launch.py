@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from quire.attn_ops.context import setting
 from quire.attn_ops.kernels.host import on_device
 
 _recorded: ContextVar[set[Launch] | None] = ContextVar("quire_recorded_launches", default=None)
@@ -164,15 +165,9 @@ def fix_cache_key(kernel: Any) -> None:
     _ = getattr(kernel, "cache_key", None)  # the interpreter's functions have none
 
 
-@contextlib.contextmanager
-def recording() -> Iterator[set[Launch]]:
+def recording() -> contextlib.AbstractContextManager[set[Launch]]:
     """Inside, this thread launches nothing; launches are collected in the set."""
-    found: set[Launch] = set()
-    token = _recorded.set(found)
-    try:
-        yield found
-    finally:
-        _recorded.reset(token)
+    return setting(_recorded, set())
 
 
 def is_recording() -> bool:
