@@ -109,14 +109,11 @@ def _states_fake(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out.new_empty(out.shape[0], *out.shape[2:]), lse.new_empty(lse.shape[0], lse.shape[2])
 
 
-def _state_fake(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
-
-
 define_op("merge_states(Tensor out, Tensor lse) -> (Tensor, Tensor)", cpu=merge_states_eager, cuda=merge_states_triton,
           fake=_states_fake, launches=True)
 define_op("merge_state(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)", cpu=merge_state_eager,
-          cuda=merge_state_triton, fake=_state_fake, launches=True)
+          cuda=merge_state_triton,
+          fake=lambda out, lse, *_: (out.new_empty(out.shape), lse.new_empty(lse.shape)), launches=True)
 
 
 def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

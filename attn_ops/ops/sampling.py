@@ -83,10 +83,6 @@ def _eager(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) 
     return sample_tokens_eager(logits, temperature, seed, position)
 
 
-def _fake(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    return logits.new_empty(logits.shape[0], dtype=torch.int64)
-
-
 def divide(rows: int, vocabulary: int) -> tuple[int, int]:
     """How to split rows among programs, about PROGRAMS of them: (parts per row, logits per part, a multiple of BLOCK). From the
     shape alone."""
@@ -119,8 +115,9 @@ def sample_tokens_cuda(logits: Tensor, temperature: Tensor, seed: Tensor, positi
     return tokens
 
 
-sample_tokens_op = define_op("sample_tokens(Tensor logits, Tensor temperature, Tensor seed, Tensor position) -> Tensor",
-                              cpu=_eager, cuda=sample_tokens_cuda, fake=_fake, launches=True)
+sample_tokens_op = define_op(
+    "sample_tokens(Tensor logits, Tensor temperature, Tensor seed, Tensor position) -> Tensor", cpu=_eager,
+    cuda=sample_tokens_cuda, fake=lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.int64), launches=True)
 
 
 def chunks(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -93,11 +93,6 @@ def _products(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     return F.linear(x.float(), codes.float())
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor, bias: Any, norm_weight: Any, eps: float, residual: Any, swiglu: bool,
-          *rest: Any) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], rows_of(weight) // (2 if swiglu else 1))
-
-
 def small_linear_cuda(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
     residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None, widths: Sequence[int] = (),
@@ -247,7 +242,9 @@ def _int4(
 
 small_linear = define_op(
     "small_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu, "
-    "Tensor? scale=None, int[] widths=[]) -> Tensor", cpu=small_linear_eager, cuda=small_linear_cuda, fake=_fake, launches=True)
+    "Tensor? scale=None, int[] widths=[]) -> Tensor", cpu=small_linear_eager, cuda=small_linear_cuda,
+    fake=lambda x, weight, bias, norm_weight, eps, residual, swiglu, *_: x.new_empty(
+        *x.shape[:-1], rows_of(weight) // (2 if swiglu else 1)), launches=True)
 
 
 def float_linear_eager(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
