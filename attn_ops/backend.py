@@ -173,11 +173,8 @@ class AttentionCapabilities:
             why.append(f"page size {page_size} (has {self.page_sizes_note})")
         if layout is not None and layout not in self.layouts:
             why.append(f"KV layout {layout} (has {listed(self.layouts)})")
-        for feature in ("window", "softcap", "chunk"):
-            if getattr(site, feature) is not None and not getattr(self, feature):
-                why.append(f"no {feature}")
-        if site.sinks and not self.sinks:
-            why.append("no sinks")
+        needed = [name for name in ("window", "softcap", "chunk") if getattr(site, name) is not None] + ["sinks"] * site.sinks
+        why += [f"no {name}" for name in needed if not getattr(self, name)]
         if not site.causal and not self.non_causal:
             why.append("no non-causal attention")
         return why
