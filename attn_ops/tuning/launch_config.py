@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quire.attn_ops.attention import dtype_name
 from quire.attn_ops.kernels import host
 from quire.attn_ops.tuning.store import Store, device_name
 
@@ -100,7 +101,7 @@ def padded(num_tokens: int) -> int:
 
 def key(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None = None) -> str:
     """The name of a measurement, such as "16x28672x4096s int8"."""
-    kind = "" if codes is None else f" {codes}".replace("torch.", "")
+    kind = "" if codes is None else f" {dtype_name(codes)}"
     return f"{padded(num_tokens)}x{n}x{k}{'s' if swiglu else ''}{kind}"
 
 
@@ -115,8 +116,7 @@ def config_for(num_tokens: int, n: int, k: int, swiglu: bool, device: torch.devi
 
 def measured(device: torch.device, codes: torch.dtype) -> bool:
     """Whether this kind of device comes with measurements for weights of these codes."""
-    name = f"{codes}".removeprefix("torch.")
-    return any(key.endswith(f" {name}") for key in known(device))
+    return any(key.endswith(f" {dtype_name(codes)}") for key in known(device))
 
 
 def wide_configs(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype, device: torch.device) -> list[Config]:
@@ -125,7 +125,7 @@ def wide_configs(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dty
     if swiglu or (codes != INT4 and num_tokens <= 16):
         return []
     found: dict[Tile, Config] = {}
-    for _, tile, splits in sorted(choices(num_tokens, n, k, tiles().get(f"{codes}".removeprefix("torch."), ()))):
+    for _, tile, splits in sorted(choices(num_tokens, n, k, tiles().get(dtype_name(codes), ()))):
         found.setdefault(tile, Config(*tile[:4], splits, tile.block_m, tile.turned))
     room = host.shared_memory(device) - host.SPARE_MEMORY
     return [config for config in found.values() if wide_memory(config, codes) <= room]
