@@ -89,8 +89,7 @@ def check_kv_scales(kv_scales: KVScales, dtype: torch.dtype | None, layers: Coll
 
 def check_scales(k_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, *, fixed: bool = False
                  ) -> None:
-    """Raises ValueError unless there are scales iff the caches are quantized, and for fixed ones unless the caller serves them
-    (``fixed``)."""
+    """Raises ValueError unless there are scales iff the caches are quantized. ``fixed``: whether fixed ones are served."""
     quantized = k_cache.dtype in QUANTIZED_KV_DTYPES
     if (k_scale is not None, v_scale is not None) != (quantized, quantized):
         raise ValueError(f"a KV cache of {k_cache.dtype} {'needs' if quantized else 'takes no'} k_scale and v_scale; pass "

@@ -161,8 +161,7 @@ class Batch:
             tensor.copy_(noise if tensor.is_floating_point() else noise.nan_to_num(nan=127.0).clamp(-127, 127))
 
     def put(self, which: str, new: Tensor, page: Tensor, offset: Tensor) -> Tensor:
-        """Store the first of ``new`` (L, Hkv, D) at these slots of the "key" or "value" cache; returns all of it as it reads
-        back."""
+        """Store the first of ``new`` (L, Hkv, D) at these slots of the "key" or "value" cache; returns all as it reads back."""
         codes, scale = self.stored(which, new)
         bits(self.held[which])[page, offset] = bits(codes[: len(page)])
         if scale is None:

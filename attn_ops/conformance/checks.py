@@ -49,8 +49,7 @@ class Skip(Exception):
 
 
 class Kit:
-    """The checks, on caches of ``kv_dtype`` (None: ``dtype``). ``quick``: without the large batches, and fewer real
-    shapes."""
+    """The checks, on caches of ``kv_dtype`` (None: ``dtype``). ``quick``: without large batches, and fewer real shapes."""
 
     def __init__(self, backend: AttentionBackend, device: torch.device, dtype: torch.dtype,
                  kv_dtype: torch.dtype | None = None, quick: bool = False, kv_scales: KVScales | None = None) -> None:
@@ -233,8 +232,7 @@ class Kit:
         return None
 
     def not_finite(self, number: float) -> None:
-        """A number that reads back as NaN, in the last token of one of two sequences: with a fixed scale alone, else with all
-        of its vector."""
+        """A number that reads back as NaN in one sequence's last token: with a fixed scale alone, else with all its vector."""
         for count, which in itertools.product((1, 9), ("new_k", "new_v")):
             batch = self.batch([(count, 20), (1, 7)])
             getattr(batch, which)[count - 1, 1, 0] = number

@@ -122,8 +122,7 @@ def print_table(title: str, results: Sequence[Result], left: int = 0) -> None:
 
 
 def read_results(files: Sequence[str | Path], asked: dict[str, Any]) -> dict[str, Result]:
-    """The results, by check and without failures, of the run of a backend, device, dtype and KV dtype; of files with this
-    device and these versions."""
+    """By check, without failures: the results of the run that is ``asked`` for, in files of this device and these versions."""
     device = asked["device"]
     here, found = environment([device]), dict[str, Result]()
     for file in files:

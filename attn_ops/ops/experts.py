@@ -263,8 +263,7 @@ class _Pairs:
 
 
 def _sort(ids: Tensor, experts: int, pdl: bool) -> tuple[Tensor, Tensor]:
-    """(S,) int64: the pairs in the order of their experts, stable, ids out of range last; (E,) int32: the end of each
-    expert's."""
+    """(S,) int64: the pairs in the order of their experts, stable, ids out of range last; (E,) int32: each expert's end."""
     order, ends = ids.new_empty(len(ids), dtype=torch.int64), ids.new_empty(experts, dtype=torch.int32)
     block = 1024 if len(ids) <= 8192 else 4096
     launch(host.kernel_module("kernels.experts").order_kernel, (experts + 1,), ids, order, ends, len(ids), experts,

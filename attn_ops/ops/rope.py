@@ -51,8 +51,7 @@ PLAIN = RopeForm()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, half_tables: bool = False) -> Tensor:
-    """x (T, H, D) rotated by cos and sin (T, R or R/2), R <= D, in x's dtype; computed in the dtype that x and the tables
-    promote to."""
+    """x (T, H, D) rotated by cos and sin (T, R or R/2), R <= D, in x's dtype; computed in what x and the tables promote to."""
     if half_tables:
         cos, sin = (t.repeat_interleave(2, dim=-1) if interleaved else t.repeat(1, 2) for t in (cos, sin))
     size = cos.shape[-1]

@@ -84,8 +84,7 @@ def _eager(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) 
 
 
 def divide(rows: int, vocabulary: int) -> tuple[int, int]:
-    """How to split rows among programs, about PROGRAMS of them: (parts per row, logits per part, a multiple of BLOCK). From the
-    shape alone."""
+    """How to split rows among about PROGRAMS programs, by shape: (parts per row, logits per part, a multiple of BLOCK)."""
     blocks = -(-vocabulary // BLOCK)
     blocks_per_part = -(-blocks // max(1, min(blocks, PROGRAMS // rows)))
     return -(-blocks // blocks_per_part), blocks_per_part * BLOCK
@@ -121,8 +120,7 @@ sample_tokens_op = define_op(
 
 
 def chunks(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, V) cut into (B, chunks, tokens per chunk), float32, padded with -inf; and the token ids, without B. A GPU reduces the
-    chunks of a row in parallel."""
+    """(B, V) as (B, chunks, tokens per chunk), float32, padded with -inf; token ids without B. GPUs reduce them in parallel."""
     count = 64 if on_gpu(logits) else 1
     missing = -logits.shape[1] % count
     if missing:

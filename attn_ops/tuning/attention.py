@@ -48,8 +48,7 @@ COMMAND = "run `quire bench attention --save`"
 @dataclass(frozen=True)
 class ShapeClass:
     """Sites for which backends are assumed to rank alike. ``group``: query heads per key head; ``features``: names of what a
-    site needs besides plain causal attention. MLA on the latent cache is one key head of rank + R numbers, with the feature
-    LATENT."""
+    site needs besides plain causal attention. MLA on the latent cache: one key head of rank + R numbers, feature LATENT."""
 
     dtype: str
     kv_dtype: str
@@ -165,8 +164,7 @@ def load(path: Path) -> tuple[Measurement, ...]:
 
 
 def save(rows: Iterable[Measurement], path: Path | None = None) -> Path:
-    """Merge ``rows`` into the file (None: the user's), in place of older ones of their identity; an unreadable file is
-    replaced."""
+    """Merge ``rows`` into the file (None: the user's) in place of older ones of their identity; replaces an unreadable one."""
     merged = {row.identity: row for row in [*load(path or STORE.user_file), *rows]}
     return STORE.save([dataclasses.asdict(row) for row in merged.values()], path)
 
@@ -201,8 +199,7 @@ def sources(device: torch.device) -> list[list[Measurement]]:
 def decide(usable: Sequence[AttentionBackend], sites: Sequence[AttentionSite], *, device: torch.device, page_size: int,
            kv_dtype: torch.dtype | None = None, layout: str | None = None,
            pairs: Mapping[str, AttentionBackend] | None = None) -> Decision | None:
-    """The rule, for ``usable`` backends in order of priority, and ``pairs`` by the name of the one of them that decodes; None
-    if the measurements do not decide."""
+    """The rule, for ``usable`` backends in order of priority, and ``pairs`` by the name of the one that decodes; or None."""
     classes = Counter((ShapeClass.of(s, page_size, kv_dtype, layout), *variant_of(s)) for s in sites)
     found = (_decide(rows, usable, pairs or {}, sites, classes, device) for rows in sources(device))
     return next(filter(None, found), None)
@@ -259,8 +256,7 @@ def _decide(rows: list[Measurement], usable: Sequence[AttentionBackend], pairs: 
 
 def comparable(rows: list[Measurement], usable: Sequence[AttentionBackend], shape: ShapeClass, variant: Sequence[Any]
                 ) -> dict[str, Measurement]:
-    """Rows of the class, or the nearest one, by backend, all of one variant: the site's own, else the one that most backends
-    were measured with."""
+    """Rows of the class, or the nearest one, by backend, all of one variant: the site's own, else the one of most backends."""
     alike: dict[tuple[Any, ...], dict[str, Measurement]] = {}
     for backend in usable:
         now = versions(backend)

@@ -132,8 +132,7 @@ def wide_configs(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dty
 
 
 def wide_memory(config: Config, codes: torch.dtype | None) -> int:
-    """Bytes of shared memory of a program of the wide kernels on a Hopper GPU. Others may need up to 27 KB more for int4, and
-    less for codes of a byte."""
+    """Bytes of shared memory of a wide kernel's program on Hopper. Others may need 27 KB more for int4, and less for bytes."""
     bytes_w = config.block_n * config.block_k // (2 if codes == INT4 else 1)
     return config.num_stages * (bytes_w + config.block_m * config.block_k * 2)
 
