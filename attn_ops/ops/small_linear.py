@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import rows_contiguous
@@ -54,10 +55,9 @@ MAX_TOKENS_PER_TILE = 128
 MAX_TOKENS = 32  # above, cuBLAS with Inductor's fusions around it is as fast (benchmarks/small_linear.py)
 
 
-def small_linear_eager(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
-    residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None, widths: Sequence[int] = (),
-) -> torch.Tensor:
+def small_linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
+                       residual: Tensor | None, swiglu: bool, scale: Tensor | None = None, widths: Sequence[int] = ()
+                       ) -> Tensor:
     """The definition: x (..., K), weight (N, K) -> (..., N), or (..., N / 2) with ``swiglu``.
 
     Args:
@@ -83,7 +83,7 @@ def small_linear_eager(
     return out if residual is None else residual + out
 
 
-def _products(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+def _products(x: Tensor, codes: Tensor) -> Tensor:
     """``x @ codes.T`` in float32. Codes are up to 448: without their scale float16 might not hold a product."""
     if x.dtype != torch.float16:
         return F.linear(x, codes.to(x.dtype)).float()
@@ -93,12 +93,10 @@ def _products(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     return F.linear(x.float(), codes.float())
 
 
-def small_linear_cuda(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
-    residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None, widths: Sequence[int] = (),
-    config: Config | None = None, pdl: bool | None = None, lora: host.Adapters | None = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+def small_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
+                      residual: Tensor | None, swiglu: bool, scale: Tensor | None = None, widths: Sequence[int] = (),
+                      config: Config | None = None, pdl: bool | None = None, lora: host.Adapters | None = None,
+                      dtype: torch.dtype | None = None) -> Tensor:
     """The op on CUDA. Runs the definition for more than MAX_TOKENS tokens (MAX_TOKENS_QUANTIZED with scales), for fp32, and
     where it was measured to be faster.
 
@@ -205,8 +203,8 @@ def memory_of(config: Config, tokens: int, swiglu: bool) -> int:
     return 2 * config.block_k * (config.block_n * (2 if swiglu else 1) + padded(tokens)) * config.num_stages
 
 
-def norm_apart(x: torch.Tensor, weight: torch.Tensor | None, eps: float, pdl: bool, codes: bool = False, always: bool = False
-               ) -> tuple[torch.Tensor, torch.Tensor | None]:
+def norm_apart(x: Tensor, weight: Tensor | None, eps: float, pdl: bool, codes: bool = False, always: bool = False
+               ) -> tuple[Tensor, Tensor | None]:
     """x (M, K) and the weight of its RMSNorm for the kernels; for tensor cores in float16 (several tokens, or ``codes``), or
     ``always``, the norm's result, made in a launch of its own, and None: ``x * weight``, multiplied before the kernels know a
     token's factor, may be too large there."""
@@ -218,11 +216,8 @@ def norm_apart(x: torch.Tensor, weight: torch.Tensor | None, eps: float, pdl: bo
     return out, None
 
 
-def _int4(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
-    residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor, widths: Sequence[int], config: Config | None,
-    pdl: bool | None,
-) -> torch.Tensor:
+def _int4(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float, residual: Tensor | None,
+          swiglu: bool, scale: Tensor, widths: Sequence[int], config: Config | None, pdl: bool | None) -> Tensor:
     """The op on CUDA with a packed int4 weight: the kernel for codes, or cuBLAS after unpacking. A norm or SwiGLU, which the
     passes do not fold into these, runs apart."""
     k, n = x.shape[-1], rows_of(weight)
@@ -247,7 +242,7 @@ small_linear = define_op(
         *x.shape[:-1], rows_of(weight) // (2 if swiglu else 1)), launches=True)
 
 
-def float_linear_eager(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def float_linear_eager(x: Tensor, weight: Tensor) -> Tensor:
     """The definition: x (..., K), weight (N, K), both of one half-precision dtype -> (..., N) float32.
 
     Routers of experts are often written so: which experts are best shall not depend on rounded logits. That converts the weight
@@ -256,7 +251,7 @@ def float_linear_eager(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x.float(), weight.float())
 
 
-def float_linear_cuda(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def float_linear_cuda(x: Tensor, weight: Tensor) -> Tensor:
     """The op on CUDA. Runs the definition for more than MAX_TOKENS tokens and other dtypes."""
     k = x.shape[-1]
     m = x.numel() // max(1, k)
