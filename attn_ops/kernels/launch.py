@@ -79,13 +79,11 @@ def _constants(function: Any) -> dict[str, bool]:
 def _described(value: Any, constant: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return TensorArgument(value.dtype, int(value.storage_offset()) * value.element_size() % 16 == 0)
-    if constant or isinstance(value, bool) or value is None:
+    if constant or value is None or isinstance(value, (bool, DescriptorArgument)):
         return value
     if isinstance(value, tuple):
         items = [_described(v, False) for v in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, DescriptorArgument):
-        return value
     if isinstance(value, float):
         return 0.5
     if value == 1:

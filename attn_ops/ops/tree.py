@@ -107,8 +107,7 @@ def tree_attention_state_triton(q: Tensor, k: Tensor, v: Tensor, query_start_loc
     rows, width, group = query_start_loc.shape[0] - 1, mask.shape[1], heads // kv_heads
     if not q.shape[0] or not rows:
         return out, lse
-    q, k, v = map(host.rows_contiguous, (q, k, v))
-    mask = mask if mask.stride(1) == 1 else mask.contiguous()
+    q, k, v, mask = map(host.rows_contiguous, (q, k, v, mask))
     wide = q.dtype == torch.float32 or max(dim, dim_v) > 128  # larger tiles do not fit into registers
     block_m = min(16 if wide else 64, host.next_power_of_2(width * group, 16))
     launch(host.kernel_module("kernels.tree").tree_kernel, (rows, kv_heads, -(-width * group // block_m)), q, k, v, out, lse,
