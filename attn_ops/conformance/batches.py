@@ -127,7 +127,7 @@ class Batch:
 
     def buffers(self) -> list[Tensor]:
         """The tensors among the op's arguments, which a CUDA graph reads and writes in place."""
-        return [tensor for tensor in self.arguments()[:12] if tensor is not None]
+        return [argument for argument in self.arguments() if isinstance(argument, Tensor)]
 
     def inputs(self) -> dict[str, Tensor]:
         names = ("q", "k", "v", "slot_mapping", "block_table", "query_start_loc", "seq_lens", "sinks", "k_scale", "v_scale")
