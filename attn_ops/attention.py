@@ -148,8 +148,8 @@ def attention_eager(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, la
     return out.reshape(*q.shape[:3], v.shape[3]).to(q.dtype)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, window: int | None,
-           softcap: float | None, chunk: int | None) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, window: int | None, softcap: float | None,
+           chunk: int | None, **_: Any) -> None:
     """Shape and range rules, shared by the eager and the fake implementation: tracing raises the same errors."""
     torch._check_value(q.dim() == k.dim() == v.dim() == 4, lambda: (
         f"quire::attention takes q (B, H, S, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); got {tuple(q.shape)}, "
@@ -166,9 +166,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, window: int
             raise ValueError(f"quire::attention: {name} must be positive or None, got {value}")
 
 
-def attention_fake(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, layer: int,
-                   scale: float, window: int | None, softcap: float | None, chunk: int | None, causal: bool) -> Tensor:
-    _check(q, k, v, sinks, window=window, softcap=softcap, chunk=chunk)
+def attention_fake(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **options: Any) -> Tensor:
+    _check(q, k, v, sinks, **options)
     return q.new_empty(*q.shape[:3], v.shape[3])
 
 

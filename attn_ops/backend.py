@@ -388,9 +388,8 @@ def _state_fake(q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return _paged_fake(q, *args, **kwargs), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _paged_fake(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor,
-                v_cache: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
+def _paged_fake(q: Tensor, k: Any, v: Any, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return q.new_empty(*q.shape[:2], v_cache.shape[3])
 
 
 def _rope_paged_fake(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm: Any, k_norm: Any, eps: float,

@@ -138,9 +138,8 @@ def varlen_attention_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor,
     return out, lse
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
-          scale: float, window: int | None = None, softcap: float | None = None, causal: bool = False,
-          implementation: str = "auto") -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, window: int | None = None,
+          softcap: float | None = None, implementation: str = "auto", **_: Any) -> tuple[Tensor, Tensor]:
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, implementation)
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
 

@@ -18,7 +18,7 @@ from quire.attn_ops.tuning.store import Store, device_name
 
 #: Stands for packed int4 weights (``attn_ops/ops/small_linear_wide.py``) among the dtypes of codes.
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
-SMS = 132
+SMS = 132  # of an H200
 #: Microseconds of the kernel that adds up: per call, and per float of the parts (estimated, not measured).
 ADD_UP, ADD_UP_EACH = 1.5, 2.7e-6
 MOST_SPLITS, LEAST_COLUMNS = 12, 512
@@ -48,11 +48,11 @@ class Config(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile of the wide kernels (attn_ops/kernels/small_linear_wide.py): rows and columns of the weight, ..., tokens, and the
-    constants of a model of its time on an H200. A program takes ``max(latency, rate * programs on its multiprocessor)``
-    nanoseconds per column. Programs run in rounds of ``at_once`` per multiprocessor. To that come ``fixed`` microseconds per
-    call, and where programs share the columns, those of the kernel that adds up. ``python -m benchmarks.fit_small_linear`` fits
-    the numbers to a sweep, and says how well."""
+    """A tile of the wide kernels (attn_ops/kernels/small_linear_wide.py), the first six as in Config, and the constants of a
+    model of its time on an H200. A program takes ``max(latency, rate * programs on its multiprocessor)`` nanoseconds a column.
+    Programs run in rounds of ``at_once`` per multiprocessor. To that come ``fixed`` microseconds per call, and where programs
+    share the columns, those of the kernel that adds up. ``python -m benchmarks.fit_small_linear`` fits the numbers to a sweep,
+    and says how well."""
 
     block_n: int
     block_k: int
