@@ -114,12 +114,12 @@ def visible(query_pos: Tensor, key_pos: Tensor, *, window: int | None, chunk: in
     return keep
 
 
-def _weights(q: Tensor, k: Tensor, sinks: Tensor | None, scale: float, window: int | None, softcap: float | None,
-             chunk: int | None, causal: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Softmax weights (B, Hkv, G, S, Sk), scores (capped if there is a softcap) and the sinks' weights, in ``_wide(q)``."""
+def _weights(q: Tensor, k: Tensor, sinks: Tensor | None, *, scale: float, window: int | None, softcap: float | None,
+             chunk: int | None, causal: bool, **_: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Softmax weights (B, Hkv, G, S, Sk), scores (capped if there is a softcap) and the sinks' weights, in fp32 or better."""
     batch, heads, length, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
-    wide = _wide(q)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     grouped = q.to(wide).reshape(batch, kv_heads, heads // kv_heads, length, dim)
     capped = scale * (grouped @ k.to(wide).unsqueeze(2).transpose(-1, -2))
     if softcap is not None:
@@ -135,11 +135,6 @@ def _weights(q: Tensor, k: Tensor, sinks: Tensor | None, scale: float, window: i
     return weights[..., :-1], capped, weights[..., -1:]
 
 
-def _wide(q: Tensor) -> torch.dtype:
-    """The dtype that the op computes in: fp32, or fp64 for fp64 inputs."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
 def attention_eager(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, layer: int, scale: float, window: int | None,
                     softcap: float | None, chunk: int | None, causal: bool) -> Tensor:
     """The op in plain PyTorch, in fp32 or better: q (B, H, S, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) -> (B, H, S, Dv).
@@ -148,13 +143,13 @@ def attention_eager(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, la
     if causal and q.shape[2] > k.shape[2]:
         raise ValueError(f"quire::attention is causal with {q.shape[2]} queries but {k.shape[2]} keys: queries are the last "
                          "tokens of the keys, so the first ones would see no key")
-    weights, _, _ = _weights(q, k, sinks, scale, window, softcap, chunk, causal)
+    weights, _, _ = _weights(q, k, sinks, scale=scale, window=window, softcap=softcap, chunk=chunk, causal=causal)
     out = weights @ v.to(weights.dtype).unsqueeze(2)
-    return out.reshape(q.shape[0], q.shape[1], q.shape[2], v.shape[3]).to(q.dtype)
+    return out.reshape(*q.shape[:3], v.shape[3]).to(q.dtype)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, window: int | None,
-           softcap: float | None, chunk: int | None) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, window: int | None, softcap: float | None,
+           chunk: int | None, **_: Any) -> None:
     """Shape and range rules, shared by the eager and the fake implementation: tracing raises the same errors."""
     torch._check_value(q.dim() == k.dim() == v.dim() == 4, lambda: (
         f"quire::attention takes q (B, H, S, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); got {tuple(q.shape)}, "
@@ -171,10 +166,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, window: int
             raise ValueError(f"quire::attention: {name} must be positive or None, got {value}")
 
 
-def attention_fake(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, layer: int,
-                   scale: float, window: int | None, softcap: float | None, chunk: int | None, causal: bool) -> Tensor:
-    _check(q, k, v, sinks, window=window, softcap=softcap, chunk=chunk)
-    return q.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
+def attention_fake(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **options: Any) -> Tensor:
+    _check(q, k, v, sinks, **options)
+    return q.new_empty(*q.shape[:3], v.shape[3])
 
 
 def _setup_context(ctx: Any, inputs: tuple, keyword_only_inputs: dict, output: Tensor) -> None:
@@ -186,8 +180,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple:
     """Softmax attention's derivative, weights recomputed (FlashAttention paper, section 3.1, without the tiling)."""
     q, k, v, sinks = ctx.saved_tensors
     opts = ctx.options
-    weights, capped, sink_weights = _weights(q, k, sinks, opts["scale"], opts["window"], opts["softcap"], opts["chunk"],
-                                             opts["causal"])
+    weights, capped, sink_weights = _weights(q, k, sinks, **opts)
     wide = weights.dtype
     grouped = q.to(wide).reshape(*weights.shape[:4], q.shape[3])
     grad_out = grad.to(wide).reshape(*weights.shape[:4], v.shape[3])
@@ -200,8 +193,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple:
     grad_k = opts["scale"] * (grad_scores.transpose(-1, -2) @ grouped).sum(2)
     grad_v = (weights.transpose(-1, -2) @ grad_out).sum(2)
     grad_sinks = None
-    if sinks is not None:
-        assert sink_weights is not None
+    if sink_weights is not None:
         grad_sinks = -(sink_weights * row).sum(dim=(0, 3, 4)).reshape(sinks.shape).to(sinks.dtype)
     return grad_q.reshape(q.shape).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks
 

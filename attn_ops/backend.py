@@ -173,11 +173,8 @@ class AttentionCapabilities:
             why.append(f"page size {page_size} (has {self.page_sizes_note})")
         if layout is not None and layout not in self.layouts:
             why.append(f"KV layout {layout} (has {listed(self.layouts)})")
-        for feature in ("window", "softcap", "chunk"):
-            if getattr(site, feature) is not None and not getattr(self, feature):
-                why.append(f"no {feature}")
-        if site.sinks and not self.sinks:
-            why.append("no sinks")
+        needed = [name for name in ("window", "softcap", "chunk") if getattr(site, name) is not None] + ["sinks"] * site.sinks
+        why += [f"no {name}" for name in needed if not getattr(self, name)]
         if not site.causal and not self.non_causal:
             why.append("no non-causal attention")
         return why
@@ -399,9 +396,8 @@ def _state_fake(q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return _paged_fake(q, *args, **kwargs), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _paged_fake(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor,
-                v_cache: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
+def _paged_fake(q: Tensor, k: Any, v: Any, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return q.new_empty(*q.shape[:2], v_cache.shape[3])
 
 
 def _rope_paged_fake(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm: Any, k_norm: Any, eps: float,

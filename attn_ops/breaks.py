@@ -7,13 +7,15 @@ call, and begins the next graph (``graph_runner/device_graph.py``).
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+from quire.attn_ops.context import setting
 
 Implementation = Callable[..., torch.Tensor]
 #: (implementation of a paged op, its fake, positional arguments, named arguments) -> the op's result
@@ -21,14 +23,9 @@ Recorder = Callable[[Implementation, Implementation, tuple[Any, ...], dict[str, 
 _recorder: ContextVar[Recorder | None] = ContextVar("quire_break_recorder", default=None)
 
 
-@contextlib.contextmanager
-def breaking(recorder: Recorder) -> Iterator[None]:
+def breaking(recorder: Recorder) -> AbstractContextManager[Recorder]:
     """While inside, in this context, paged ops go to ``recorder``."""
-    token = _recorder.set(recorder)
-    try:
-        yield
-    finally:
-        _recorder.reset(token)
+    return setting(_recorder, recorder)
 
 
 def breakable(implementation: Implementation, fake: Implementation) -> Implementation:

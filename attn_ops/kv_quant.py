@@ -21,34 +21,14 @@ scale tells the form: a fixed one is (1, 1, 1), others are (pages, page_size, Hk
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 KVScales = float | Mapping[int, tuple[float, float]]
 
 
-@dataclass(frozen=True)
-class CodeFormat:
-    """The values of a code's dtype as a float format (int8 too: its values lie below 2**7): the largest one, and the bits of
-    mantissa after the leading one. Values below 2**min_exponent are multiples of 2**(min_exponent - mantissa)."""
-
-    qmax: float
-    mantissa: int
-    min_exponent: int
-
-    @property
-    def unit(self) -> float:
-        """The largest power of two <= qmax: ``unit * scale`` is about the vector's largest element."""
-        return 2.0 ** (int(self.qmax).bit_length() - 1)
-
-
-FORMATS = {
-    torch.int8: CodeFormat(127.0, 7, 7),
-    torch.float8_e4m3fn: CodeFormat(448.0, 3, -6),
-    torch.float8_e5m2: CodeFormat(57344.0, 2, -14),
-}
-QUANTIZED_KV_DTYPES = frozenset(FORMATS)
+QMAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+QUANTIZED_KV_DTYPES = frozenset(QMAX)
 FIXED_SCALE_KV_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 #: Names for ``kv_cache_dtype`` in addition to torch's.
 ALIASES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -57,15 +37,15 @@ ALIASES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m
 def quantize(x: torch.Tensor, dtype: torch.dtype, of: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """x (..., Hkv, D), floating point -> codes (..., Hkv, D) in ``dtype``, scale (..., Hkv) float32. ``of``: the scales of the
     cache; where that is a fixed one, it is the scale returned, (1, 1)."""
-    code, x = FORMATS[dtype], x.float()
+    qmax, x = QMAX[dtype], x.float()
     if of is not None and is_fixed(of):
         scaled = x / of[0]  # a tensor, see below
-        return _float_codes(scaled.masked_fill(~(scaled.abs() <= code.qmax), float("nan")), dtype), of[0]
+        return _float_codes(scaled.masked_fill(~(scaled.abs() <= qmax), float("nan")), dtype), of[0]
     largest = x.abs().amax(-1)  # NaN if x has one
     # By a tensor: on CUDA, division by a number multiplies by its reciprocal, which rounds differently.
-    scale = (largest / torch.full_like(largest, code.qmax)).clamp_min(torch.finfo(torch.float32).tiny)
+    scale = (largest / torch.full_like(largest, qmax)).clamp_min(torch.finfo(torch.float32).tiny)
     scale = scale.masked_fill(scale.isinf(), float("nan"))
-    scaled = (x / scale.unsqueeze(-1)).nan_to_num(nan=0.0).clamp(-code.qmax, code.qmax)
+    scaled = (x / scale.unsqueeze(-1)).nan_to_num(nan=0.0).clamp(-qmax, qmax)
     if not dtype.is_floating_point:
         return scaled.round().to(dtype), scale
     return _float_codes(scaled, dtype), scale
@@ -109,8 +89,7 @@ def check_kv_scales(kv_scales: KVScales, dtype: torch.dtype | None, layers: Coll
 
 def check_scales(k_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, *, fixed: bool = False
                  ) -> None:
-    """Raises ValueError unless there are scales iff the caches are quantized, and for fixed ones unless the caller serves them
-    (``fixed``)."""
+    """Raises ValueError unless there are scales iff the caches are quantized. ``fixed``: whether fixed ones are served."""
     quantized = k_cache.dtype in QUANTIZED_KV_DTYPES
     if (k_scale is not None, v_scale is not None) != (quantized, quantized):
         raise ValueError(f"a KV cache of {k_cache.dtype} {'needs' if quantized else 'takes no'} k_scale and v_scale; pass "

@@ -38,8 +38,7 @@ def store_kv(k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tens
 
 def store_latent(c: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor,
                  c_scale: torch.Tensor | None = None, rope_scale: torch.Tensor | None = None) -> None:
-    """``mla.write_latent``: c (T, rank) and k_rope (T, R) at their slots of the latent cache. Raises ValueError as
-    ``store_kv``."""
+    """``mla.write_latent``: c (T, rank) and k_rope (T, R) to their slots of the latent cache. Raises as ``store_kv``."""
     if has_kernel(c.device.type):
         rank = c.shape[1]
         store_kv(c[:, None], k_rope[:, None], cache[..., :rank], cache[..., rank:], c_scale, rope_scale, slot_mapping)

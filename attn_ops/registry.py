@@ -91,8 +91,7 @@ def all_backends() -> dict[str, AttentionBackend]:
 
 
 def get_backend(name: str | Mapping[str, str]) -> AttentionBackend:
-    """The backend of that name (or of these, by kind of layer), made now if it is a family's. Raises ValueError that lists the
-    names there are."""
+    """The backend of that name (or of these, by kind of layer), perhaps made now. Raises ValueError that lists the names."""
     return REGISTRY.get(attention_name(name))
 
 
@@ -144,8 +143,7 @@ class BackendRow:
 
 
 class BackendTable(list[BackendRow]):
-    """The rows, in order of priority; ``measured``: lines on the times behind attention="auto"; ``usages``: on backends made of
-    backends; ``str()`` is a table."""
+    """The rows, by priority. ``measured``, ``usages``: lines on times and on backends made of backends. ``str()``: a table."""
 
     def __init__(self, rows: list[BackendRow], device: torch.device, measured: list[str], usages: list[str]) -> None:
         super().__init__(rows)

@@ -7,8 +7,7 @@ start, and take them as graph inputs; backends that plan on the host find their 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend
+from quire.attn_ops.context import setting
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 
@@ -69,14 +69,9 @@ def current_step() -> Step | None:
     return _CURRENT.get()
 
 
-@contextlib.contextmanager
-def running(step: Step | None) -> Iterator[Step | None]:
+def running(step: Step | None) -> AbstractContextManager[Step | None]:
     """Make ``step`` the current one; None: there is none inside. Unlike ``quire.step`` it checks nothing on leaving."""
-    token = _CURRENT.set(step)
-    try:
-        yield step
-    finally:
-        _CURRENT.reset(token)
+    return setting(_CURRENT, step)
 
 
 def ensure_planned(step: Step, backend: AttentionBackend, sites: list[AttentionSite]) -> None:

@@ -1,4 +1,4 @@
-"""Fit the constants of attn_ops/tuning/small_linear_tiles.py to sweeps of ``benchmarks/small_linear.py --wide``.
+"""Fit the constants of attn_ops/tuning/small_linear_tiles.json to sweeps of ``benchmarks/small_linear.py --wide``.
 
     python -m benchmarks.fit_small_linear sweep.json [...]          # print how much slower than the best the choices are
     python -m benchmarks.fit_small_linear sweep.json --save         # and write the constants, and the best of each shape into
@@ -21,9 +21,7 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.tuning import small_linear_tiles as model
-from quire.attn_ops.tuning.launch_config import STORE, key
-from quire.attn_ops.tuning.small_linear_tiles import Tile, time_of
+from quire.attn_ops.tuning.launch_config import STORE, Tile, choices, key, time_of
 
 RATES = [0.3 * 1.08**i for i in range(52)]  # nanoseconds per column
 #: Measurements: (m, n, k, splits, microseconds).
@@ -72,7 +70,7 @@ def regrets(tiles: Sequence[Tile], shapes: Shapes) -> list[tuple[float, Any]]:
     out = []
     for shape, times in shapes.items():
         best = min(times, key=times.__getitem__)
-        _, tile, splits = min(model.choices(*shape, tiles), default=(0.0, None, 1))
+        _, tile, splits = min(choices(*shape, tiles), default=(0.0, None, 1))
         same = [each for each in times if tile is not None and each[:-1] == tile[:6]]
         us = times[min(same, key=lambda each: abs(each[-1] - splits))] if same else 2 * times[best]
         out.append((us / times[best] - 1, (*shape, tile, splits, us, best, times[best])))
@@ -131,7 +129,7 @@ def main() -> None:
     if args.save:
         lines = ",\n".join(f' "{codes}": [\n' + ",\n".join(f"  {json.dumps(tile)}" for tile in each) + "]"
                            for codes, each in tiles.items())
-        Path(model.__file__).with_suffix(".json").write_text(f"{{\n{lines}\n}}\n")
+        STORE.shipped.with_name("small_linear_tiles.json").write_text(f"{{\n{lines}\n}}\n")
         devices = dict(STORE.load(STORE.shipped) or {})
         for device, found_there in table(args.sweeps).items():
             devices[device] = dict(sorted((devices.get(device, {}) | found_there).items()))

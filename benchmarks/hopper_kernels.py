@@ -25,7 +25,6 @@ from quire.attn_ops.kernels.host import Caches
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.ops import lora_linear as lora_linear_module
 from quire.attn_ops.ops.experts import expert_clamped_swiglu_cuda, expert_linear_cuda, expert_swiglu_cuda
-from quire.attn_ops.ops.float_linear import float_linear_cuda
 from quire.attn_ops.ops.logprobs import token_logprobs_cuda
 from quire.attn_ops.ops.lora_linear import lora_linear_cuda
 from quire.attn_ops.ops.lora_rows import lora_group_cuda
@@ -34,7 +33,7 @@ from quire.attn_ops.ops.positions import compute_position_triton
 from quire.attn_ops.ops.rope import RopeForm, rope_kv_write_cuda
 from quire.attn_ops.ops.routing import route_rows_cuda, topk_rows_cuda
 from quire.attn_ops.ops.sampling import sample_tokens_cuda
-from quire.attn_ops.ops.small_linear import memory_of, norm_apart, small_linear_cuda
+from quire.attn_ops.ops.small_linear import float_linear_cuda, memory_of, norm_apart, small_linear_cuda
 from quire.attn_ops.ops.tree import tree_attention_state_triton
 from quire.attn_ops.ops.varlen import varlen_attention_cuda
 from quire.attn_ops.step import running

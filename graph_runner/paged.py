@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.context import setting
 from quire.attn_ops.step import current_step
 from quire.graph_runner import lockstep
 from quire.graph_runner.config import EngineConfig
@@ -188,11 +189,8 @@ class PagedGenerate(OnInstance):
             self._warn(call.note)
         if call.job is not None:
             return self._run(call.job)
-        token = SAMPLING.set((self.model, self._decode))
-        try:
+        with setting(SAMPLING, (self.model, self._decode)):
             return self._plain(*args, **kwargs)
-        finally:
-            SAMPLING.reset(token)
 
     def _warn(self, message: str, stacklevel: int = 3) -> None:
         if message not in self.warned:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.attn_ops.attention import AttentionSite, attention_eager
 from quire.attn_ops.backend import AttentionBackend
+from quire.attn_ops.context import setting
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
 from quire.attn_ops.kv_quant import KVScales, dequantize, is_fixed, quantize
 from quire.attn_ops.metadata import CommonAttentionMetadata
@@ -42,15 +43,9 @@ class Worst:
 _WORST: ContextVar[Worst | None] = ContextVar("quire_worst_error", default=None)
 
 
-@contextlib.contextmanager
-def noting_errors() -> Iterator[Worst]:
+def noting_errors() -> contextlib.AbstractContextManager[Worst]:
     """Inside, every comparison with expected numbers adds its errors to the result."""
-    worst = Worst()
-    token = _WORST.set(worst)
-    try:
-        yield worst
-    finally:
-        _WORST.reset(token)
+    return setting(_WORST, Worst())
 
 
 def rounding(size: Tensor, expected: Tensor, dtype: torch.dtype, softcap: float | None = None) -> Tensor:
@@ -132,7 +127,7 @@ class Batch:
 
     def buffers(self) -> list[Tensor]:
         """The tensors among the op's arguments, which a CUDA graph reads and writes in place."""
-        return [tensor for tensor in self.arguments()[:12] if tensor is not None]
+        return [argument for argument in self.arguments() if isinstance(argument, Tensor)]
 
     def inputs(self) -> dict[str, Tensor]:
         names = ("q", "k", "v", "slot_mapping", "block_table", "query_start_loc", "seq_lens", "sinks", "k_scale", "v_scale")
@@ -166,8 +161,7 @@ class Batch:
             tensor.copy_(noise if tensor.is_floating_point() else noise.nan_to_num(nan=127.0).clamp(-127, 127))
 
     def put(self, which: str, new: Tensor, page: Tensor, offset: Tensor) -> Tensor:
-        """Store the first of ``new`` (L, Hkv, D) at these slots of the "key" or "value" cache; returns all of it as it reads
-        back."""
+        """Store the first of ``new`` (L, Hkv, D) at these slots of the "key" or "value" cache; returns all as it reads back."""
         codes, scale = self.stored(which, new)
         bits(self.held[which])[page, offset] = bits(codes[: len(page)])
         if scale is None:

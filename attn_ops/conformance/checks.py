@@ -15,7 +15,7 @@ from quire.attn_ops.backend import AttentionBackend, CudagraphSupport, dtype_nam
 from quire.attn_ops.conformance import real_shapes, states, sweeps
 from quire.attn_ops.conformance.batches import Batch, Failure, bits, check, compare, lay_out, planned, prepared, run
 from quire.attn_ops.kernels.launch import side_stream
-from quire.attn_ops.kv_quant import FIXED_SCALE_KV_DTYPES, FORMATS, QUANTIZED_KV_DTYPES, KVScales
+from quire.attn_ops.kv_quant import FIXED_SCALE_KV_DTYPES, QMAX, QUANTIZED_KV_DTYPES, KVScales
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops.rope import PLAIN, RopeForm
 
@@ -49,8 +49,7 @@ class Skip(Exception):
 
 
 class Kit:
-    """The checks, on caches of ``kv_dtype`` (None: ``dtype``). ``quick``: without the large batches, and fewer real
-    shapes."""
+    """The checks, on caches of ``kv_dtype`` (None: ``dtype``). ``quick``: without large batches, and fewer real shapes."""
 
     def __init__(self, backend: AttentionBackend, device: torch.device, dtype: torch.dtype,
                  kv_dtype: torch.dtype | None = None, quick: bool = False, kv_scales: KVScales | None = None) -> None:
@@ -89,7 +88,7 @@ class Kit:
             *((f"page size {p}", lambda p=p: self.cache_of("page_size", p, self.page_sizes, full_pages(p)))
               for p in PAGE_SIZES),
             *((f"layout {name}", lambda name=name: self.cache_of("layout", name, self.layouts)) for name in ("NHD", "HND")),
-            *((f"KV cache {dtype_name(d)}", lambda d=d: self.quantized(d)) for d in sorted(QUANTIZED_KV_DTYPES, key=str)),
+            *((f"KV cache {dtype_name(d)}", lambda d=d: self.on_codes(d)) for d in sorted(QUANTIZED_KV_DTYPES, key=str)),
             *((f"KV cache {dtype_name(d)}{FIXED_SCALE}", lambda d=d: self.on_codes(d, FIXED_SCALES))
               for d in sorted(FIXED_SCALE_KV_DTYPES, key=str)),
             ("shared cache (no k, v)", lambda: self.exact(DECODE, MIXED, write=False)),
@@ -207,9 +206,6 @@ class Kit:
         self.exact(DECODE, MIXED, *batches, **{option: value})
         return None
 
-    def quantized(self, kv_dtype: torch.dtype) -> str | None:
-        return self.on_codes(kv_dtype)
-
     def on_codes(self, kv_dtype: torch.dtype, kv_scales: KVScales | None = None) -> str | None:
         """A decode and a mixed batch on a quantized cache, and a NaN. With --kv-dtype all checks run on one. With fixed scales:
         among pages full of NaN codes, as failed requests leave them, and what does not fit is a NaN too."""
@@ -229,15 +225,14 @@ class Kit:
             kit.exact(DECODE, MIXED, pad=(2, 1), fill=math.nan if fixed else None, **features)
         kit.not_finite(math.nan)
         if fixed and declared:
-            kit.not_finite(2 * FORMATS[kv_dtype].qmax * max(FIXED_SCALES[0]))
+            kit.not_finite(2 * QMAX[kv_dtype] * max(FIXED_SCALES[0]))
             if self.caps.lse:
                 states.lse(kit)
                 states.trees(kit)
         return None
 
     def not_finite(self, number: float) -> None:
-        """A number that reads back as NaN, in the last token of one of two sequences: with a fixed scale alone, else with all
-        of its vector."""
+        """A number that reads back as NaN in one sequence's last token: with a fixed scale alone, else with all its vector."""
         for count, which in itertools.product((1, 9), ("new_k", "new_v")):
             batch = self.batch([(count, 20), (1, 7)])
             getattr(batch, which)[count - 1, 1, 0] = number
@@ -326,25 +321,22 @@ class Kit:
                 raise Failure("the output depends on where the pages are")
 
     def opcheck(self) -> str:
-        """Schema, mutation, fake and dispatch, by torch's own checker; the fake's strides against the real ones."""
+        """Schema, mutation, fake and dispatch, by torch's own checker; the fake's strides against the real ones. Of fp8 only
+        the fake: it detects mutations by comparisons that torch lacks for fp8."""
+        tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+        tests = tests[1:3] if self.kv_dtype is not None and self.kv_dtype.is_floating_point else tests
         for rows in (DECODE, MIXED):
             for options in self.op_options:
                 batch = self.batch(rows, **options)
                 with planned(self.backend, batch), torch.enable_grad():
                     given = prepared(self.backend, batch)
-                    torch.library.opcheck(self.backend.op, batch.arguments(given), batch.options, test_utils=self.op_tests)
+                    torch.library.opcheck(self.backend.op, batch.arguments(given), batch.options, test_utils=tests)
                     out = self.backend.op(*batch.arguments(given), **batch.options)
                 if not out.is_contiguous():
                     raise Failure(f"the output has strides {out.stride()}, the fake says contiguous")
             if self.backend.prepare is not None:
                 torch.library.opcheck(self.backend.prepare, (*batch.tables, batch.metadata.page_size))
         return self.op_name + (" and prepare" if self.backend.prepare is not None else "")
-
-    @property
-    def op_tests(self) -> list[str]:
-        """Those of opcheck. Of fp8 only the fake: it detects mutations by comparisons that torch lacks for fp8."""
-        tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-        return tests[1:3] if self.kv_dtype is not None and self.kv_dtype.is_floating_point else tests
 
     def no_sync(self) -> None:
         """Nothing in the contract reads a device tensor on the host."""

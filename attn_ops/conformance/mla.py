@@ -62,9 +62,6 @@ class MlaBatch(Batch):
     def options(self) -> dict[str, Any]:
         return {"scale": self.site.scale}
 
-    def buffers(self) -> list[Tensor]:
-        return [tensor for tensor in self.arguments() if isinstance(tensor, Tensor)]
-
 
 def lay_out_mla(site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequence[int], *, page_size: int,
                 device: torch.device | str = "cpu", layout: Layout = "NHD", num_pages: int | None = None, table_width: int = 0,

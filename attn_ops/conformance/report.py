@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import platform
 import sys
@@ -65,22 +66,19 @@ def backend_checks(backend: AttentionBackend, device: torch.device, dtype: torch
     latent = kv_dtype is None or not caps.mla or kv_dtype in caps.latent_kv_dtypes
     mla = MlaKit(kit).checks() if latent else []
     if device.type not in caps.devices or backend.available(device):
-        return [("usable here", _fails(backend.available(device) or f"runs on {listed(caps.devices)}"))]
+        return [("usable here", functools.partial(_fail, backend.available(device) or f"runs on {listed(caps.devices)}"))]
     for reason, missing in ((f"dtype {dtype} is not declared", dtype not in caps.dtypes),
                             (f"KV cache dtype {kv_dtype} is not declared", kv_dtype not in (None, *caps.kv_dtypes)),
                             (f"no head dims among {DIMS} are declared", not kit.dims and backend.op is not None),
                             (f"no page size among {PAGE_SIZES} is declared", not kit.page_sizes),
                             ("no layout is declared", not kit.layouts)):
         if missing:
-            return [("declarations", _fails(reason))]
+            return [("declarations", functools.partial(_fail, reason))]
     return [*(kit.checks() if backend.op is not None else []), *mla]
 
 
-def _fails(reason: str) -> Callable[[], str | None]:
-    def check() -> str | None:
-        raise Failure(reason)
-
-    return check
+def _fail(reason: str) -> str | None:
+    raise Failure(reason)
 
 
 def run_checks(checks: Iterable[Check], only: str = "") -> list[Result]:
@@ -122,8 +120,7 @@ def print_table(title: str, results: Sequence[Result], left: int = 0) -> None:
 
 
 def read_results(files: Sequence[str | Path], asked: dict[str, Any]) -> dict[str, Result]:
-    """The results, by check and without failures, of the run of a backend, device, dtype and KV dtype; of files with this
-    device and these versions."""
+    """By check, without failures: the results of the run that is ``asked`` for, in files of this device and these versions."""
     device = asked["device"]
     here, found = environment([device]), dict[str, Result]()
     for file in files:

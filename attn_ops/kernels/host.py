@@ -40,8 +40,7 @@ class Strides(NamedTuple):
 
 
 class CacheLayout(NamedTuple):
-    """Shape and strides of a layer's KV cache: one constant argument of a kernel. ``v_words``: v in words of four bytes.
-    ``scale``: 0, 0, 0 for a fixed one."""
+    """Shape and strides of a layer's KV cache, a kernel's constant. ``v_words``: v by four bytes. ``scale``: 0s if fixed."""
 
     heads: int
     dim: int

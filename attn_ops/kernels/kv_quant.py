@@ -93,8 +93,9 @@ NAN_CODE = tl.constexpr(0x7F)  # of either fp8 dtype, as PyTorch makes it
 
 @triton.constexpr_function
 def code_format(dtype):
-    """(qmax, 2**min_exponent, ROUNDER, unit) of a code's dtype: the numbers of ``kv_quant.FORMATS``, spelled out because
-    Triton's cache key covers the source of this function and no dict."""
+    """(qmax, 2**min_exponent, ROUNDER, unit) of a code's dtype as a float format (int8 too: its values lie below 2**7). unit:
+    the largest power of two <= qmax, so that unit * scale is about a vector's largest element. qmax is that of
+    ``kv_quant.QMAX``, spelled out because Triton's cache key covers the source of this function and no dict."""
     qmax, mantissa, min_exponent, unit = {
         "int8": (127.0, 7, 7, 64.0), "fp8e4nv": (448.0, 3, -6, 256.0), "fp8e5": (57344.0, 2, -14, 32768.0)}[dtype.name]
     return qmax, 2.0**min_exponent, 1.5 * 2.0 ** (23 - mantissa), unit

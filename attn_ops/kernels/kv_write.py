@@ -39,8 +39,7 @@ def write_kernel(k, v, caches, slot_mapping, k_strides, v_strides, LAYOUT: tl.co
 
 
 def write(k: torch.Tensor, v: torch.Tensor, caches: Caches, slot_mapping: torch.Tensor) -> None:
-    """Store k (T, Hkv, D) and v (T, Hkv, Dv) at their slots of the caches, as codes with scales where the caches are quantized;
-    slot -1 stores nothing."""
+    """Store k (T, Hkv, D) and v (T, Hkv, Dv) at their slots, as codes with scales in quantized caches; slot -1: nothing."""
     num_tokens, kv_heads, dim = k.shape
     if not num_tokens:
         return

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from quire.attn_ops.context import setting
 from quire.attn_ops.kernels.host import on_device
 
 _recorded: ContextVar[set[Launch] | None] = ContextVar("quire_recorded_launches", default=None)
@@ -78,13 +79,11 @@ def _constants(function: Any) -> dict[str, bool]:
 def _described(value: Any, constant: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return TensorArgument(value.dtype, int(value.storage_offset()) * value.element_size() % 16 == 0)
-    if constant or isinstance(value, bool) or value is None:
+    if constant or value is None or isinstance(value, (bool, DescriptorArgument)):
         return value
     if isinstance(value, tuple):
         items = [_described(v, False) for v in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, DescriptorArgument):
-        return value
     if isinstance(value, float):
         return 0.5
     if value == 1:
@@ -164,15 +163,9 @@ def fix_cache_key(kernel: Any) -> None:
     _ = getattr(kernel, "cache_key", None)  # the interpreter's functions have none
 
 
-@contextlib.contextmanager
-def recording() -> Iterator[set[Launch]]:
+def recording() -> contextlib.AbstractContextManager[set[Launch]]:
     """Inside, this thread launches nothing; launches are collected in the set."""
-    found: set[Launch] = set()
-    token = _recorded.set(found)
-    try:
-        yield found
-    finally:
-        _recorded.reset(token)
+    return setting(_recorded, set())
 
 
 def is_recording() -> bool:

@@ -14,8 +14,7 @@ from quire.attn_ops.metadata.core import CommonAttentionMetadata, to_device
 
 class ChunkRows(NamedTuple):
     """The virtual sequences of a batch, one for each chunk that a row has queries in, on the host: (V,) int32 ``row``,
-    ``chunk`` (its number in the row), ``seq_lens`` (the chunk's tokens up to the last of the row's), and (V + 1,) int32
-    ``query_start_loc``."""
+    ``chunk`` (its number in the row), ``seq_lens`` (its tokens up to the row's last), (V + 1,) int32 ``query_start_loc``."""
 
     row: np.ndarray
     chunk: np.ndarray

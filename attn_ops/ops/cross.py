@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.kv_quant import write
+from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.metadata import PAD_SLOT_ID
 from quire.attn_ops.step import running
 
@@ -49,9 +49,8 @@ def cross_attention(backend: AttentionBackend, q: Tensor, cache: PagedKVCache, l
     given = [x is not None for x in (k, v, slot_mapping)]
     if any(given) != all(given):
         raise ValueError("cross attention: k, v and slot_mapping go together")
-    if k is not None and v is not None and slot_mapping is not None:
-        write(k_cache, k_scale, k, slot_mapping)
-        write(v_cache, v_scale, v, slot_mapping)
+    if slot_mapping is not None:
+        write_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
     tokens = q.shape[0]
     if not tokens or not encoder_lens.shape[0]:
         return q.new_zeros(tokens, q.shape[1], v_cache.shape[3])

@@ -214,10 +214,8 @@ class _Pairs:
     (tiles, 4) int32, of ``tiles_kernel``; None for few pairs. tile: None: chosen by sizes."""
 
     ids: Tensor
-    experts: int
     pdl: bool
     tile: Tile | None
-    block_m: int
     order: Tensor | None = None
     tiles: Tensor | None = None
 
@@ -230,14 +228,14 @@ class _Pairs:
         if path is None:
             path = "pairs" if pairs <= MAX_PAIRS else "sorted"
         if path == "pairs":
-            return cls(ids, experts, pdl, tile, 0)
+            return cls(ids, pdl, tile)
         block_m = (tile or prefill_tile(pairs, experts, 0, dtype)).block_m
         order, ends = _sort(ids, experts, pdl)
         count = pairs // block_m + min(experts + 1, pairs)  # each expert's last tile may be short
         tiles = ids.new_empty(count, 4, dtype=torch.int32)
         launch(host.kernel_module("kernels.experts").tiles_kernel, (-(-count // 64),), ends, tiles, pairs, experts, count,
                BLOCK_E=next_power_of_2(experts + 1, 16), BLOCK_M=block_m, BLOCK_T=64, pdl=pdl, num_warps=4)
-        return cls(ids, experts, pdl, tile, block_m, order, tiles)
+        return cls(ids, pdl, tile, order, tiles)
 
     def multiply(self, x: Tensor, w: Tensor, bias: Tensor | None, gate: Gate | None = None) -> Tensor:
         """Rows times the weights (E, N, K) of their experts: (S, N), or what the gate makes of it, (S, N / 2)."""
@@ -265,8 +263,7 @@ class _Pairs:
 
 
 def _sort(ids: Tensor, experts: int, pdl: bool) -> tuple[Tensor, Tensor]:
-    """(S,) int64: the pairs in the order of their experts, stable, ids out of range last; (E,) int32: the end of each
-    expert's."""
+    """(S,) int64: the pairs in the order of their experts, stable, ids out of range last; (E,) int32: each expert's end."""
     order, ends = ids.new_empty(len(ids), dtype=torch.int64), ids.new_empty(experts, dtype=torch.int32)
     block = 1024 if len(ids) <= 8192 else 4096
     launch(host.kernel_module("kernels.experts").order_kernel, (experts + 1,), ids, order, ends, len(ids), experts,

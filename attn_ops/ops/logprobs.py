@@ -58,8 +58,7 @@ def launches_beside_sampling(logits: Tensor, temperature: Tensor, seed: Tensor, 
 
 
 def token_logprobs_eager(logits: Tensor, tokens: Tensor, temperature: Tensor, threshold: Tensor | None = None) -> TokenLogprobs:
-    """The definition of `token_logprobs`, in plain PyTorch. On CUDA it computes the skipped rows too, without a
-    synchronization."""
+    """The definition, in plain PyTorch. On CUDA it computes the skipped rows too, without a synchronization."""
     out = TokenLogprobs(temperature.new_zeros(3, len(tokens), dtype=torch.float32))
     on_host = not logits.is_cuda
     rows = (temperature > 0).nonzero()[:, 0] if on_host else torch.arange(len(tokens), device=logits.device)
@@ -85,8 +84,7 @@ def scaled(logits: Tensor, temperature: Tensor, threshold: Tensor | None) -> Ten
 
 def token_logprobs_cuda(logits: Tensor, tokens: Tensor, temperature: Tensor, threshold: Tensor | None = None, *,
                         pdl: bool | None = None) -> TokenLogprobs:
-    """`token_logprobs` on CUDA: two launches, nothing is read back. ``pdl``: see attn_ops/kernels/pdl.py; None:
-    ``host.use_pdl``."""
+    """`token_logprobs` on CUDA: two launches, nothing is read back. ``pdl``: as of ``sample_tokens_cuda``."""
     rows, vocabulary = logits.shape
     kernels = host.kernel_module("kernels.logprobs")
     pdl = host.use_pdl(logits.device, rows) if pdl is None else pdl

@@ -63,9 +63,8 @@ def merge_states_triton(out: Tensor, lse: Tensor, dtype: torch.dtype | None = No
     _check(out, lse, states=True)
     merged = out.new_empty(out.shape[0], *out.shape[2:], dtype=dtype)
     total = lse.new_empty(lse.shape[0], lse.shape[2])
-    out, lse = rows_contiguous(out), lse if lse.stride(2) == 1 else lse.contiguous()
-    _launch((out, out), (lse, lse), out.shape[1], out.stride()[:3], out.stride()[:3], lse.stride()[:2], lse.stride()[:2],
-            merged, total)
+    out, lse = rows_contiguous(out), rows_contiguous(lse)
+    _launch((out, out), (lse, lse), out.shape[1], [out.stride()[:3]] * 2, [lse.stride()[:2]] * 2, merged, total)
     return merged, total
 
 
@@ -80,19 +79,14 @@ def merge_state_triton(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tenso
         raise ValueError(f"the merged output is contiguous and like the states, {tuple(out_a.shape)} {out_a.dtype}; got "
                          f"{tuple(merged.shape)} {merged.dtype} with strides {merged.stride()}")
     total = lse_a.new_empty(lse_a.shape)
-    out_a, out_b = rows_contiguous(out_a), rows_contiguous(out_b)
-    lse_a, lse_b = (x if x.stride(1) == 1 else x.contiguous() for x in (lse_a, lse_b))
-
-    def strides(x: Tensor) -> tuple[int, int, int]:
-        return (x.stride(0), 0, x.stride(1))
-
-    _launch((out_a, out_b), (lse_a, lse_b), 2, strides(out_a), strides(out_b), (lse_a.stride(0), 0), (lse_b.stride(0), 0),
-            merged, total, binary)
+    outs, lses = (rows_contiguous(out_a), rows_contiguous(out_b)), (rows_contiguous(lse_a), rows_contiguous(lse_b))
+    strides, lse_strides = [(x.stride(0), 0, x.stride(1)) for x in outs], [(x.stride(0), 0) for x in lses]
+    _launch(outs, lses, 2, strides, lse_strides, merged, total, binary)
     return merged, total
 
 
-def _launch(outs: tuple[Tensor, Tensor], lses: tuple[Tensor, Tensor], states: int, first: Any,
-            second: Any, lse_first: Any, lse_second: Any, merged: Tensor, total: Tensor, binary: bool = False) -> None:
+def _launch(outs: tuple[Tensor, Tensor], lses: tuple[Tensor, Tensor], states: int, strides: list[Any], lse_strides: list[Any],
+            merged: Tensor, total: Tensor, binary: bool = False) -> None:
     """State 0 is read from the first tensors, the others from the second ones; strides are (token, state, head)."""
     tokens, heads, dim = merged.shape
     if not total.numel():
@@ -100,8 +94,7 @@ def _launch(outs: tuple[Tensor, Tensor], lses: tuple[Tensor, Tensor], states: in
     width = next_power_of_2(dim)
     step = max(1, min(next_power_of_2(states), 32, 4096 // width))
     launch(kernel_module("kernels.merge_state").merge_kernel, (tokens, heads), *outs, *lses, merged, total, states,
-           tuple(first), tuple(second), tuple(lse_first), tuple(lse_second), dim, step, binary,
-           num_warps=1 if step * width <= 512 else 4)
+           *strides, *lse_strides, dim, step, binary, num_warps=1 if step * width <= 512 else 4)
 
 
 def _states_fake(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,14 +102,11 @@ def _states_fake(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out.new_empty(out.shape[0], *out.shape[2:]), lse.new_empty(lse.shape[0], lse.shape[2])
 
 
-def _state_fake(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
-
-
 define_op("merge_states(Tensor out, Tensor lse) -> (Tensor, Tensor)", cpu=merge_states_eager, cuda=merge_states_triton,
           fake=_states_fake, launches=True)
 define_op("merge_state(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)", cpu=merge_state_eager,
-          cuda=merge_state_triton, fake=_state_fake, launches=True)
+          cuda=merge_state_triton,
+          fake=lambda out, lse, *_: (out.new_empty(out.shape), lse.new_empty(lse.shape)), launches=True)
 
 
 def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from R on are unchanged. Models differ in four options (``RopeForm``):
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,8 +51,7 @@ PLAIN = RopeForm()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, half_tables: bool = False) -> Tensor:
-    """x (T, H, D) rotated by cos and sin (T, R or R/2), R <= D, in x's dtype; computed in the dtype that x and the tables
-    promote to."""
+    """x (T, H, D) rotated by cos and sin (T, R or R/2), R <= D, in x's dtype; computed in what x and the tables promote to."""
     if half_tables:
         cos, sin = (t.repeat_interleave(2, dim=-1) if interleaved else t.repeat(1, 2) for t in (cos, sin))
     size = cos.shape[-1]
@@ -100,10 +99,6 @@ def rope_kv_write_eager(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tenso
     return norm_and_rotate(q, q_norm_weight, cos, sin, eps, form).contiguous()
 
 
-def _fake(q: Tensor, *args: Any, **options: Any) -> Tensor:
-    return q.new_empty(q.shape)
-
-
 def rope_kv_write_cuda(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
                        k_norm_weight: Tensor | None, eps: float, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
                        v_scale: Tensor | None, slot_mapping: Tensor, *, interleaved: bool = False, half_tables: bool = False,
@@ -134,4 +129,4 @@ rope_kv_write = define_op(
     "rope_kv_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm_weight, Tensor? k_norm_weight, "
     "float eps, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor slot_mapping, *, "
     "bool interleaved=False, bool half_tables=False, bool norm_after=False, float? norm_offset=None) -> Tensor",
-    cpu=rope_kv_write_eager, cuda=rope_kv_write_cuda, fake=_fake, launches=True)
+    cpu=rope_kv_write_eager, cuda=rope_kv_write_cuda, fake=lambda q, *_, **__: q.new_empty(q.shape), launches=True)

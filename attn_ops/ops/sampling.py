@@ -83,13 +83,8 @@ def _eager(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) 
     return sample_tokens_eager(logits, temperature, seed, position)
 
 
-def _fake(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    return logits.new_empty(logits.shape[0], dtype=torch.int64)
-
-
 def divide(rows: int, vocabulary: int) -> tuple[int, int]:
-    """How to split rows among programs, about PROGRAMS of them: (parts per row, logits per part, a multiple of BLOCK). From the
-    shape alone."""
+    """How to split rows among about PROGRAMS programs, by shape: (parts per row, logits per part, a multiple of BLOCK)."""
     blocks = -(-vocabulary // BLOCK)
     blocks_per_part = -(-blocks // max(1, min(blocks, PROGRAMS // rows)))
     return -(-blocks // blocks_per_part), blocks_per_part * BLOCK
@@ -119,13 +114,13 @@ def sample_tokens_cuda(logits: Tensor, temperature: Tensor, seed: Tensor, positi
     return tokens
 
 
-sample_tokens_op = define_op("sample_tokens(Tensor logits, Tensor temperature, Tensor seed, Tensor position) -> Tensor",
-                              cpu=_eager, cuda=sample_tokens_cuda, fake=_fake, launches=True)
+sample_tokens_op = define_op(
+    "sample_tokens(Tensor logits, Tensor temperature, Tensor seed, Tensor position) -> Tensor", cpu=_eager,
+    cuda=sample_tokens_cuda, fake=lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.int64), launches=True)
 
 
 def chunks(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, V) cut into (B, chunks, tokens per chunk), float32, padded with -inf; and the token ids, without B. A GPU reduces the
-    chunks of a row in parallel."""
+    """(B, V) as (B, chunks, tokens per chunk), float32, padded with -inf; token ids without B. GPUs reduce them in parallel."""
     count = 64 if on_gpu(logits) else 1
     missing = -logits.shape[1] % count
     if missing:

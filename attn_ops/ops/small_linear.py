@@ -1,4 +1,5 @@
-"""Linear layers for decode batches: few tokens, the whole weight. ``torch.ops.quire.small_linear``.
+"""Linear layers for decode batches: few tokens, the whole weight. ``torch.ops.quire.small_linear``, and
+``torch.ops.quire.float_linear`` in float32 of half-precision numbers.
 
 With M tokens (M <= 32) a linear layer reads N * K weights for 2 * M * N * K operations: its time is the weight's bytes over the
 memory bandwidth. So what comes before and after it in a decoder layer runs in the same kernel, at no cost in bytes:
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import rows_contiguous
@@ -45,6 +47,7 @@ from quire.attn_ops.ops.small_linear_wide import (
 )
 from quire.attn_ops.tuning.launch_config import INT4, Config, by_rule, config_for, padded
 
+HALVES = (torch.bfloat16, torch.float16)
 #: dtypes of quantized weights. Above MAX_TOKENS_QUANTIZED tokens codes are converted first, and cuBLAS multiplies.
 QUANTIZED_WEIGHT_DTYPES = (torch.int8, torch.float8_e4m3fn)
 MAX_TOKENS_QUANTIZED = 256
@@ -52,10 +55,9 @@ MAX_TOKENS_PER_TILE = 128
 MAX_TOKENS = 32  # above, cuBLAS with Inductor's fusions around it is as fast (benchmarks/small_linear.py)
 
 
-def small_linear_eager(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
-    residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None, widths: Sequence[int] = (),
-) -> torch.Tensor:
+def small_linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
+                       residual: Tensor | None, swiglu: bool, scale: Tensor | None = None, widths: Sequence[int] = ()
+                       ) -> Tensor:
     """The definition: x (..., K), weight (N, K) -> (..., N), or (..., N / 2) with ``swiglu``.
 
     Args:
@@ -81,7 +83,7 @@ def small_linear_eager(
     return out if residual is None else residual + out
 
 
-def _products(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+def _products(x: Tensor, codes: Tensor) -> Tensor:
     """``x @ codes.T`` in float32. Codes are up to 448: without their scale float16 might not hold a product."""
     if x.dtype != torch.float16:
         return F.linear(x, codes.to(x.dtype)).float()
@@ -91,17 +93,10 @@ def _products(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     return F.linear(x.float(), codes.float())
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
-          residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None, widths: Sequence[int] = ()
-          ) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], rows_of(weight) // (2 if swiglu else 1))
-
-
-def small_linear_cuda(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
-    residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None, widths: Sequence[int] = (),
-    config: Config | None = None, pdl: bool | None = None, lora: host.Adapters | None = None,
-) -> torch.Tensor:
+def small_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
+                      residual: Tensor | None, swiglu: bool, scale: Tensor | None = None, widths: Sequence[int] = (),
+                      config: Config | None = None, pdl: bool | None = None, lora: host.Adapters | None = None,
+                      dtype: torch.dtype | None = None) -> Tensor:
     """The op on CUDA. Runs the definition for more than MAX_TOKENS tokens (MAX_TOKENS_QUANTIZED with scales), for fp32, and
     where it was measured to be faster.
 
@@ -109,7 +104,8 @@ def small_linear_cuda(
         config: launch parameters; None: the measured ones (``attn_ops/tuning/launch_config.py``). pdl: see
             attn_ops/kernels/pdl.py; None: ``host.use_pdl``. lora: adapters of the layer, of up to MAX_TOKENS_PER_TILE
             tokens in half precision and without a scale: see attn_ops/ops/lora_linear.py. Of one token only their first
-            products are computed here, and the result is (..., N) with ``swiglu`` too, before SwiGLU.
+            products are computed here, and the result is (..., N) with ``swiglu`` too, before SwiGLU. dtype: of the kernels'
+            result; None: as x.
     """
     k = x.shape[-1]
     m = x.numel() // max(1, k)
@@ -118,7 +114,7 @@ def small_linear_cuda(
     dtypes = (x.dtype,) if scale is None else QUANTIZED_WEIGHT_DTYPES
     most = MAX_TOKENS if scale is None or k % 16 else MAX_TOKENS_QUANTIZED  # large tiles of unaligned rows spill
     most = most if lora is None else MAX_TOKENS_PER_TILE
-    if m > most or m == 0 or x.dtype not in (torch.bfloat16, torch.float16) \
+    if m > most or m == 0 or x.dtype not in HALVES \
             or weight.dtype not in dtypes or weight.stride(1) != 1 \
             or any(t is not None and t.dtype != x.dtype for t in (bias, norm_weight, residual)):
         assert lora is None, "the definition has no adapters"
@@ -129,7 +125,7 @@ def small_linear_cuda(
     res = rows_contiguous(residual.reshape(m, n)) if residual is not None else None
     bias, norm_weight, scale = (t if t is None else t.contiguous() for t in (bias, norm_weight, scale))
     width = n if lora is None or m > 1 else weight.shape[0]
-    out = x.new_empty(m, width)
+    out = x.new_empty(m, width, dtype=dtype)
     if config is None:
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
     if config is None and lora is None:
@@ -207,8 +203,8 @@ def memory_of(config: Config, tokens: int, swiglu: bool) -> int:
     return 2 * config.block_k * (config.block_n * (2 if swiglu else 1) + padded(tokens)) * config.num_stages
 
 
-def norm_apart(x: torch.Tensor, weight: torch.Tensor | None, eps: float, pdl: bool, codes: bool = False, always: bool = False
-               ) -> tuple[torch.Tensor, torch.Tensor | None]:
+def norm_apart(x: Tensor, weight: Tensor | None, eps: float, pdl: bool, codes: bool = False, always: bool = False
+               ) -> tuple[Tensor, Tensor | None]:
     """x (M, K) and the weight of its RMSNorm for the kernels; for tensor cores in float16 (several tokens, or ``codes``), or
     ``always``, the norm's result, made in a launch of its own, and None: ``x * weight``, multiplied before the kernels know a
     token's factor, may be too large there."""
@@ -220,16 +216,13 @@ def norm_apart(x: torch.Tensor, weight: torch.Tensor | None, eps: float, pdl: bo
     return out, None
 
 
-def _int4(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
-    residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor, widths: Sequence[int], config: Config | None,
-    pdl: bool | None,
-) -> torch.Tensor:
+def _int4(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float, residual: Tensor | None,
+          swiglu: bool, scale: Tensor, widths: Sequence[int], config: Config | None, pdl: bool | None) -> Tensor:
     """The op on CUDA with a packed int4 weight: the kernel for codes, or cuBLAS after unpacking. A norm or SwiGLU, which the
     passes do not fold into these, runs apart."""
     k, n = x.shape[-1], rows_of(weight)
     m = x.numel() // max(1, k)
-    if m == 0 or x.dtype not in (torch.bfloat16, torch.float16) or scale.dtype != torch.bfloat16 or k % INT4_COLUMNS \
+    if m == 0 or x.dtype not in HALVES or scale.dtype != torch.bfloat16 or k % INT4_COLUMNS \
             or any(t is not None and t.dtype != x.dtype for t in (bias, residual)):
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale, widths)
     if config is None and m <= MAX_TOKENS_QUANTIZED:
@@ -244,7 +237,32 @@ def _int4(
 
 small_linear = define_op(
     "small_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu, "
-    "Tensor? scale=None, int[] widths=[]) -> Tensor", cpu=small_linear_eager, cuda=small_linear_cuda, fake=_fake, launches=True)
+    "Tensor? scale=None, int[] widths=[]) -> Tensor", cpu=small_linear_eager, cuda=small_linear_cuda,
+    fake=lambda x, weight, bias, norm_weight, eps, residual, swiglu, *_: x.new_empty(
+        *x.shape[:-1], rows_of(weight) // (2 if swiglu else 1)), launches=True)
 
-__all__ = ["MAX_TOKENS", "MAX_TOKENS_QUANTIZED", "QUANTIZED_WEIGHT_DTYPES", "small_linear", "small_linear_cuda",
-           "small_linear_eager"]
+
+def float_linear_eager(x: Tensor, weight: Tensor) -> Tensor:
+    """The definition: x (..., K), weight (N, K), both of one half-precision dtype -> (..., N) float32.
+
+    Routers of experts are often written so: which experts are best shall not depend on rounded logits. That converts the weight
+    in every step, writes it at twice its size and reads it again. Products of two bf16 or fp16 numbers are exact in float32, so
+    the kernels of ``small_linear`` give the same sums up to their order."""
+    return F.linear(x.float(), weight.float())
+
+
+def float_linear_cuda(x: Tensor, weight: Tensor) -> Tensor:
+    """The op on CUDA. Runs the definition for more than MAX_TOKENS tokens and other dtypes."""
+    k = x.shape[-1]
+    m = x.numel() // max(1, k)
+    if not 0 < m <= MAX_TOKENS or x.dtype not in HALVES or weight.dtype != x.dtype or weight.stride(1) != 1:
+        return float_linear_eager(x, weight)
+    # By bytes in flight, not by measurement: a router's weight has few rows, so that tiles are low (16 rows, the fewest of a
+    # tensor core's) and wide.
+    config = Config(1, 1024 if k % 1024 == 0 else 512, 4, 2) if m == 1 else Config(16, 256, 4, 3)
+    return small_linear_cuda(x, weight, None, None, 0.0, None, False, config=config, dtype=torch.float32)
+
+
+float_linear = define_op(
+    "float_linear(Tensor x, Tensor weight) -> Tensor", cpu=float_linear_eager, cuda=float_linear_cuda,
+    fake=lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0], dtype=torch.float32), launches=True)

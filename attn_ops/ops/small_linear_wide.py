@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.launch import launch
@@ -21,17 +22,17 @@ from quire.attn_ops.tuning.launch_config import Config
 INT4_COLUMNS = 128
 
 
-def is_int4(weight: torch.Tensor) -> bool:
+def is_int4(weight: Tensor) -> bool:
     return weight.dtype == torch.int32
 
 
-def rows_of(weight: torch.Tensor) -> int:
+def rows_of(weight: Tensor) -> int:
     """N of a weight, packed or not."""
     return weight.shape[0] * (8 if is_int4(weight) else 1)
 
 
-def launch_wide(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
-                res: torch.Tensor | None, config: Config, pdl: bool, widths: Sequence[int] = ()) -> torch.Tensor:
+def launch_wide(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, res: Tensor | None, config: Config, pdl: bool,
+                widths: Sequence[int] = ()) -> Tensor:
     """x (M, K), weight (N, K) of codes with scale (N,), or packed int4 with its scales and zeros -> (M, N).
 
     Args:
@@ -63,15 +64,14 @@ def launch_wide(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias
     return out
 
 
-def _int4_arguments(weight: torch.Tensor, scale: torch.Tensor, widths: Sequence[int]
-                    ) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[str, Any]]:
+def _int4_arguments(weight: Tensor, scale: Tensor, widths: Sequence[int]) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
     """(bytes, words of a scale and a zero), and the kernels' arguments on groups."""
     groups = scale.numel() // (2 * rows_of(weight))
     return ((weight.view(torch.uint8), scale.view(torch.int32)),
             {"groups": groups, "GROUP": weight.shape[1] * INT4_COLUMNS // groups, "WIDTHS": tuple(widths)})
 
 
-def turn_columns(x: torch.Tensor, pdl: bool) -> torch.Tensor:
+def turn_columns(x: Tensor, pdl: bool) -> Tensor:
     """x in the kernel's order of columns, see its NOTE [Columns in another order]."""
     m, k = x.shape
     out = x.new_empty(m, k)
@@ -85,7 +85,7 @@ def fits_wide(k: int, config: Config) -> bool:
     return config.block_m > 0 and k % config.block_k == 0 and config.block_k % 64 == 0
 
 
-def unpacked(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, widths: Sequence[int] = ()) -> torch.Tensor:
+def unpacked(weight: Tensor, scale: Tensor, dtype: torch.dtype, widths: Sequence[int] = ()) -> Tensor:
     """A packed int4 weight as (N, K) of ``dtype``, with padding. See NOTE [int4 tiles] in the kernels' file.
 
     Args:
@@ -104,8 +104,7 @@ def unpacked(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, widt
     return ((codes - 8).float() * of_rows[0] + of_rows[1]).to(dtype)
 
 
-def launch_unpack(weight: torch.Tensor, scale: torch.Tensor, k: int, dtype: torch.dtype, widths: Sequence[int] = ()
-                  ) -> torch.Tensor:
+def launch_unpack(weight: Tensor, scale: Tensor, k: int, dtype: torch.dtype, widths: Sequence[int] = ()) -> Tensor:
     """``unpacked`` by a kernel, the first k columns."""
     n = rows_of(weight)
     out = weight.new_empty(n, k, dtype=dtype)
@@ -113,6 +112,3 @@ def launch_unpack(weight: torch.Tensor, scale: torch.Tensor, k: int, dtype: torc
     launch(host.kernel_module("kernels.small_linear_wide").unpack_kernel, (-(-n // 64), k // INT4_COLUMNS), *given, out, n, k,
            weight.stride(0) * 4, **groups, BLOCK_N=64, num_warps=4)
     return out
-
-
-__all__ = ["INT4_COLUMNS", "fits_wide", "is_int4", "launch_unpack", "launch_wide", "rows_of", "turn_columns", "unpacked"]

@@ -63,7 +63,7 @@ def tree_positions(mask: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> T
     return torch.where(ancestors > 0, computed + ancestors - 1, 0)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, mask: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
     torch._check_value(q.dim() == k.dim() == v.dim() == 3 and k.shape[:2] == v.shape[:2] and q.shape[0] == k.shape[0]
                        and q.shape[2] == k.shape[2] and q.shape[1] % k.shape[1] == 0, lambda: (
         "quire::tree_attention_state takes q (T, H, D), k (T, Hkv, D), v (T, Hkv, Dv), H a multiple of Hkv; got "
@@ -76,7 +76,7 @@ def tree_attention_state_eager(q: Tensor, k: Tensor, v: Tensor, query_start_loc:
                                softcap: float | None) -> tuple[Tensor, Tensor]:
     """The definition: q (T, H, D), k (T, Hkv, D), v (T, Hkv, Dv), mask (T, W) -> (T, H, Dv) in q's dtype, lse (T, H) float32.
     Raises ValueError for shapes that do not go together, or a mask that is not bool."""
-    _check(q, k, v, query_start_loc, mask)
+    _check(q, k, v, mask)
     tokens, width, group = q.shape[0], mask.shape[1], q.shape[1] // k.shape[1]
     if not tokens:
         return q.new_empty(0, q.shape[1], v.shape[2]), q.new_empty(0, q.shape[1], dtype=torch.float32)
@@ -101,14 +101,13 @@ def tree_attention_state_eager(q: Tensor, k: Tensor, v: Tensor, query_start_loc:
 def tree_attention_state_triton(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, mask: Tensor, *, scale: float,
                                 softcap: float | None) -> tuple[Tensor, Tensor]:
     """``tree_attention_state_eager`` as one kernel, which reads the lengths on the device."""
-    _check(q, k, v, query_start_loc, mask)
+    _check(q, k, v, mask)
     heads, kv_heads, (dim, dim_v) = q.shape[1], k.shape[1], (q.shape[2], v.shape[2])
     out, lse = q.new_zeros(q.shape[0], heads, dim_v), q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
     rows, width, group = query_start_loc.shape[0] - 1, mask.shape[1], heads // kv_heads
     if not q.shape[0] or not rows:
         return out, lse
-    q, k, v = map(host.rows_contiguous, (q, k, v))
-    mask = mask if mask.stride(1) == 1 else mask.contiguous()
+    q, k, v, mask = map(host.rows_contiguous, (q, k, v, mask))
     wide = q.dtype == torch.float32 or max(dim, dim_v) > 128  # larger tiles do not fit into registers
     block_m = min(16 if wide else 64, host.next_power_of_2(width * group, 16))
     launch(host.kernel_module("kernels.tree").tree_kernel, (rows, kv_heads, -(-width * group // block_m)), q, k, v, out, lse,
@@ -117,9 +116,8 @@ def tree_attention_state_triton(q: Tensor, k: Tensor, v: Tensor, query_start_loc
     return out, lse
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, mask: Tensor, *,
-          scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-    _check(q, k, v, query_start_loc, mask)
+def _fake(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, mask: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, mask)
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 

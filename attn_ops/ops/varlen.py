@@ -13,7 +13,7 @@ quire's Triton kernel, on a GPU; the name of a backend that has ``varlen``; "aut
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,16 +56,6 @@ def check_implementation(implementation: str) -> None:
                              f"{implementation!r}")
 
 
-def _of_backend(implementation: str, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """That of a backend of this name, None for one of this file's. Raises UnsupportedAttention if it is not usable here."""
-    if implementation in IMPLEMENTATIONS:
-        return None
-    backend = all_backends()[implementation]
-    if why := backend.available(device):
-        raise UnsupportedAttention(f"quire::varlen_attention: implementation={implementation!r} is not usable: {why}")
-    return backend.varlen
-
-
 def _keep(n: int, m: int, device: torch.device, window: int | None, causal: bool) -> Tensor | None:
     """(n, m) mask of one sequence; None if every query sees every key."""
     if not causal and window is None:
@@ -82,7 +72,11 @@ def varlen_attention_eager(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, implementation)
     if implementation == "kernel":
         raise ValueError(f"quire::varlen_attention: implementation='kernel' runs on a GPU, and q is on {q.device}; use 'auto'")
-    if own := _of_backend(implementation, q.device):
+    if implementation not in IMPLEMENTATIONS:
+        backend = all_backends()[implementation]
+        if why := backend.available(q.device):
+            raise UnsupportedAttention(f"quire::varlen_attention: implementation={implementation!r} is not usable: {why}")
+        own: Any = backend.varlen
         return own(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=scale, window=window, softcap=softcap, causal=causal)
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     out = q.new_zeros(q.shape[0], heads, v.shape[2])
@@ -144,9 +138,8 @@ def varlen_attention_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor,
     return out, lse
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
-          scale: float, window: int | None = None, softcap: float | None = None, causal: bool = False,
-          implementation: str = "auto") -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, window: int | None = None,
+          softcap: float | None = None, implementation: str = "auto", **_: Any) -> tuple[Tensor, Tensor]:
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, implementation)
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
 

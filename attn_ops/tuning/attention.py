@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -47,8 +48,7 @@ COMMAND = "run `quire bench attention --save`"
 @dataclass(frozen=True)
 class ShapeClass:
     """Sites for which backends are assumed to rank alike. ``group``: query heads per key head; ``features``: names of what a
-    site needs besides plain causal attention. MLA on the latent cache is one key head of rank + R numbers, with the feature
-    LATENT."""
+    site needs besides plain causal attention. MLA on the latent cache: one key head of rank + R numbers, feature LATENT."""
 
     dtype: str
     kv_dtype: str
@@ -164,8 +164,7 @@ def load(path: Path) -> tuple[Measurement, ...]:
 
 
 def save(rows: Iterable[Measurement], path: Path | None = None) -> Path:
-    """Merge ``rows`` into the file (None: the user's), in place of older ones of their identity; an unreadable file is
-    replaced."""
+    """Merge ``rows`` into the file (None: the user's) in place of older ones of their identity; replaces an unreadable one."""
     merged = {row.identity: row for row in [*load(path or STORE.user_file), *rows]}
     return STORE.save([dataclasses.asdict(row) for row in merged.values()], path)
 
@@ -200,8 +199,7 @@ def sources(device: torch.device) -> list[list[Measurement]]:
 def decide(usable: Sequence[AttentionBackend], sites: Sequence[AttentionSite], *, device: torch.device, page_size: int,
            kv_dtype: torch.dtype | None = None, layout: str | None = None,
            pairs: Mapping[str, AttentionBackend] | None = None) -> Decision | None:
-    """The rule, for ``usable`` backends in order of priority, and ``pairs`` by the name of the one of them that decodes; None
-    if the measurements do not decide."""
+    """The rule, for ``usable`` backends in order of priority, and ``pairs`` by the name of the one that decodes; or None."""
     classes = Counter((ShapeClass.of(s, page_size, kv_dtype, layout), *variant_of(s)) for s in sites)
     found = (_decide(rows, usable, pairs or {}, sites, classes, device) for rows in sources(device))
     return next(filter(None, found), None)
@@ -220,8 +218,8 @@ def _decide(rows: list[Measurement], usable: Sequence[AttentionBackend], pairs: 
         if not points:
             return None
         for b in measured:
-            times[b.name].append((_mean([by_name[b.name].decode_us[point] for point in sorted(points)]), layers))
-    us = {name: _mean([t for t, layers in each for _ in range(layers)]) for name, each in times.items()}
+            times[b.name].append((geometric_mean(by_name[b.name].decode_us[point] for point in points), layers))
+    us = {name: geometric_mean(t for t, layers in each for _ in range(layers)) for name, each in times.items()}
     support = {b.name: b.capabilities.cudagraph_support for b in measured}
 
     def cost(b: AttentionBackend) -> float:
@@ -242,30 +240,23 @@ def _decide(rows: list[Measurement], usable: Sequence[AttentionBackend], pairs: 
             continue
         if b.name not in us:
             against[b.name] = [_unmeasured(rows, b, [shape for shape, *_ in classes])]
-        elif us[b.name] >= us[best.name]:
-            against[b.name] = [f"measured slower: decode {us[b.name]:.1f} us against {us[best.name]:.1f} us ({where})"]
+            continue
+        both = f"decode {us[b.name]:.1f} us against {us[best.name]:.1f} us ({where})"
+        if us[b.name] >= us[best.name]:
+            against[b.name] = [f"measured slower: {both}"]
         elif b.name in pairs:
-            against[b.name] = [
-                f"measured decode {us[b.name]:.1f} us against {us[best.name]:.1f} us ({where}), but as {pairs[b.name].name} it "
-                f"plans each step on the host, and it is not {PAIRED:g} times as fast"]
+            against[b.name] = [f"measured {both}, but as {pairs[b.name].name} it plans each step on the host, and it is not "
+                               f"{PAIRED:g} times as fast"]
         else:
-            against[b.name] = [
-                f"measured decode {us[b.name]:.1f} us against {us[best.name]:.1f} us ({where}), but its CUDA graphs "
-                f"({support[b.name].name}, not {support[best.name].name}) leave out batches, and it is not "
-                f"{LOWER_SUPPORT:g} times as fast"]
+            against[b.name] = [f"measured {both}, but its CUDA graphs ({support[b.name].name}, not {support[best.name].name}) "
+                               f"leave out batches, and it is not {LOWER_SUPPORT:g} times as fast"]
     words = "fastest measured" if len(measured) > 1 else "the only one measured"
     return Decision(chosen, f"{words}: decode {us[best.name]:.1f} us ({where})", against)
 
 
-def _mean(times: Sequence[float]) -> float:
-    """Geometric."""
-    return math.exp(sum(map(math.log, times)) / len(times))
-
-
 def comparable(rows: list[Measurement], usable: Sequence[AttentionBackend], shape: ShapeClass, variant: Sequence[Any]
                 ) -> dict[str, Measurement]:
-    """Rows of the class, or the nearest one, by backend, all of one variant: the site's own, else the one that most backends
-    were measured with."""
+    """Rows of the class, or the nearest one, by backend, all of one variant: the site's own, else the one of most backends."""
     alike: dict[tuple[Any, ...], dict[str, Measurement]] = {}
     for backend in usable:
         now = versions(backend)
@@ -284,11 +275,11 @@ def _reach_is_near(one: Sequence[Any], two: Sequence[Any]) -> bool:
 
 
 def _unmeasured(rows: list[Measurement], backend: AttentionBackend, shapes: list[ShapeClass]) -> str:
-    own, packages = versions(backend)
+    here = versions(backend)
     for row in rows:
-        if row.backend == backend.name and row.shape in shapes and (row.torch, row.packages) != (own, packages):
-            then = ", ".join(f"{n} {v}" for n, v in {"torch": row.torch, **row.packages}.items())
-            now = ", ".join(f"{n} {v}" for n, v in {"torch": own, **packages}.items())
+        if row.backend == backend.name and row.shape in shapes and (row.torch, row.packages) != here:
+            then, now = (", ".join(f"{n} {v}" for n, v in {"torch": own, **packages}.items())
+                         for own, packages in ((row.torch, row.packages), here))
             return f"measured with {then}, and here is {now}: {COMMAND}"
     return f"not measured on this device: {COMMAND}"
 
@@ -307,7 +298,7 @@ def summary(device: torch.device) -> list[str]:
             by_class.setdefault((row.shape, row.variant, row.torch), []).append(row)
         for (shape, (num_kv_heads, *_), version), found in by_class.items():
             heads, *features = shape.describe(num_kv_heads)
-            times = {r.backend: _mean(list(r.decode_us.values())) for r in found}
+            times = {r.backend: geometric_mean(r.decode_us.values()) for r in found}
             ranked = ", ".join(f"{n} {us:.1f} us" for n, us in sorted(times.items(), key=lambda t: t[1]))
             what = ", ".join([heads, f"page {shape.page_size}", *features])
             lines.append(f"measured with torch {version}: {what}: decode {ranked}")

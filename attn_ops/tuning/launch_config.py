@@ -4,17 +4,24 @@ file is keyed by device and Triton version, the shipped one by device."""
 from __future__ import annotations
 
 import functools
+import json
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from quire.attn_ops.attention import dtype_name
 from quire.attn_ops.kernels import host
-from quire.attn_ops.tuning.small_linear_tiles import Tile, choices, tiles
 from quire.attn_ops.tuning.store import Store, device_name
 
 #: Stands for packed int4 weights (``attn_ops/ops/small_linear_wide.py``) among the dtypes of codes.
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
+SMS = 132  # of an H200
+#: Microseconds of the kernel that adds up: per call, and per float of the parts (estimated, not measured).
+ADD_UP, ADD_UP_EACH = 1.5, 2.7e-6
+MOST_SPLITS, LEAST_COLUMNS = 12, 512
 
 
 class Config(NamedTuple):
@@ -40,6 +47,53 @@ class Config(NamedTuple):
     rows: int = 0
 
 
+class Tile(NamedTuple):
+    """A tile of the wide kernels (attn_ops/kernels/small_linear_wide.py), the first six as in Config, and the constants of a
+    model of its time on an H200. A program takes ``max(latency, rate * programs on its multiprocessor)`` nanoseconds a column.
+    Programs run in rounds of ``at_once`` per multiprocessor. To that come ``fixed`` microseconds per call, and where programs
+    share the columns, those of the kernel that adds up. ``python -m benchmarks.fit_small_linear`` fits the numbers to a sweep,
+    and says how well."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    block_m: int
+    turned: int
+    rate: float
+    latency: float
+    at_once: int
+    fixed: float
+
+
+@functools.cache
+def tiles() -> dict[str, tuple[Tile, ...]]:
+    """Of each kind of codes."""
+    found = json.loads((Path(__file__).parent / "small_linear_tiles.json").read_text())
+    return {codes: tuple(Tile(*tile) for tile in each) for codes, each in found.items()}
+
+
+def time_of(tile: Tile, splits: int, m: int, n: int, k: int) -> float:
+    """Microseconds for m tokens and a weight (n, k), by the model."""
+    programs = -(-n // tile.block_n) * -(-m // tile.block_m) * splits
+    columns = -(-(k // tile.block_k) // splits) * tile.block_k
+    rounds, rest = divmod(programs, SMS * tile.at_once)
+    each = rounds * max(tile.latency, tile.rate * tile.at_once)
+    if rest:
+        each += max(tile.latency, tile.rate * math.ceil(rest / SMS))
+    adding = ADD_UP + splits * m * n * ADD_UP_EACH if splits > 1 else 0.0
+    return each * columns * 1e-3 + tile.fixed + adding
+
+
+def choices(m: int, n: int, k: int, tiles: Sequence[Tile]) -> Iterator[tuple[float, Tile, int]]:
+    """(microseconds, tile, splits) of all that can run: no tile has twice the tokens, and below 64 tokens none has fewer."""
+    most = max(16, 1 << (m - 1).bit_length())
+    for tile in tiles:
+        if tile.block_m <= most and k % tile.block_k == 0 and (tile.block_m >= 64 or tile.block_m == most):
+            for splits in range(1, max(1, min(MOST_SPLITS, k // LEAST_COLUMNS)) + 1):
+                yield time_of(tile, splits, m, n, k), tile, splits
+
+
 def padded(num_tokens: int) -> int:
     """Rows of the tile for ``num_tokens`` tokens; 1 for the kernel of one token."""
     return 1 if num_tokens == 1 else max(16, 1 << (num_tokens - 1).bit_length())
@@ -47,7 +101,7 @@ def padded(num_tokens: int) -> int:
 
 def key(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None = None) -> str:
     """The name of a measurement, such as "16x28672x4096s int8"."""
-    kind = "" if codes is None else f" {codes}".replace("torch.", "")
+    kind = "" if codes is None else f" {dtype_name(codes)}"
     return f"{padded(num_tokens)}x{n}x{k}{'s' if swiglu else ''}{kind}"
 
 
@@ -62,25 +116,23 @@ def config_for(num_tokens: int, n: int, k: int, swiglu: bool, device: torch.devi
 
 def measured(device: torch.device, codes: torch.dtype) -> bool:
     """Whether this kind of device comes with measurements for weights of these codes."""
-    name = f"{codes}".removeprefix("torch.")
-    return any(key.endswith(f" {name}") for key in known(device))
+    return any(key.endswith(f" {dtype_name(codes)}") for key in known(device))
 
 
 def wide_configs(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype, device: torch.device) -> list[Config]:
-    """For the wide kernels, the fastest first by the model of ``small_linear_tiles.py``, each tile with its best splits; none
+    """For the wide kernels, the fastest first by the model of their times, each tile with its best splits; none
     where they do not run, or for few tokens and one byte per code are slower, nor what the device has no shared memory for."""
     if swiglu or (codes != INT4 and num_tokens <= 16):
         return []
     found: dict[Tile, Config] = {}
-    for _, tile, splits in sorted(choices(num_tokens, n, k, tiles().get(f"{codes}".removeprefix("torch."), ()))):
+    for _, tile, splits in sorted(choices(num_tokens, n, k, tiles().get(dtype_name(codes), ()))):
         found.setdefault(tile, Config(*tile[:4], splits, tile.block_m, tile.turned))
     room = host.shared_memory(device) - host.SPARE_MEMORY
     return [config for config in found.values() if wide_memory(config, codes) <= room]
 
 
 def wide_memory(config: Config, codes: torch.dtype | None) -> int:
-    """Bytes of shared memory of a program of the wide kernels on a Hopper GPU. Others may need up to 27 KB more for int4, and
-    less for codes of a byte."""
+    """Bytes of shared memory of a wide kernel's program on Hopper. Others may need 27 KB more for int4, and less for bytes."""
     bytes_w = config.block_n * config.block_k // (2 if codes == INT4 else 1)
     return config.num_stages * (bytes_w + config.block_m * config.block_k * 2)
 

@@ -37,8 +37,7 @@ _POINT = re.compile(r"(\d+)x(\d+)(?:\+(\d+))?")  # sequences x new tokens + toke
 
 
 class Work(NamedTuple):
-    """operations: floating-point operations, in 10^9.  keys: of the longest sequence.  mb: 10^6 numbers, keys and values of all
-    sequences."""
+    """operations: floating-point, in 10^9.  keys: of the longest sequence.  mb: 10^6 numbers, keys and values of all."""
 
     operations: float
     keys: float
@@ -97,8 +96,7 @@ def fit(measured: Sequence[tuple[Work, float]]) -> PrefillTime | None:
 
 
 def _fitted(ordered: Sequence[tuple[Work, float]], count: int, bound: int) -> tuple[PrefillTime, float]:
-    """The first ``count`` terms for times in ascending order, of which the first ``bound`` are the host's; and the error, the
-    norm of all relative ones."""
+    """The first ``count`` terms for ascending times, the first ``bound`` the host's; and the norm of all relative errors."""
     times = np.array([us for _, us in ordered])
     terms = np.array([[1.0, *of][:count] for of, _ in ordered])
     host = float(np.exp(np.log(times[:bound]).mean())) if bound else 0.0

@@ -57,7 +57,7 @@ CANDIDATES_QUANTIZED = {
     32: (Config(16, 128, 4, 4), Config(16, 64, 4, 3), Config(32, 64, 4, 4), Config(64, 64, 4, 3)),
     256: (Config(64, 128, 4, 3), Config(128, 64, 8, 4), Config(64, 128, 4, 4, 2), Config(64, 128, 4, 4, 4)),
 }
-WIDE = 3  # tiles of the wide kernels that are tried: the best by the model of ``small_linear_tiles.py``
+WIDE = 3  # tiles of the wide kernels that are tried: the best by the model of their times
 
 
 def evenly(config: Config, num_tokens: int, n: int, swiglu: bool, device: torch.device) -> Config | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.context import setting
 from quire.attn_ops.ops.varlen import check_implementation, varlen_attention
 from quire.passes.capture.hf_interface import HARMLESS, configs_of, implementation_set
 
@@ -78,9 +79,5 @@ def encoder_attention(tower: torch.nn.Module, implementation: str = "auto") -> I
     if NAME not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(NAME, attention_function)
         ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
-    with implementation_set(configs, NAME):
-        token = _IMPLEMENTATION.set(implementation)
-        try:
-            yield
-        finally:
-            _IMPLEMENTATION.reset(token)
+    with implementation_set(configs, NAME), setting(_IMPLEMENTATION, implementation):
+        yield

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from quire.attn_ops.attention import attention
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.context import setting
 from quire.attn_ops.step import current_step
 from quire.passes.capture.reads import is_code_of
 from quire.passes.eager import paged_eager
@@ -177,9 +178,5 @@ def implementation_set(configs: list[Any], name: str, model: torch.nn.Module | N
 def interface_active(model: torch.nn.Module) -> Iterator[None]:
     """While inside, the model's attention emits the semantic op. Raises as ``implementation_set``."""
     register()
-    with implementation_set(configs_of(model), NAME, model):
-        token = ACTIVE.set(True)
-        try:
-            yield
-        finally:
-            ACTIVE.reset(token)
+    with implementation_set(configs_of(model), NAME, model), setting(ACTIVE, True):
+        yield

@@ -6,7 +6,7 @@ Before, in a router of experts::
 
 After::
 
-    logits = quire.float_linear(x, weight)                       # attn_ops/ops/float_linear.py
+    logits = quire.float_linear(x, weight)                       # attn_ops/ops/small_linear.py
 
 Left alone: layers with a bias, operands of other dtypes, weights that the forward computes.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from quire.attn_ops.ops.float_linear import HALVES, float_linear
+from quire.attn_ops.ops.small_linear import HALVES, float_linear
 from quire.passes.fusions.base import Fusion
 from quire.passes.fx import LINEAR, is_function, is_method, replace_node, value, written_between
 

@@ -33,7 +33,7 @@ from quire.attn_ops.backends.triton.plan import Batch, Plan, Site, planner, tune
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import CacheLayout, Caches, Rope, next_power_of_2
 from quire.attn_ops.kernels.launch import launch
-from quire.attn_ops.kv_quant import FORMATS
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.ops.rope import PLAIN, RopeForm
 
 
@@ -145,7 +145,7 @@ def num_splits(slots: int, capacity: int, params: DecodeConfig) -> int:
 def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs: int, table_width: int, window: int | None,
           chunk: int | None, kv_dtype: torch.dtype, by_row: bool, device: torch.device, v_offset: int) -> Plan | None:
     num_tokens, heads, _ = q_shape
-    itemsize, quantized = dtype.itemsize, kv_dtype in FORMATS
+    itemsize, quantized = dtype.itemsize, kv_dtype in QUANTIZED_KV_DTYPES
     dim, dim_v = next_power_of_2(layout.dim, 16), next_power_of_2(layout.dim_v, 16)
     # The accumulators of all heads of a program stay in registers.
     blocks, per_block = host.head_blocks(heads // layout.heads, max(16, min(64, 16384 // (max(dim, dim_v) * itemsize))))

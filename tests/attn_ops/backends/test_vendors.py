@@ -352,7 +352,7 @@ def test_what_is_not_declared_raises(kit, module, which, calls) -> None:
         if not getattr(k.caps, name):
             with pytest.raises(UnsupportedAttention, match=f"the {module.NAME} backend has"):
                 check(k.backend, k.batch(DECODE, **{name: value}))
-    assert k.quantized(torch.int8) == k.quantized(torch.float8_e4m3fn) == REFUSED
+    assert k.on_codes(torch.int8) == k.on_codes(torch.float8_e4m3fn) == REFUSED
 
 
 @pytest.mark.parametrize("module", [trtllm_mha, flash_attention, aiter, ascend, intel_amx, cudnn, wave])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.attn_ops.backends import torch_native
-from quire.attn_ops.kv_quant import FORMATS, is_fixed
+from quire.attn_ops.kv_quant import QMAX, is_fixed
 from tests.attn_ops.conformance.test_kit import FIXED, broken, failures
 
 
@@ -13,7 +13,7 @@ def clamp(given):
     """What does not fit a fixed scale becomes the largest code, as vendors' kernels that store do."""
     for name in ("k", "v"):
         if is_fixed(given["k_scale"]) and given[name] is not None:
-            most = FORMATS[given["k_cache"].dtype].qmax * float(given[f"{name}_scale"])
+            most = QMAX[given["k_cache"].dtype] * float(given[f"{name}_scale"])
             given[name] = given[name].clamp(-most, most)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from quire.attn_ops.kernels.host import CacheLayout, Caches, Strides, cache_layout, next_power_of_2
 from quire.attn_ops.kernels.launch import Launch, TensorArgument, launch, recording, side_stream, synchronize
-from quire.attn_ops.kv_quant import FORMATS
+from quire.attn_ops.kv_quant import QMAX
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -65,10 +65,11 @@ def test_code_formats_are_those_of_the_definition() -> None:
     from quire.attn_ops.kernels.kv_quant import code_format
 
     names = {torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
-    assert names.keys() == FORMATS.keys()
+    assert names.keys() == QMAX.keys()
     for dtype, kind in names.items():
-        code = FORMATS[dtype]
-        assert code_format.fn(kind) == (code.qmax, 2.0**code.min_exponent, 1.5 * 2.0 ** (23 - code.mantissa), code.unit)
+        tiny, eps = (torch.finfo(dtype).tiny, torch.finfo(dtype).eps) if dtype.is_floating_point else (2.0**7, 2.0**-7)
+        qmax, unit = QMAX[dtype], 2.0 ** (int(QMAX[dtype]).bit_length() - 1)
+        assert code_format.fn(kind) == (qmax, tiny, 1.5 * 2.0**23 * eps, unit)
 
 
 def test_next_power_of_2() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.attn_ops.ops.float_linear import float_linear, float_linear_cuda, float_linear_eager
+from quire.attn_ops.ops.small_linear import float_linear, float_linear_cuda, float_linear_eager
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

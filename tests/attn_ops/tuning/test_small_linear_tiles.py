@@ -11,9 +11,17 @@ import torch
 from benchmarks import fit_small_linear as fit
 from quire.attn_ops.ops.small_linear_wide import fits_wide
 from quire.attn_ops.tuning import launch_config
-from quire.attn_ops.tuning import small_linear_tiles as model
-from quire.attn_ops.tuning.launch_config import INT4, Config, by_rule, wide_configs, wide_memory
-from quire.attn_ops.tuning.small_linear_tiles import Tile, choices, time_of
+from quire.attn_ops.tuning.launch_config import (
+    INT4,
+    Config,
+    Tile,
+    by_rule,
+    choices,
+    tiles,
+    time_of,
+    wide_configs,
+    wide_memory,
+)
 
 CPU = torch.device("cpu")
 TILES = (Tile(64, 128, 4, 4, 64, 2, 3.0, 3.9, 3, 2.5), Tile(128, 64, 8, 4, 128, 2, 4.5, 9.0, 1, 3.5),
@@ -69,12 +77,12 @@ def test_a_fit_finds_the_constants(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert fit.mean(TILES[1:2], shapes) > 0.5  # alone it is the wrong one for most, and serves few tokens not at all
 
 
-@pytest.mark.parametrize("codes", sorted(model.tiles()))
+@pytest.mark.parametrize("codes", sorted(tiles()))
 def test_the_fitted_tiles(codes: str) -> None:
     """They serve every number of tokens, and fit into a multiprocessor's shared memory."""
-    for tile in model.tiles()[codes]:
+    for tile in tiles()[codes]:
         config = Config(*tile[:4], 1, tile.block_m, tile.turned)
         assert wide_memory(config, getattr(torch, codes)) <= 227 * 1024
         assert codes != "int4" or tile.block_k == 128
     for tokens in (1, 16, 17, 32, 33, 64, 128, 256):
-        assert codes != "int4" and tokens <= 16 or list(choices(tokens, 4096, 4096, model.tiles()[codes])), tokens
+        assert codes != "int4" and tokens <= 16 or list(choices(tokens, 4096, 4096, tiles()[codes])), tokens
