@@ -117,23 +117,27 @@ def _extend(q: Tensor, caches: Caches, batch: Batch, sinks: Tensor | None, prepa
 
 
 def rope_paged_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
-                         k_norm_weight: Tensor | None, eps: float, *rest: Any, scale: float, window: int | None,
+                         k_norm_weight: Tensor | None, eps: float, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                         v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                         seq_lens: Tensor, sinks: Tensor | None, prepared: list[Tensor], *, scale: float, window: int | None,
                          softcap: float | None, chunk: int | None, **form: Any) -> Tensor:
-    """Rotate q and k (``attn_ops/ops/rope.py``), then ``paged_attention``, whose other arguments are ``rest``. Small decode
-    batches take one launch for all of it; with a program or more per multiprocessor the registers for rotating would cost more
-    than a launch."""
+    """Rotate q and k (``attn_ops/ops/rope.py``, which has ``form``), then ``paged_attention``. Small decode batches take one
+    launch for all of it; with a program or more per multiprocessor the registers for rotating would cost more than a launch."""
+    caches, rope = (k_cache, v_cache, k_scale, v_scale), (cos, sin, q_norm_weight, k_norm_weight, eps)
+    rest = (*caches, slot_mapping, block_table, query_start_loc, seq_lens, sinks, prepared)
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "chunk": chunk}
-    seq_lens, rope = rest[7], (cos, sin, q_norm_weight, k_norm_weight, eps)
     if q.shape[0] > seq_lens.shape[0] or q.shape[0] * k.shape[1] >= host.num_sms(q.device):
-        return paged_attention(rope_kv_write(q, k, v, *rope, *rest[:5], **form), None, None, *rest, **options)
+        return paged_attention(rope_kv_write(q, k, v, *rope, *caches, slot_mapping, **form), None, None, *rest, **options)
     return paged_attention(q, k, v, *rest, **options, rope=rope, form=RopeForm(**form))
 
 
-def attention_state(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any, scale: float, softcap: float | None, causal: bool
-                    ) -> tuple[Tensor, Tensor]:
+def attention_state(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+                    v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+                    prepared: list[Tensor], *, scale: float, softcap: float | None, causal: bool) -> tuple[Tensor, Tensor]:
     """Write k, v into the cache, then attend with ``extend``: (T, H, Dv), and the log-sum-exp (T, H). See STATE_SCHEMA. Raises
     ValueError as ``paged_attention``."""
-    caches, batch, prepared = _caches(*rest[:4]), Batch(*rest[4:8]), rest[8]
+    caches = _caches(k_cache, v_cache, k_scale, v_scale)
+    batch = Batch(slot_mapping, block_table, query_start_loc, seq_lens)
     out, lse = q.new_empty(*q.shape[:2], caches.v.shape[3]), q.new_empty(q.shape[:2], dtype=torch.float32)
     if q.shape[0]:
         if k is not None and v is not None:
