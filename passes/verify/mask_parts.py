@@ -1,5 +1,5 @@
 """More rules for reading a mask (``passes/verify/mask_rules.py``): joining, reductions over a dimension of constant size, sums
-along positions, bits of positions, and functions of numbers that are the same everywhere."""
+along positions, and functions of numbers that are the same everywhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from quire.passes.verify.mask_rules import PARTS, RULES, greater, lesser, rule
 if TYPE_CHECKING:
     from quire.passes.verify.mask_proof import MaskProver
 
-_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 _MOST = 64  # places of a dimension that is joined or reduced, and steps of a sum along positions
 
 
@@ -81,15 +80,7 @@ def _repeat_interleave(p: MaskProver, node: fx.Node, x: Any, repeats: Any, dim: 
     return formula.substitute(element, {axis: place}) if axis in formula.axes(element) else element
 
 
-@rule("narrow")
-def _narrow(p: MaskProver, node: fx.Node, x: Any, dim: int, start: Any, length: Any) -> Any:
-    items: list[Any] = [slice(None)] * value(x).dim()
-    items[dim] = slice(start, None)
-    return RULES["getitem"](p, node, x, tuple(items))
-
-
-def _meshgrid(p: MaskProver, node: fx.Node, index: int) -> Any:
-    tensors: Any = node.args[0] if isinstance(node.args[0], (list, tuple)) else node.args
+def _meshgrid(p: MaskProver, node: fx.Node, tensors: Any, index: int) -> Any:
     if any(value(x).dim() != 1 for x in tensors):
         raise Unprovable("it makes a grid of something else than rows")
     at = index - len(tensors)
@@ -98,13 +89,7 @@ def _meshgrid(p: MaskProver, node: fx.Node, index: int) -> Any:
     return formula.substitute(p.element(tensors[index]), {-1: formula.var(at)})
 
 
-def _broadcast(p: MaskProver, node: fx.Node, index: int) -> Any:
-    tensors: Any = node.args[0] if isinstance(node.args[0], (list, tuple)) else node.args
-    found: fx.Node = tensors[index]
-    return p.element(found)
-
-
-PARTS |= {"meshgrid": _meshgrid, "broadcast_tensors": _broadcast}
+PARTS |= {"meshgrid": _meshgrid, "broadcast_tensors": lambda p, node, tensors, index: p.element(tensors[index])}
 
 
 def _reduction(names: tuple[str, ...], join: Callable[[Any, Any], Any], of: Callable[[Any], Any]) -> None:
@@ -152,40 +137,8 @@ def _cumsum(p: MaskProver, node: fx.Node, x: Any, dim: Any, **options: Any) -> A
         raise Unprovable("it sums over positions")
     top = max((k for k, at in enumerate(each) if at != last), default=0)
     sums = list(itertools.accumulate(each[: top + 1], formula.add))
-    total = formula.add(formula.times(last, formula.add(formula.var(axis), -top)), sums[top])
-    for k in range(top - 1, -1, -1):
-        total = formula.choose(formula.compare(formula.var(axis), "lt", k + 1), sums[k], total)
-    return total
-
-
-# Bits of positions, in two's complement: the lower k of them are the remainder by 2**k, negative numbers included.
-
-
-def _bits(op: str, logic: Callable[..., Any]) -> Callable[..., Any]:
-    def combine(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
-        if value(node).dtype == torch.bool:
-            return logic(p, node, a, b)
-        for x, other in ((a, b), (b, a)):
-            mask = p.term(other)
-            if isinstance(mask, Form) and mask.is_const and value(node).dtype in _SIGNED:
-                of, bits = p.term(x), int(mask.const)
-                ones = bits if bits > 0 else ~bits
-                if ones & (ones + 1):  # not 2**k - 1
-                    break
-                high = formula.times(formula.floor(formula.times(of, Fraction(1, ones + 1))), ones + 1)
-                if op == "and":
-                    return formula.minus(of, high) if bits >= 0 else high
-                if op == "or" and bits >= 0:
-                    return formula.add(high, bits)
-        raise Unprovable("it combines the bits of positions")
-
-    return combine
-
-
-_AND, _OR = _bits("and", RULES["and_"]), _bits("or", RULES["or_"])
-RULES.update(dict.fromkeys(("and_", "iand", "__and__", "__iand__", "bitwise_and", "bitwise_and_"), _AND))
-RULES.update(dict.fromkeys(("or_", "ior", "__or__", "__ior__", "bitwise_or", "bitwise_or_"), _OR))
-RULES["__ixor__"] = RULES["__xor__"]
+    beyond_top = formula.add(formula.times(last, formula.add(formula.var(axis), -top)), sums[top])
+    return _cases(axis, [*sums[:top], beyond_top], list(range(top + 1)))
 
 
 @rule("sign", "sgn")

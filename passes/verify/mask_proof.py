@@ -314,14 +314,6 @@ class MaskProver:
     def is_row(self, size: Any) -> bool:
         return str(size) == str(self.tokens)
 
-    def result_dtype(self, *args: Any) -> torch.dtype:
-        """What operands are converted to before they are compared."""
-        first, *rest = [value(a) for a in args]
-        for other in rest:
-            first = torch.empty((0,) * 2 if any(isinstance(x, torch.Tensor) and x.dim() for x in (first, other)) else (),
-                                dtype=torch.result_type(first, other))
-        return first.dtype
-
 
 def _classify(keep: Condition) -> MaskKind:
     candidates = [MaskKind()]

@@ -22,8 +22,9 @@ from quire.passes.verify.mask_formula import Condition, Form, Infinite, Operand,
 if TYPE_CHECKING:
     from quire.passes.verify.mask_proof import MaskProver
 
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 RULES: dict[str, Callable[..., Any]] = {}
-#: Of operators that return several tensors: (prover, node, which of them) -> its element.
+#: Of operators that return several tensors: (prover, node, its tensors, which of the results) -> that one's element.
 PARTS: dict[str, Callable[..., Any]] = {}
 
 
@@ -123,7 +124,7 @@ def _max_min(p: MaskProver, node: fx.Node, a: Any, b: Any = None) -> Any:
 
 def _comparison(op: str) -> None:
     def compare(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Condition:
-        dtype = p.result_dtype(a, b)
+        dtype = torch.result_type(value(a), value(b))
         if dtype == torch.bool:
             left, right = p.condition(a), p.condition(b)
             if op in ("eq", "ne"):
@@ -141,18 +142,33 @@ RULES |= {"less": RULES["lt"], "less_equal": RULES["le"], "greater": RULES["gt"]
           "not_equal": RULES["ne"]}
 
 
-def _logic(names: Sequence[str], combine: Callable[[Condition, Condition], Condition]) -> None:
-    def logic(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Condition:
-        if value(node).dtype != torch.bool:
-            raise Unprovable("it combines the bits of positions")
-        return combine(p.condition(a), p.condition(b))
+def _logic(names: str, combine: Callable[[Condition, Condition], Condition], bits: str = "") -> None:
+    """``bits``: of positions, in two's complement: the lower k are the remainder by 2**k, negative numbers included."""
+    def logic(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
+        if value(node).dtype == torch.bool:
+            return combine(p.condition(a), p.condition(b))
+        for x, other in ((a, b), (b, a)) if bits else ():
+            mask = p.term(other)
+            if isinstance(mask, Form) and mask.is_const and value(node).dtype in _SIGNED:
+                of, number = p.term(x), int(mask.const)
+                ones = number if number > 0 else ~number
+                if ones & (ones + 1):  # not 2**k - 1
+                    break
+                high = formula.times(formula.floor(formula.times(of, Fraction(1, ones + 1))), ones + 1)
+                if bits == "and":
+                    return formula.minus(of, high) if number >= 0 else high
+                if number >= 0:
+                    return formula.add(high, number)
+        raise Unprovable("it combines the bits of positions")
 
-    RULES.update(dict.fromkeys(names, logic))
+    RULES.update(dict.fromkeys(names.split(), logic))
 
 
-_logic(("and_", "iand", "__and__", "logical_and", "bitwise_and", "logical_and_"), formula.both)
-_logic(("or_", "ior", "__or__", "logical_or", "bitwise_or", "logical_or_"), formula.either)
-_logic(("xor", "ixor", "__xor__", "logical_xor", "bitwise_xor"), lambda a, b: formula.select(a, formula.negate(b), b))
+_logic("logical_and logical_and_", formula.both)
+_logic("logical_or logical_or_", formula.either)
+_logic("and_ iand __and__ __iand__ bitwise_and bitwise_and_", formula.both, bits="and")
+_logic("or_ ior __or__ __ior__ bitwise_or bitwise_or_", formula.either, bits="or")
+_logic("xor ixor __xor__ __ixor__ logical_xor bitwise_xor", lambda a, b: formula.select(a, formula.negate(b), b))
 
 
 @rule("invert", "__invert__", "logical_not", "bitwise_not", "logical_not_")
@@ -240,7 +256,7 @@ def _getitem(p: MaskProver, node: fx.Node, x: Any, index: Any) -> Any:
         part = PARTS.get(torch_name(x))
         if part is None or type(index) is not int:
             raise Unprovable("it uses a part of a tuple")
-        return part(p, x, index)
+        return part(p, x, x.args[0] if isinstance(x.args[0], (list, tuple)) else x.args, index)
     shape, rank = value(x).shape, value(node).dim()
     items = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in [i for i in items if not isinstance(i, fx.Node)]:
@@ -301,10 +317,9 @@ def _in_range(p: MaskProver, index: Term, size: Any, node: fx.Node) -> Term:
     return index
 
 
-@rule("index_select")
-def _index_select(p: MaskProver, node: fx.Node, x: Any, dim: int, index: Any) -> Any:
+def _in_dimension(p: MaskProver, node: fx.Node, x: Any, dim: int, item: Any) -> Any:
     items: list[Any] = [slice(None)] * value(x).dim()
-    items[dim] = index
+    items[dim] = item
     return _getitem(p, node, x, tuple(items))
 
 
@@ -337,6 +352,8 @@ _EXPRESSIONS: dict[str, Callable[..., Any]] = {
     "rsub": lambda p, node, a, b: RULES["sub"](p, node, b, a),
     "neg negative": lambda p, node, a: formula.times(p.term(a), -1),
     "floordiv floor_divide ifloordiv": lambda p, node, a, b: formula.floor(_quotient(p, node, a, b)[0]),
+    "index_select": lambda p, node, x, dim, index: _in_dimension(p, node, x, dim, index),
+    "narrow": lambda p, node, x, dim, start, length: _in_dimension(p, node, x, dim, slice(start, None)),
     "lshift bitwise_left_shift __lshift__": lambda p, node, a, b: formula.times(p.term(a), 2 ** int(p.constant(b))),
     "rshift bitwise_right_shift __rshift__": lambda p, node, a, b: formula.floor(
         formula.times(p.term(a), Fraction(1, 2 ** int(p.constant(b))))),
