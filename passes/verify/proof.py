@@ -22,7 +22,7 @@ import quire.passes.verify.row_views  # noqa: F401  (they add their rules)
 from quire.passes.fake_values import fake_input
 from quire.passes.fx import symbolic
 from quire.passes.verify.row_rules import LENGTHS, RULES, Call, elementwise, no_lengths
-from quire.passes.verify.rows import CONST, Const, Counts, Group, Known, Mixed, Mixes, Rows, settled
+from quire.passes.verify.rows import CONST, NOTHING, Const, Counts, Group, Known, Mixed, Mixes, Rows, settled
 
 _LENGTHS = (10007, 10009, 10037, 10039)  # primes: hints of symbols, larger than any number the rules compare
 _SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "stride", "numel", "device", "dim",
@@ -145,8 +145,8 @@ def _stored(before: Known, new: Known, tensor: torch.Tensor) -> Known:
         if symbolic(tensor.stride(before.dim)) is False and tensor.stride(before.dim) == 0:
             raise Mixes("all tokens write to the same memory")
         if isinstance(new, Const):
-            return replace(before, holds=None)
-        if new.dim == before.dim and (new.same_rows(before) or before.is_blank):
+            return replace(before, holds=NOTHING)
+        if new.dim == before.dim and (new.same_rows(before) or before.holds.is_blank):
             return new
     if isinstance(before, Const) and isinstance(new, Const):
         return CONST

@@ -51,7 +51,7 @@ from quire.passes.verify.breaks import check_whole
 from quire.passes.verify.proof import Proof, Sizes, balanced, execute
 from quire.passes.verify.row_index import routed
 from quire.passes.verify.row_rules import as_data, same
-from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, of_shape
+from quire.passes.verify.rows import CONST, NOTHING, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, of_shape
 
 logger = logging.getLogger(__name__)
 _ATTENTION = (attention, torch.ops.quire.attention, torch.ops.quire.attention.default)
@@ -169,7 +169,7 @@ class TokenPass:
         q, k, v = (self.known[x] for x in node.args[:3])  # type: ignore[index]
         wanted = Rows(2, self.axes[0])
         for known in (q, k, v):
-            if not isinstance(known, Rows) or replace(known, holds=None) != wanted:
+            if not isinstance(known, Rows) or replace(known, holds=NOTHING) != wanted:
                 self._refuse(node, _mixed("its queries, keys or values are not one row per token", node), "attends")
         return wanted
 
@@ -195,11 +195,10 @@ class TokenPass:
                     raise Mixes("it changes a buffer or parameter of the model")
                 continue
             if known is not None and known != self.known[x]:
-                holds = getattr(self.known[x], "holds", None)
-                if getattr(known, "holds", None) is not None or replace(self.known[x], holds=None) != known:
+                if getattr(known, "holds", NOTHING) != NOTHING or replace(self.known[x], holds=NOTHING) != known:
                     if [n for n in self._memory[memory] if n is not x]:
                         raise Mixes("it changes a tensor of which others are views")
-                assert holds is not None
+                assert self.known[x].holds != NOTHING
                 self.known[x] = known
         return found
 
@@ -286,7 +285,7 @@ class TokenPass:
         for x in node.all_input_nodes:
             for known in tree_leaves(self.known[x], is_leaf=_is_known):
                 if isinstance(known, Rows) and user.op == "output":
-                    if known.order is not None or (known.holds is not None and known.holds.depends_on_place):
+                    if known.order is not None or known.holds.depends_on_place:
                         known = _mixed("the tokens are left in another order, or numbered by their place in the batch", x)
                 elif isinstance(known, (Counts, Group)):
                     known = _mixed("it counts the tokens", x)
@@ -393,5 +392,5 @@ def _is_known(x: Any) -> bool:
 
 def _has_order(found: Any) -> bool:
     """Whether something is known that is equal to itself only."""
-    return any(isinstance(k, (Counts, Group)) or (isinstance(k, Rows) and (k.order is not None or (
-        k.holds is not None and (k.holds.order or k.holds.ids) is not None))) for k in tree_leaves(found, is_leaf=_is_known))
+    return any(isinstance(k, (Counts, Group)) or (isinstance(k, Rows) and (
+        k.order or k.holds.order or k.holds.ids) is not None) for k in tree_leaves(found, is_leaf=_is_known))
