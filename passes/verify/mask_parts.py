@@ -18,7 +18,7 @@ from quire.passes.fx import symbolic, value
 from quire.passes.verify import mask_formula as formula
 from quire.passes.verify.mask_decision import never
 from quire.passes.verify.mask_formula import Form, Infinite, Term, Unprovable
-from quire.passes.verify.mask_rules import PARTS, RULES, greater, lesser, rule
+from quire.passes.verify.mask_rules import PARTS, greater, lesser, rule
 
 if TYPE_CHECKING:
     from quire.passes.verify.mask_proof import MaskProver
@@ -33,6 +33,8 @@ def _axis(x: Any, dim: Any) -> int:
 
 def _cases(axis: int, found: list[Any], starts: list[int]) -> Any:
     """An element that is ``found[k]`` from place ``starts[k]`` of the dimension ``axis`` on."""
+    if len(found) > _MOST:
+        raise Unprovable("it joins too many tensors")
     result = found[-1]
     for k in range(len(found) - 2, -1, -1):
         here = formula.compare(formula.var(axis), "lt", starts[k + 1])
@@ -50,8 +52,6 @@ def _stack(p: MaskProver, node: fx.Node, tensors: Any, dim: int = 0) -> Any:
     for x in tensors[:_MOST + 1]:
         element = p.element(x)
         found.append(formula.substitute(element, {a: formula.var(a - 1) for a in formula.axes(element) if a <= axis}))
-    if len(found) > _MOST:
-        raise Unprovable("it joins too many tensors")
     return _cases(axis, found, list(range(len(found))))
 
 
@@ -65,8 +65,6 @@ def _cat(p: MaskProver, node: fx.Node, tensors: Any, dim: int = 0) -> Any:
         found.append(formula.substitute(p.element(x), {axis: formula.add(formula.var(axis), -at)}))
         starts.append(at)
         at += size
-    if len(found) > _MOST:
-        raise Unprovable("it joins too many tensors")
     return _cases(axis, found, starts)
 
 
@@ -92,7 +90,8 @@ def _meshgrid(p: MaskProver, node: fx.Node, tensors: Any, index: int) -> Any:
 PARTS |= {"meshgrid": _meshgrid, "broadcast_tensors": lambda p, node, tensors, index: p.element(tensors[index])}
 
 
-def _reduction(names: tuple[str, ...], join: Callable[[Any, Any], Any], of: Callable[[Any], Any]) -> None:
+def _reduction(name: str, join: Callable[[Any, Any], Any], of: Callable[[Any], Any]) -> None:
+    @rule(name)
     def reduce(p: MaskProver, node: fx.Node, x: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
         if dim is None or dim == () or dim == [] or not isinstance(value(node), torch.Tensor):
             raise Unprovable("it is taken over all positions")
@@ -110,15 +109,13 @@ def _reduction(names: tuple[str, ...], join: Callable[[Any, Any], Any], of: Call
         kept = [a for a in range(-rank, 0) if a not in axes]
         return formula.substitute(element, {a: formula.var(k - len(kept)) for k, a in enumerate(kept)})
 
-    RULES.update(dict.fromkeys(names, reduce))
 
-
-_reduction(("all",), formula.both, formula.as_condition)
-_reduction(("any",), formula.either, formula.as_condition)
-_reduction(("sum",), formula.add, formula.as_term)
-_reduction(("prod",), formula.times, formula.as_term)
-_reduction(("amax",), greater, formula.as_term)
-_reduction(("amin",), lesser, formula.as_term)
+_reduction("all", formula.both, formula.as_condition)
+_reduction("any", formula.either, formula.as_condition)
+_reduction("sum", formula.add, formula.as_term)
+_reduction("prod", formula.times, formula.as_term)
+_reduction("amax", greater, formula.as_term)
+_reduction("amin", lesser, formula.as_term)
 
 
 @rule("cumsum")
@@ -166,6 +163,7 @@ def _nan_to_num(p: MaskProver, node: fx.Node, x: Any, nan: Any = 0.0, posinf: An
 
 
 def _of_constants(name: str, function: Callable[..., float]) -> None:
+    @rule(name, f"{name}_")
     def apply(p: MaskProver, node: fx.Node, x: Any, *numbers: Any) -> Any:
         more = [float(p.constant(n)) for n in numbers]
 
@@ -183,8 +181,6 @@ def _of_constants(name: str, function: Callable[..., float]) -> None:
             return formula.number(result)
 
         return formula.map_leaves(p.term(x), one)
-
-    RULES.update(dict.fromkeys((name, f"{name}_"), apply))
 
 
 def _log(x: float) -> float:

@@ -38,13 +38,12 @@ def rule(*names: str) -> Callable[[Any], Any]:
 
 
 def _arithmetic(names: Sequence[str], combine: Callable[..., Term], truths: Callable[..., Condition] | None = None) -> None:
+    @rule(*names)
     def apply(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
         dtype = value(node).dtype
         if dtype == torch.bool and truths is not None:
             return truths(p.condition(a), p.condition(b))
         return combine(p.term(a, dtype), p.term(b, dtype))
-
-    RULES.update(dict.fromkeys(names, apply))
 
 
 _arithmetic(("add", "iadd"), formula.add, formula.either)
@@ -122,7 +121,8 @@ def _max_min(p: MaskProver, node: fx.Node, a: Any, b: Any = None) -> Any:
     return better(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
 
 
-def _comparison(op: str) -> None:
+def _comparison(op: str, *names: str) -> None:
+    @rule(op, f"__{op}__", *names)
     def compare(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Condition:
         dtype = torch.result_type(value(a), value(b))
         if dtype == torch.bool:
@@ -133,17 +133,14 @@ def _comparison(op: str) -> None:
             return formula.compare(formula.as_term(left), op, formula.as_term(right))
         return formula.compare(formula.exact(p.term(a), dtype), op, formula.exact(p.term(b), dtype))
 
-    RULES.update(dict.fromkeys((op, f"__{op}__"), compare))
 
-
-for _op in ("eq", "ne", "lt", "le", "gt", "ge"):
-    _comparison(_op)
-RULES |= {"less": RULES["lt"], "less_equal": RULES["le"], "greater": RULES["gt"], "greater_equal": RULES["ge"],
-          "not_equal": RULES["ne"]}
+for _names in ("eq", "ne not_equal", "lt less", "le less_equal", "gt greater", "ge greater_equal"):
+    _comparison(*_names.split())
 
 
 def _logic(names: str, combine: Callable[[Condition, Condition], Condition], bits: str = "") -> None:
     """``bits``: of positions, in two's complement: the lower k are the remainder by 2**k, negative numbers included."""
+    @rule(*names.split())
     def logic(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
         if value(node).dtype == torch.bool:
             return combine(p.condition(a), p.condition(b))
@@ -160,8 +157,6 @@ def _logic(names: str, combine: Callable[[Condition, Condition], Condition], bit
                 if number >= 0:
                     return formula.add(high, number)
         raise Unprovable("it combines the bits of positions")
-
-    RULES.update(dict.fromkeys(names.split(), logic))
 
 
 _logic("logical_and logical_and_", formula.both)
@@ -328,10 +323,7 @@ def _setitem(p: MaskProver, node: fx.Node, x: Any, index: Any, new: Any) -> Any:
     if not isinstance(index, fx.Node) or value(index).dtype != torch.bool or value(index).dim() != value(x).dim() or (
             isinstance(value(new), torch.Tensor) and value(new).dim()):
         raise Unprovable("a part of it is overwritten")
-    element = p.element(x)
-    if formula.is_condition(element):
-        return formula.select(p.condition(index), p.condition(new), element)
-    return formula.choose(p.condition(index), p.term(new), element)
+    return _choose(p, x, index, new, x)
 
 
 @rule("diff")
@@ -371,4 +363,4 @@ _EXPRESSIONS: dict[str, Callable[..., Any]] = {
     "clone contiguous detach detach_ expand expand_as broadcast_to lift_fresh": lambda p, node, x, *a, **options: p.element(x),
 }
 for _names, _expression in _EXPRESSIONS.items():
-    RULES.update(dict.fromkeys(_names.split(), _expression))
+    rule(*_names.split())(_expression)

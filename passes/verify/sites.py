@@ -232,9 +232,7 @@ def _has_sdpa(config: Any) -> bool:
         getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_sdpa", False))
 
 
-def format_sites(sites: Sequence[AttentionSite], decision: Sequence[str] | None = None) -> str:
-    """A plain table, one row a site: what `explain` prints and snapshots compare."""
-    head = ["layer", "module", "route", "needs", "scale"] + (["lowered to"] if decision is not None else [])
-    rows = [[str(s.layer), s.name or "-", s.route, s.needs(), f"{s.scale:.6g}"] +
-            ([decision[i]] if decision is not None else []) for i, s in enumerate(sites)]
-    return "\n".join(aligned([head, *rows]))
+def format_sites(sites: Sequence[AttentionSite]) -> str:
+    """A plain table, one row a site, which snapshots compare."""
+    rows = [[str(s.layer), s.name or "-", s.route, s.needs(), f"{s.scale:.6g}"] for s in sites]
+    return "\n".join(aligned([["layer", "module", "route", "needs", "scale"], *rows]))
