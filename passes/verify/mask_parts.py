@@ -138,13 +138,6 @@ def _cumsum(p: MaskProver, node: fx.Node, x: Any, dim: Any, **options: Any) -> A
     return _cases(axis, [*sums[:top], beyond_top], list(range(top + 1)))
 
 
-@rule("sign", "sgn")
-def _sign(p: MaskProver, node: fx.Node, a: Any) -> Any:
-    term = p.term(a)
-    positive = formula.choose(formula.compare(0, "lt", term), 1, 0)
-    return formula.choose(formula.compare(term, "lt", 0), -1, positive)
-
-
 @rule("nan_to_num", "nan_to_num_")
 def _nan_to_num(p: MaskProver, node: fx.Node, x: Any, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> Any:
     most = torch.finfo(value(node).dtype).max if value(node).is_floating_point() else 0

@@ -70,12 +70,6 @@ def _div(p: MaskProver, node: fx.Node, a: Any, b: Any, *, rounding_mode: str | N
     return formula.floor(quotient) if rounding_mode == "floor" else _truncated(quotient)
 
 
-@rule("mod", "remainder")
-def _remainder(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
-    quotient, by = _quotient(p, node, a, b)
-    return formula.minus(p.term(a), formula.times(formula.floor(quotient), by))
-
-
 def _truncated(term: Term) -> Term:
     if any(isinstance(leaf, Infinite) for leaf in formula.leaves(term)):
         raise Unprovable("it rounds an infinity")
@@ -87,12 +81,6 @@ def _truncated(term: Term) -> Term:
 
 def _ceil(term: Term) -> Term:
     return formula.times(formula.floor(formula.times(term, -1)), -1)
-
-
-@rule("abs", "absolute", "__abs__")
-def _abs(p: MaskProver, node: fx.Node, a: Any) -> Any:
-    term = p.term(a)
-    return formula.choose(formula.compare(term, "lt", 0), formula.times(term, -1), term)
 
 
 def greater(a: Term, b: Operand) -> Term:
@@ -346,9 +334,15 @@ _EXPRESSIONS: dict[str, Callable[..., Any]] = {
     "floordiv floor_divide ifloordiv": lambda p, node, a, b: formula.floor(_quotient(p, node, a, b)[0]),
     "index_select": lambda p, node, x, dim, index: _in_dimension(p, node, x, dim, index),
     "narrow": lambda p, node, x, dim, start, length: _in_dimension(p, node, x, dim, slice(start, None)),
+    "mod remainder": lambda p, node, a, b: formula.minus(
+        p.term(a), formula.times(formula.floor(_quotient(p, node, a, b)[0]), p.term(b))),
     "lshift bitwise_left_shift __lshift__": lambda p, node, a, b: formula.times(p.term(a), 2 ** int(p.constant(b))),
     "rshift bitwise_right_shift __rshift__": lambda p, node, a, b: formula.floor(
         formula.times(p.term(a), Fraction(1, 2 ** int(p.constant(b))))),
+    "abs absolute __abs__": lambda p, node, a: formula.choose(
+        formula.compare(term := p.term(a), "lt", 0), formula.times(term, -1), term),
+    "sign sgn": lambda p, node, a: formula.choose(
+        formula.compare(term := p.term(a), "lt", 0), -1, formula.choose(formula.compare(0, "lt", term), 1, 0)),
     "floor": lambda p, node, a: formula.floor(p.term(a)),
     "ceil": lambda p, node, a: _ceil(p.term(a)),
     "trunc fix": lambda p, node, a: _truncated(p.term(a)),

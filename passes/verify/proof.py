@@ -57,17 +57,15 @@ class Proof(TorchDispatchMode):
         kwargs = kwargs or {}
         name = _functional(op)
         inputs = [x for x in tree_leaves([args, kwargs]) if isinstance(x, torch.Tensor)]
-        mutable = op._schema.is_mutable
         if name in _SIZES:
             return op(*args, **kwargs)
-        if name not in RULES and not _is_elementwise(op):
-            if not mutable:
-                result = op.decompose(*args, **kwargs) if op._can_decompose() else NotImplemented
-                if result is not NotImplemented:
-                    return result
-            constant = not any(isinstance(self.known(x), (Rows, Counts, Group)) for x in inputs)
+        if name not in RULES and not _is_elementwise(op) and not op._schema.is_mutable:
+            result = op.decompose(*args, **kwargs) if op._can_decompose() else NotImplemented
+            if result is not NotImplemented:
+                return result
+            of_tokens = any(isinstance(self.known(x), (Rows, Counts, Group)) for x in inputs)
             table = torch._decomp.decomposition_table
-            if not constant and not mutable and op in table and op.namespace in ("aten", "prims"):
+            if of_tokens and op in table and op.namespace in ("aten", "prims"):
                 with self:
                     return table[op](*args, **kwargs)
         result = op(*args, **kwargs)

@@ -255,8 +255,7 @@ def _lora_rows(call: Call) -> Known:
     base, x = call.rows("base"), call.rows("x")
     if base is None or x is None or any(as_data(call.known(w)) is not None for w in (*call["a"], *call["b"])):
         raise Mixes("its rows are not tokens")
-    if (base.dim, x.dim) != (1, 1) or not base.same_rows(x) or x.order is not None or (x.outer, x.inner) != (1, 1) or (
-            x.axis != call.axes[0]):
+    if not base == x == Rows(1, call.axes[0]):
         raise Mixes("an adapter's rows are not the tokens of the batch, in their order")
     return base
 

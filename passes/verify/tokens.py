@@ -16,7 +16,6 @@ auxiliary loss that is thrown away costs nothing.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -53,7 +52,6 @@ from quire.passes.verify.row_index import routed
 from quire.passes.verify.row_rules import as_data, same
 from quire.passes.verify.rows import CONST, NOTHING, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, of_shape
 
-logger = logging.getLogger(__name__)
 _ATTENTION = (attention, torch.ops.quire.attention, torch.ops.quire.attention.default)
 
 
@@ -175,10 +173,9 @@ class TokenPass:
 
     def _run_once(self, node: fx.Node) -> Any:
         """Run the node on fakes; equal nodes once. Raises Mixes."""
-        weight = value(node.args[1]) if node.target in LINEAR and len(node.args) > 1 else None
         if any(is_traceable_wrapper_subclass(t) for x in node.all_input_nodes for t in tree_leaves(value(x))
                if isinstance(t, torch.Tensor)):
-            return self._quantized(node, weight)
+            return self._quantized(node)
         nodes = node.all_input_nodes
         key = self._key(node)
         if key is not None and key in self._seen:
@@ -194,7 +191,7 @@ class TokenPass:
                 if not isinstance(known, Const) or not self._leaves_no_trace(node, x, memory):
                     raise Mixes("it changes a buffer or parameter of the model")
                 continue
-            if known is not None and known != self.known[x]:
+            if known != self.known[x]:
                 if getattr(known, "holds", NOTHING) != NOTHING or replace(self.known[x], holds=NOTHING) != known:
                     if [n for n in self._memory[memory] if n is not x]:
                         raise Mixes("it changes a tensor of which others are views")
@@ -212,7 +209,7 @@ class TokenPass:
         group = self._memory.get(memory, [buffer])
         return not node.users and all(u is node or u in group for n in group for u in n.users)
 
-    def _run(self, nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[list[Any], list[tuple[int, Known | None]]]:
+    def _run(self, nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[list[Any], list[tuple[int, Known]]]:
         """Run the nodes at once: what is known of the ``results``, and of the inputs that were written to, by their place."""
         inputs = list(dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in nodes))
         proof = Proof(self.axes, any(isinstance(value(x), (torch.SymInt, torch.SymFloat)) for x in inputs))
@@ -229,12 +226,9 @@ class TokenPass:
         with self.sizes.fake, enable_python_dispatcher(), self.sizes.env.ignore_fresh_unbacked_symbols(), proof, balanced():
             for node in nodes:
                 fakes[node] = execute(node, fakes)
-        changes: list[tuple[int, Known | None]] = []
-        for at, x in enumerate(inputs):
-            if isinstance(fakes[x], torch.Tensor):
-                memory = storage_of(fakes[x])
-                if any(storage_of(w) == memory for w in proof.written):
-                    changes.append((at, proof.known(fakes[x])))
+        written = set(map(storage_of, proof.written))
+        changes = [(at, proof.known(fakes[x])) for at, x in enumerate(inputs)
+                   if isinstance(fakes[x], torch.Tensor) and storage_of(fakes[x]) in written]
         return [self._found(node, fakes[node], proof) for node in results], changes
 
     @staticmethod
@@ -269,15 +263,13 @@ class TokenPass:
         spelled = fx.node.map_arg((node.args, node.kwargs), lambda n: number[n])
         return (*parts, repr(spelled))
 
-    def _quantized(self, node: fx.Node, weight: Any) -> Known:
+    def _quantized(self, node: fx.Node) -> Known:
         """A product with a tensor subclass, which ``quantized.check_rows`` tries out; nothing else of it is known."""
-        known = [self.known[x] for x in node.all_input_nodes]
-        if all(isinstance(k, Const) for k in known):
+        of_tokens = [x for x in node.all_input_nodes if not isinstance(self.known[x], Const)]
+        if not of_tokens:
             return CONST
-        x = self.known[node.args[0]] if isinstance(node.args[0], fx.Node) else CONST
-        others = [self.known[n] for n in node.all_input_nodes if n is not node.args[0]]
-        if weight is None or not isinstance(x, Rows) or x.dim >= value(node.args[0]).dim() - 1 or any(
-                not isinstance(k, Const) for k in others):
+        x, linear = self.known[of_tokens[0]], node.target in LINEAR and len(node.args) > 1
+        if not linear or of_tokens != [node.args[0]] or not isinstance(x, Rows) or x.dim >= value(node.args[0]).dim() - 1:
             raise Mixes("quire knows of a quantized weight only that linear layers multiply rows by it")
         return x.data
 
