@@ -30,25 +30,24 @@ _SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
 
 
 class Proof(TorchDispatchMode):
-    """Applies the rules to the operations that run inside. ``known``: of tensors, by id; ``kept`` keeps them alive."""
+    """Applies the rules to the operations that run inside."""
 
     def __init__(self, axes: tuple[Any, ...], lengths: bool) -> None:
         super().__init__()
         self.axes, self.lengths = axes, lengths
-        self._known: dict[int, Known] = {}
-        self._kept: list[torch.Tensor] = []
+        self._known: dict[int, tuple[Known, torch.Tensor]] = {}  # by the tensor's id; keeps it alive
         self._rows = False
         self.written: list[torch.Tensor] = []
 
     def learn(self, tensor: torch.Tensor, known: Known) -> None:
-        self._kept.append(tensor)
         self._rows = self._rows or not isinstance(known, Const)
-        self._known[id(tensor)] = known
+        self._known[id(tensor)] = known, tensor
 
     def known(self, tensor: torch.Tensor) -> Known:
         """What is known. A fake that was not seen was made below the mode: it may mix, unless nothing here has tokens."""
-        hidden = self._rows and isinstance(tensor, FakeTensor)
-        return self._known.get(id(tensor), Mixed("quire cannot follow it") if hidden else CONST)
+        if self.knows(tensor):
+            return self._known[id(tensor)][0]
+        return Mixed("quire cannot follow it") if self._rows and isinstance(tensor, FakeTensor) else CONST
 
     def knows(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._known

@@ -27,15 +27,10 @@ class Operations:
     def __init__(self, names: str) -> None:
         self.names = frozenset(names.split())
         modules = (operator, torch, F, torch._C._nn)
-        self.functions = {f: n for n in self.names for m in modules if callable(f := getattr(m, n, None))}
-
-    def name(self, node: fx.Node) -> str | None:
-        if node.op == "call_method":
-            return str(node.target) if node.target in self.names else None
-        return self.functions.get(node.target) if node.op == "call_function" else None
+        self.functions = {f for n in self.names for m in modules if callable(f := getattr(m, n, None))}
 
     def __contains__(self, node: fx.Node) -> bool:
-        return self.name(node) is not None
+        return (node.op == "call_method" and node.target in self.names) or is_function(node, self.functions)
 
 
 ARITHMETIC = Operations("add sub mul truediv div multiply")  # makes a new tensor, in any case
