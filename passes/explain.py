@@ -44,7 +44,7 @@ class Explanation:
             served = self.selection.sites if self.selection else self.sites
             lowered = functools.cache(self._lowered_to)  # it may look for compiled kernels
             ops = [lowered(replace(s, layer=0, name="")) for s in served]
-            lines += format_sites(served, ops).splitlines() if every else _grouped(served, ops)
+            lines += _table(served, ops, every)
         if self.selection is not None:
             why = f", {self.selection.why}" if self.selection.why else ""
             lines.append(f"attention backend: {self.selection.backend.name}{why}")
@@ -81,14 +81,15 @@ class Explanation:
                       for s in self.sites]}
 
 
-def _grouped(sites: Sequence[AttentionSite], ops: Sequence[str]) -> list[str]:
-    """The table with one row for all sites that differ in nothing but their layer."""
+def _table(sites: Sequence[AttentionSite], ops: Sequence[str], every: bool) -> list[str]:
+    """With one row for all sites that differ in nothing but their layer; ``every``: a row each."""
     groups: dict[tuple[str, ...], list[AttentionSite]] = {}
-    for site, op in zip(sites, ops, strict=True):
+    for number, (site, op) in enumerate(zip(sites, ops, strict=True)):
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", site.name)
-        groups.setdefault((pattern, site.route, site.needs(), f"{site.scale:.6g}", op), []).append(site)
+        key = str(number) if every else "", pattern, site.route, site.needs(), f"{site.scale:.6g}", op
+        groups.setdefault(key, []).append(site)
     rows = [["layer", "module", "route", "needs", "scale", "lowered to"]]
-    for (pattern, *rest), equal in groups.items():
+    for (_, pattern, *rest), equal in groups.items():
         name = equal[0].name if len(equal) == 1 else pattern
         rows.append([_ranges([site.layer for site in equal]), name or "-", *rest])
     return aligned(rows)

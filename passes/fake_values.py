@@ -15,8 +15,7 @@ import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -46,11 +45,10 @@ class _Odd(Exception):
     """A node of which nothing is taken from another."""
 
 
-@dataclass(frozen=True)
-class _At:
+class _At(NamedTuple):
     """Stands for an input of a node."""
 
-    index: int
+    number: int
 
 
 class Replay(fx.Interpreter):
@@ -77,12 +75,8 @@ def compute_value(node: fx.Node) -> fx.Node:
         evaluate([node], inputs)
         return inputs[node]
 
-    with torch.no_grad(), enable_python_dispatcher():
-        if mode is None:
-            node.meta["example_value"] = compute(node)
-        else:
-            with mode:
-                node.meta["example_value"] = computed(node, value, mode, compute)
+    with torch.no_grad(), enable_python_dispatcher(), mode or contextlib.nullcontext():
+        node.meta["example_value"] = computed(node, value, mode, compute) if mode is not None else compute(node)
     return node
 
 

@@ -131,7 +131,7 @@ def torch_name(node: fx.Node) -> str:
     return name if any(getattr(owner, name, None) is node.target for owner in owners) else ""
 
 
-def is_function(node: Any, targets: tuple[Any, ...]) -> bool:
+def is_function(node: Any, targets: Collection[Any]) -> bool:
     """Whether this is a node that calls one of these functions."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
@@ -363,9 +363,9 @@ def is_pure(node: fx.Node) -> bool:
             and target_name(node) not in VMAP)
 
 
-def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node], private: Collection[fx.Node] = ()) -> int:
-    """Erase the candidates without users, then their inputs as they become unused; returns how many nodes were erased.
-    ``private``: nodes to erase even if they change a value in place: nothing else reads it."""
+def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node], private: Collection[fx.Node] = ()) -> None:
+    """Erase the candidates without users, then their inputs as they become unused. ``private``: nodes to erase
+    even if they change a value in place: nothing else reads it."""
     todo, erased = list(candidates), set[fx.Node]()
     while todo:
         node = todo.pop()
@@ -374,7 +374,6 @@ def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node], private: Collecti
         todo += node.all_input_nodes
         graph.erase_node(node)
         erased.add(node)
-    return len(erased)
 
 
 def ancestors(node: fx.Node, stop: Callable[[fx.Node], bool] = lambda n: False) -> list[fx.Node]:

@@ -137,7 +137,7 @@ class _Region:
         if isinstance(old, (tuple, list)):
             return len(old) == len(new) and all(map(self._same_but_rows, old, new))
         shape = list(old.shape)
-        shape[self.row_wise.dim_of(old)] = value(self.index).shape[0]  # type: ignore[index]
+        shape[self.row_wise.dim(old)] = value(self.index).shape[0]  # type: ignore[index]
         return old.dtype == new.dtype and same_shape(shape, new.shape)
 
 

@@ -20,7 +20,7 @@ from fractions import Fraction
 import torch
 
 from quire.passes.verify import mask_formula as formula
-from quire.passes.verify.mask_formula import All, Compare, Condition, Floor, Form, Lookup, Term, Unprovable, Var
+from quire.passes.verify.mask_formula import Compare, Condition, Floor, Form, Lookup, Term, Unprovable, Var
 
 _MAX_TABLE = 8192  # positions up to which stored tables are compared entry by entry: 64 Mi pairs
 _MAX_POINTS = 2**23  # pairs that ``agree`` tests
@@ -54,8 +54,7 @@ def agree(a: Condition, b: Condition) -> bool:
         points += [_changes(form, free, fixed) for form in forms if free in formula.axes(form)]
         at = torch.cat(points)
         at = torch.cat([at, at.max(0, keepdim=True).values + 1]).clamp(min=0)
-        env = {free: at, other: fixed[None]}
-        if not bool((evaluate(a, env) == evaluate(b, env)).all()):
+        if not _equal_at(a, b, {free: at, other: fixed[None]}):
             return False
     return True
 
@@ -86,12 +85,12 @@ def first_hidden(visible: Condition) -> int | None:
 
 
 def _agree_up_to(a: Condition, b: Condition, reach: int) -> bool:
-    keys = torch.arange(reach)[None]
-    for start in range(0, reach, rows := max(1, _BLOCK // max(reach, 1))):
-        env = {-2: torch.arange(start, min(start + rows, reach))[:, None], -1: keys}
-        if not bool((evaluate(a, env) == evaluate(b, env)).all()):
-            return False
-    return True
+    blocks = torch.arange(reach)[:, None].split(max(1, _BLOCK // max(reach, 1)))
+    return all(_equal_at(a, b, {-2: queries, -1: torch.arange(reach)[None]}) for queries in blocks)
+
+
+def _equal_at(a: Condition, b: Condition, env: Mapping[int, torch.Tensor]) -> bool:
+    return bool((evaluate(a, env) == evaluate(b, env)).all())
 
 
 def _reach(tables: set[Lookup]) -> int:
@@ -120,7 +119,7 @@ def evaluate(condition: Condition, env: Mapping[int, torch.Tensor]) -> torch.Ten
         return ~evaluate(condition.condition, env)
     if isinstance(condition, Compare):
         return getattr(torch, condition.op)(_numerator(condition.form, env)[0], 0)
-    join = operator.and_ if isinstance(condition, All) else operator.or_
+    join = operator.and_ if condition.every else operator.or_
     return functools.reduce(join, (evaluate(c, env) for c in condition.conditions))
 
 

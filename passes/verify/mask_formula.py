@@ -1,7 +1,7 @@
 """Conditions on a query position i and a key position j, as data.
 
 A *term* is a number: a linear ``Form`` in positions, floors and table entries, an ``Infinite``, or a ``Choice`` between two
-terms. A *condition* is True, False, a ``Compare`` of a form with 0, or ``Not``, ``All``, ``Either`` of conditions. Positions
+terms. A *condition* is True, False, a ``Compare`` of a form with 0, ``Not`` of a condition or a ``Join`` of several. Positions
 are ``Var``s, named by the dimension that they run along, counted from the right: the mask's i is -2 and its j is -1.
 """
 
@@ -98,18 +98,16 @@ class Not:
 
 
 @dataclass(frozen=True)
-class All:
-    conditions: frozenset[Condition]
+class Join:
+    """All of the conditions (``every``), or any of them."""
 
-
-@dataclass(frozen=True)
-class Either:
+    every: bool
     conditions: frozenset[Condition]
 
 
 Term = Form | Infinite | Choice
 Operand = Term | float | Fraction  # what arithmetic takes
-Condition = bool | Compare | Not | All | Either
+Condition = bool | Compare | Not | Join
 
 
 def number(value: Operand) -> Term:
@@ -133,18 +131,15 @@ def negate(a: Condition) -> Condition:
     return a.condition if isinstance(a, Not) else Not(a)
 
 
-def both(*conditions: Condition) -> Condition:
-    flat = {c for a in conditions for c in (a.conditions if isinstance(a, All) else (a,))} - {True}
-    if False in flat or any(negate(c) in flat for c in flat):
-        return False
-    return flat.pop() if len(flat) == 1 else All(frozenset(flat)) if flat else True
+def _join(every: bool, *conditions: Condition) -> Condition:
+    flat = {c for a in conditions for c in (a.conditions if isinstance(a, Join) and a.every is every else (a,))} - {every}
+    if (not every) in flat or any(negate(c) in flat for c in flat):
+        return not every
+    return flat.pop() if len(flat) == 1 else Join(every, frozenset(flat)) if flat else every
 
 
-def either(*conditions: Condition) -> Condition:
-    flat = {c for a in conditions for c in (a.conditions if isinstance(a, Either) else (a,))} - {False}
-    if True in flat or any(negate(c) in flat for c in flat):
-        return True
-    return flat.pop() if len(flat) == 1 else Either(frozenset(flat)) if flat else False
+both = functools.partial(_join, True)
+either = functools.partial(_join, False)
 
 
 def select(condition: Condition, yes: Condition, no: Condition) -> Condition:
@@ -287,8 +282,8 @@ def substitute(it: Any, values: Mapping[int, Operand]) -> Any:
         return compare(substitute(it.form, values), it.op, 0)
     if isinstance(it, Not):
         return negate(substitute(it.condition, values))
-    if isinstance(it, (All, Either)):
-        return (both if isinstance(it, All) else either)(*(substitute(c, values) for c in it.conditions))
+    if isinstance(it, Join):
+        return _join(it.every, *(substitute(c, values) for c in it.conditions))
     total: Term = number(it.const)
     for basis, factor in it.terms:
         if isinstance(basis, Var):
@@ -319,7 +314,7 @@ def parts(it: Any) -> Iterator[Any]:
     inside: list[Any] = []
     if isinstance(it, Choice):
         inside = [it.condition, it.yes, it.no]
-    elif isinstance(it, (All, Either)):
+    elif isinstance(it, Join):
         inside = list(it.conditions)
     elif isinstance(it, Not):
         inside = [it.condition]

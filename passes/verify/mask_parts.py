@@ -1,5 +1,5 @@
 """More rules for reading a mask (``passes/verify/mask_rules.py``): joining, reductions over a dimension of constant size, sums
-along positions, bits of positions, and functions of numbers that are the same everywhere."""
+along positions, and functions of numbers that are the same everywhere."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from quire.passes.fx import symbolic, value
 from quire.passes.verify import mask_formula as formula
 from quire.passes.verify.mask_decision import never
 from quire.passes.verify.mask_formula import Form, Infinite, Term, Unprovable
-from quire.passes.verify.mask_rules import PARTS, RULES, greater, lesser, rule
+from quire.passes.verify.mask_rules import PARTS, greater, lesser, rule
 
 if TYPE_CHECKING:
     from quire.passes.verify.mask_proof import MaskProver
 
-_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 _MOST = 64  # places of a dimension that is joined or reduced, and steps of a sum along positions
 
 
@@ -34,6 +33,8 @@ def _axis(x: Any, dim: Any) -> int:
 
 def _cases(axis: int, found: list[Any], starts: list[int]) -> Any:
     """An element that is ``found[k]`` from place ``starts[k]`` of the dimension ``axis`` on."""
+    if len(found) > _MOST:
+        raise Unprovable("it joins too many tensors")
     result = found[-1]
     for k in range(len(found) - 2, -1, -1):
         here = formula.compare(formula.var(axis), "lt", starts[k + 1])
@@ -51,8 +52,6 @@ def _stack(p: MaskProver, node: fx.Node, tensors: Any, dim: int = 0) -> Any:
     for x in tensors[:_MOST + 1]:
         element = p.element(x)
         found.append(formula.substitute(element, {a: formula.var(a - 1) for a in formula.axes(element) if a <= axis}))
-    if len(found) > _MOST:
-        raise Unprovable("it joins too many tensors")
     return _cases(axis, found, list(range(len(found))))
 
 
@@ -66,8 +65,6 @@ def _cat(p: MaskProver, node: fx.Node, tensors: Any, dim: int = 0) -> Any:
         found.append(formula.substitute(p.element(x), {axis: formula.add(formula.var(axis), -at)}))
         starts.append(at)
         at += size
-    if len(found) > _MOST:
-        raise Unprovable("it joins too many tensors")
     return _cases(axis, found, starts)
 
 
@@ -81,15 +78,7 @@ def _repeat_interleave(p: MaskProver, node: fx.Node, x: Any, repeats: Any, dim: 
     return formula.substitute(element, {axis: place}) if axis in formula.axes(element) else element
 
 
-@rule("narrow")
-def _narrow(p: MaskProver, node: fx.Node, x: Any, dim: int, start: Any, length: Any) -> Any:
-    items: list[Any] = [slice(None)] * value(x).dim()
-    items[dim] = slice(start, None)
-    return RULES["getitem"](p, node, x, tuple(items))
-
-
-def _meshgrid(p: MaskProver, node: fx.Node, index: int) -> Any:
-    tensors: Any = node.args[0] if isinstance(node.args[0], (list, tuple)) else node.args
+def _meshgrid(p: MaskProver, node: fx.Node, tensors: Any, index: int) -> Any:
     if any(value(x).dim() != 1 for x in tensors):
         raise Unprovable("it makes a grid of something else than rows")
     at = index - len(tensors)
@@ -98,16 +87,11 @@ def _meshgrid(p: MaskProver, node: fx.Node, index: int) -> Any:
     return formula.substitute(p.element(tensors[index]), {-1: formula.var(at)})
 
 
-def _broadcast(p: MaskProver, node: fx.Node, index: int) -> Any:
-    tensors: Any = node.args[0] if isinstance(node.args[0], (list, tuple)) else node.args
-    found: fx.Node = tensors[index]
-    return p.element(found)
+PARTS |= {"meshgrid": _meshgrid, "broadcast_tensors": lambda p, node, tensors, index: p.element(tensors[index])}
 
 
-PARTS |= {"meshgrid": _meshgrid, "broadcast_tensors": _broadcast}
-
-
-def _reduction(names: tuple[str, ...], join: Callable[[Any, Any], Any], of: Callable[[Any], Any]) -> None:
+def _reduction(name: str, join: Callable[[Any, Any], Any], of: Callable[[Any], Any]) -> None:
+    @rule(name)
     def reduce(p: MaskProver, node: fx.Node, x: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
         if dim is None or dim == () or dim == [] or not isinstance(value(node), torch.Tensor):
             raise Unprovable("it is taken over all positions")
@@ -125,15 +109,13 @@ def _reduction(names: tuple[str, ...], join: Callable[[Any, Any], Any], of: Call
         kept = [a for a in range(-rank, 0) if a not in axes]
         return formula.substitute(element, {a: formula.var(k - len(kept)) for k, a in enumerate(kept)})
 
-    RULES.update(dict.fromkeys(names, reduce))
 
-
-_reduction(("all",), formula.both, formula.as_condition)
-_reduction(("any",), formula.either, formula.as_condition)
-_reduction(("sum",), formula.add, formula.as_term)
-_reduction(("prod",), formula.times, formula.as_term)
-_reduction(("amax",), greater, formula.as_term)
-_reduction(("amin",), lesser, formula.as_term)
+_reduction("all", formula.both, formula.as_condition)
+_reduction("any", formula.either, formula.as_condition)
+_reduction("sum", formula.add, formula.as_term)
+_reduction("prod", formula.times, formula.as_term)
+_reduction("amax", greater, formula.as_term)
+_reduction("amin", lesser, formula.as_term)
 
 
 @rule("cumsum")
@@ -152,47 +134,8 @@ def _cumsum(p: MaskProver, node: fx.Node, x: Any, dim: Any, **options: Any) -> A
         raise Unprovable("it sums over positions")
     top = max((k for k, at in enumerate(each) if at != last), default=0)
     sums = list(itertools.accumulate(each[: top + 1], formula.add))
-    total = formula.add(formula.times(last, formula.add(formula.var(axis), -top)), sums[top])
-    for k in range(top - 1, -1, -1):
-        total = formula.choose(formula.compare(formula.var(axis), "lt", k + 1), sums[k], total)
-    return total
-
-
-# Bits of positions, in two's complement: the lower k of them are the remainder by 2**k, negative numbers included.
-
-
-def _bits(op: str, logic: Callable[..., Any]) -> Callable[..., Any]:
-    def combine(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
-        if value(node).dtype == torch.bool:
-            return logic(p, node, a, b)
-        for x, other in ((a, b), (b, a)):
-            mask = p.term(other)
-            if isinstance(mask, Form) and mask.is_const and value(node).dtype in _SIGNED:
-                of, bits = p.term(x), int(mask.const)
-                ones = bits if bits > 0 else ~bits
-                if ones & (ones + 1):  # not 2**k - 1
-                    break
-                high = formula.times(formula.floor(formula.times(of, Fraction(1, ones + 1))), ones + 1)
-                if op == "and":
-                    return formula.minus(of, high) if bits >= 0 else high
-                if op == "or" and bits >= 0:
-                    return formula.add(high, bits)
-        raise Unprovable("it combines the bits of positions")
-
-    return combine
-
-
-_AND, _OR = _bits("and", RULES["and_"]), _bits("or", RULES["or_"])
-RULES.update(dict.fromkeys(("and_", "iand", "__and__", "__iand__", "bitwise_and", "bitwise_and_"), _AND))
-RULES.update(dict.fromkeys(("or_", "ior", "__or__", "__ior__", "bitwise_or", "bitwise_or_"), _OR))
-RULES["__ixor__"] = RULES["__xor__"]
-
-
-@rule("sign", "sgn")
-def _sign(p: MaskProver, node: fx.Node, a: Any) -> Any:
-    term = p.term(a)
-    positive = formula.choose(formula.compare(0, "lt", term), 1, 0)
-    return formula.choose(formula.compare(term, "lt", 0), -1, positive)
+    beyond_top = formula.add(formula.times(last, formula.add(formula.var(axis), -top)), sums[top])
+    return _cases(axis, [*sums[:top], beyond_top], list(range(top + 1)))
 
 
 @rule("nan_to_num", "nan_to_num_")
@@ -213,6 +156,7 @@ def _nan_to_num(p: MaskProver, node: fx.Node, x: Any, nan: Any = 0.0, posinf: An
 
 
 def _of_constants(name: str, function: Callable[..., float]) -> None:
+    @rule(name, f"{name}_")
     def apply(p: MaskProver, node: fx.Node, x: Any, *numbers: Any) -> Any:
         more = [float(p.constant(n)) for n in numbers]
 
@@ -230,8 +174,6 @@ def _of_constants(name: str, function: Callable[..., float]) -> None:
             return formula.number(result)
 
         return formula.map_leaves(p.term(x), one)
-
-    RULES.update(dict.fromkeys((name, f"{name}_"), apply))
 
 
 def _log(x: float) -> float:

@@ -235,11 +235,10 @@ class MaskProver:
         val, name = value(node), source_name(node)
         if is_stored(node):
             raise Unprovable(f"it depends on {name}, whose values are not known")
-        shape = [str(s) for s in val.shape]
         given = {_last_key(n) for n in placeholders(self.graph)}
         names = {"position_ids", "cache_position"} if "position_ids" in given else {"positions", "cache_position"}
         if _last_key(node) in names:
-            if not val.is_floating_point() and shape and shape[-1] == str(self.tokens) and len(shape) <= 2:
+            if not val.is_floating_point() and val.dim() in (1, 2) and self.is_row(val.shape[-1]):
                 return formula.var(-1)
             raise Unprovable(f"it depends on {name} of shape {tuple(val.shape)}")
         if "attention_mask" in name:
@@ -314,14 +313,6 @@ class MaskProver:
     def is_row(self, size: Any) -> bool:
         return str(size) == str(self.tokens)
 
-    def result_dtype(self, *args: Any) -> torch.dtype:
-        """What operands are converted to before they are compared."""
-        first, *rest = [value(a) for a in args]
-        for other in rest:
-            first = torch.empty((0,) * 2 if any(isinstance(x, torch.Tensor) and x.dim() for x in (first, other)) else (),
-                                dtype=torch.result_type(first, other))
-        return first.dtype
-
 
 def _classify(keep: Condition) -> MaskKind:
     candidates = [MaskKind()]
@@ -343,7 +334,6 @@ def _last_key(node: fx.Node) -> str:
 
 
 def _storage(node: fx.Node) -> int:
-    """Which memory a node's tensor is in."""
     try:
         return storage_of(value(node))
     except NotImplementedError:  # sparse

@@ -22,8 +22,9 @@ from quire.passes.verify.mask_formula import Condition, Form, Infinite, Operand,
 if TYPE_CHECKING:
     from quire.passes.verify.mask_proof import MaskProver
 
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 RULES: dict[str, Callable[..., Any]] = {}
-#: Of operators that return several tensors: (prover, node, which of them) -> its element.
+#: Of operators that return several tensors: (prover, node, its tensors, which of the results) -> that one's element.
 PARTS: dict[str, Callable[..., Any]] = {}
 
 
@@ -37,13 +38,12 @@ def rule(*names: str) -> Callable[[Any], Any]:
 
 
 def _arithmetic(names: Sequence[str], combine: Callable[..., Term], truths: Callable[..., Condition] | None = None) -> None:
+    @rule(*names)
     def apply(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
         dtype = value(node).dtype
         if dtype == torch.bool and truths is not None:
             return truths(p.condition(a), p.condition(b))
         return combine(p.term(a, dtype), p.term(b, dtype))
-
-    RULES.update(dict.fromkeys(names, apply))
 
 
 _arithmetic(("add", "iadd"), formula.add, formula.either)
@@ -70,12 +70,6 @@ def _div(p: MaskProver, node: fx.Node, a: Any, b: Any, *, rounding_mode: str | N
     return formula.floor(quotient) if rounding_mode == "floor" else _truncated(quotient)
 
 
-@rule("mod", "remainder")
-def _remainder(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
-    quotient, by = _quotient(p, node, a, b)
-    return formula.minus(p.term(a), formula.times(formula.floor(quotient), by))
-
-
 def _truncated(term: Term) -> Term:
     if any(isinstance(leaf, Infinite) for leaf in formula.leaves(term)):
         raise Unprovable("it rounds an infinity")
@@ -87,12 +81,6 @@ def _truncated(term: Term) -> Term:
 
 def _ceil(term: Term) -> Term:
     return formula.times(formula.floor(formula.times(term, -1)), -1)
-
-
-@rule("abs", "absolute", "__abs__")
-def _abs(p: MaskProver, node: fx.Node, a: Any) -> Any:
-    term = p.term(a)
-    return formula.choose(formula.compare(term, "lt", 0), formula.times(term, -1), term)
 
 
 def greater(a: Term, b: Operand) -> Term:
@@ -121,9 +109,10 @@ def _max_min(p: MaskProver, node: fx.Node, a: Any, b: Any = None) -> Any:
     return better(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
 
 
-def _comparison(op: str) -> None:
+def _comparison(op: str, *names: str) -> None:
+    @rule(op, f"__{op}__", *names)
     def compare(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Condition:
-        dtype = p.result_dtype(a, b)
+        dtype = torch.result_type(value(a), value(b))
         if dtype == torch.bool:
             left, right = p.condition(a), p.condition(b)
             if op in ("eq", "ne"):
@@ -132,27 +121,37 @@ def _comparison(op: str) -> None:
             return formula.compare(formula.as_term(left), op, formula.as_term(right))
         return formula.compare(formula.exact(p.term(a), dtype), op, formula.exact(p.term(b), dtype))
 
-    RULES.update(dict.fromkeys((op, f"__{op}__"), compare))
+
+for _names in ("eq", "ne not_equal", "lt less", "le less_equal", "gt greater", "ge greater_equal"):
+    _comparison(*_names.split())
 
 
-for _op in ("eq", "ne", "lt", "le", "gt", "ge"):
-    _comparison(_op)
-RULES |= {"less": RULES["lt"], "less_equal": RULES["le"], "greater": RULES["gt"], "greater_equal": RULES["ge"],
-          "not_equal": RULES["ne"]}
+def _logic(names: str, combine: Callable[[Condition, Condition], Condition], bits: str = "") -> None:
+    """``bits``: of positions, in two's complement: the lower k are the remainder by 2**k, negative numbers included."""
+    @rule(*names.split())
+    def logic(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
+        if value(node).dtype == torch.bool:
+            return combine(p.condition(a), p.condition(b))
+        for x, other in ((a, b), (b, a)) if bits else ():
+            mask = p.term(other)
+            if isinstance(mask, Form) and mask.is_const and value(node).dtype in _SIGNED:
+                of, number = p.term(x), int(mask.const)
+                ones = number if number > 0 else ~number
+                if ones & (ones + 1):  # not 2**k - 1
+                    break
+                high = formula.times(formula.floor(formula.times(of, Fraction(1, ones + 1))), ones + 1)
+                if bits == "and":
+                    return formula.minus(of, high) if number >= 0 else high
+                if number >= 0:
+                    return formula.add(high, number)
+        raise Unprovable("it combines the bits of positions")
 
 
-def _logic(names: Sequence[str], combine: Callable[[Condition, Condition], Condition]) -> None:
-    def logic(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Condition:
-        if value(node).dtype != torch.bool:
-            raise Unprovable("it combines the bits of positions")
-        return combine(p.condition(a), p.condition(b))
-
-    RULES.update(dict.fromkeys(names, logic))
-
-
-_logic(("and_", "iand", "__and__", "logical_and", "bitwise_and", "logical_and_"), formula.both)
-_logic(("or_", "ior", "__or__", "logical_or", "bitwise_or", "logical_or_"), formula.either)
-_logic(("xor", "ixor", "__xor__", "logical_xor", "bitwise_xor"), lambda a, b: formula.select(a, formula.negate(b), b))
+_logic("logical_and logical_and_", formula.both)
+_logic("logical_or logical_or_", formula.either)
+_logic("and_ iand __and__ __iand__ bitwise_and bitwise_and_", formula.both, bits="and")
+_logic("or_ ior __or__ __ior__ bitwise_or bitwise_or_", formula.either, bits="or")
+_logic("xor ixor __xor__ __ixor__ logical_xor bitwise_xor", lambda a, b: formula.select(a, formula.negate(b), b))
 
 
 @rule("invert", "__invert__", "logical_not", "bitwise_not", "logical_not_")
@@ -240,7 +239,7 @@ def _getitem(p: MaskProver, node: fx.Node, x: Any, index: Any) -> Any:
         part = PARTS.get(torch_name(x))
         if part is None or type(index) is not int:
             raise Unprovable("it uses a part of a tuple")
-        return part(p, x, index)
+        return part(p, x, x.args[0] if isinstance(x.args[0], (list, tuple)) else x.args, index)
     shape, rank = value(x).shape, value(node).dim()
     items = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in [i for i in items if not isinstance(i, fx.Node)]:
@@ -301,10 +300,9 @@ def _in_range(p: MaskProver, index: Term, size: Any, node: fx.Node) -> Term:
     return index
 
 
-@rule("index_select")
-def _index_select(p: MaskProver, node: fx.Node, x: Any, dim: int, index: Any) -> Any:
+def _in_dimension(p: MaskProver, node: fx.Node, x: Any, dim: int, item: Any) -> Any:
     items: list[Any] = [slice(None)] * value(x).dim()
-    items[dim] = index
+    items[dim] = item
     return _getitem(p, node, x, tuple(items))
 
 
@@ -313,10 +311,7 @@ def _setitem(p: MaskProver, node: fx.Node, x: Any, index: Any, new: Any) -> Any:
     if not isinstance(index, fx.Node) or value(index).dtype != torch.bool or value(index).dim() != value(x).dim() or (
             isinstance(value(new), torch.Tensor) and value(new).dim()):
         raise Unprovable("a part of it is overwritten")
-    element = p.element(x)
-    if formula.is_condition(element):
-        return formula.select(p.condition(index), p.condition(new), element)
-    return formula.choose(p.condition(index), p.term(new), element)
+    return _choose(p, x, index, new, x)
 
 
 @rule("diff")
@@ -337,9 +332,17 @@ _EXPRESSIONS: dict[str, Callable[..., Any]] = {
     "rsub": lambda p, node, a, b: RULES["sub"](p, node, b, a),
     "neg negative": lambda p, node, a: formula.times(p.term(a), -1),
     "floordiv floor_divide ifloordiv": lambda p, node, a, b: formula.floor(_quotient(p, node, a, b)[0]),
+    "index_select": lambda p, node, x, dim, index: _in_dimension(p, node, x, dim, index),
+    "narrow": lambda p, node, x, dim, start, length: _in_dimension(p, node, x, dim, slice(start, None)),
+    "mod remainder": lambda p, node, a, b: formula.minus(
+        p.term(a), formula.times(formula.floor(_quotient(p, node, a, b)[0]), p.term(b))),
     "lshift bitwise_left_shift __lshift__": lambda p, node, a, b: formula.times(p.term(a), 2 ** int(p.constant(b))),
     "rshift bitwise_right_shift __rshift__": lambda p, node, a, b: formula.floor(
         formula.times(p.term(a), Fraction(1, 2 ** int(p.constant(b))))),
+    "abs absolute __abs__": lambda p, node, a: formula.choose(
+        formula.compare(term := p.term(a), "lt", 0), formula.times(term, -1), term),
+    "sign sgn": lambda p, node, a: formula.choose(
+        formula.compare(term := p.term(a), "lt", 0), -1, formula.choose(formula.compare(0, "lt", term), 1, 0)),
     "floor": lambda p, node, a: formula.floor(p.term(a)),
     "ceil": lambda p, node, a: _ceil(p.term(a)),
     "trunc fix": lambda p, node, a: _truncated(p.term(a)),
@@ -354,4 +357,4 @@ _EXPRESSIONS: dict[str, Callable[..., Any]] = {
     "clone contiguous detach detach_ expand expand_as broadcast_to lift_fresh": lambda p, node, x, *a, **options: p.element(x),
 }
 for _names, _expression in _EXPRESSIONS.items():
-    RULES.update(dict.fromkeys(_names.split(), _expression))
+    rule(*_names.split())(_expression)

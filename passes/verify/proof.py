@@ -22,7 +22,7 @@ import quire.passes.verify.row_views  # noqa: F401  (they add their rules)
 from quire.passes.fake_values import fake_input
 from quire.passes.fx import symbolic
 from quire.passes.verify.row_rules import LENGTHS, RULES, Call, elementwise, no_lengths
-from quire.passes.verify.rows import CONST, Const, Counts, Group, Known, Mixed, Mixes, Rows, settled
+from quire.passes.verify.rows import CONST, NOTHING, Const, Counts, Group, Known, Mixed, Mixes, Rows, settled
 
 _LENGTHS = (10007, 10009, 10037, 10039)  # primes: hints of symbols, larger than any number the rules compare
 _SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "stride", "numel", "device", "dim",
@@ -30,25 +30,24 @@ _SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
 
 
 class Proof(TorchDispatchMode):
-    """Applies the rules to the operations that run inside. ``known``: of tensors, by id; ``kept`` keeps them alive."""
+    """Applies the rules to the operations that run inside."""
 
     def __init__(self, axes: tuple[Any, ...], lengths: bool) -> None:
         super().__init__()
         self.axes, self.lengths = axes, lengths
-        self._known: dict[int, Known] = {}
-        self._kept: list[torch.Tensor] = []
+        self._known: dict[int, tuple[Known, torch.Tensor]] = {}  # by the tensor's id; keeps it alive
         self._rows = False
         self.written: list[torch.Tensor] = []
 
     def learn(self, tensor: torch.Tensor, known: Known) -> None:
-        self._kept.append(tensor)
         self._rows = self._rows or not isinstance(known, Const)
-        self._known[id(tensor)] = known
+        self._known[id(tensor)] = known, tensor
 
     def known(self, tensor: torch.Tensor) -> Known:
         """What is known. A fake that was not seen was made below the mode: it may mix, unless nothing here has tokens."""
-        hidden = self._rows and isinstance(tensor, FakeTensor)
-        return self._known.get(id(tensor), Mixed("quire cannot follow it") if hidden else CONST)
+        if self.knows(tensor):
+            return self._known[id(tensor)][0]
+        return Mixed("quire cannot follow it") if self._rows and isinstance(tensor, FakeTensor) else CONST
 
     def knows(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._known
@@ -57,17 +56,15 @@ class Proof(TorchDispatchMode):
         kwargs = kwargs or {}
         name = _functional(op)
         inputs = [x for x in tree_leaves([args, kwargs]) if isinstance(x, torch.Tensor)]
-        mutable = op._schema.is_mutable
         if name in _SIZES:
             return op(*args, **kwargs)
-        if name not in RULES and not _is_elementwise(op):
-            if not mutable:
-                result = op.decompose(*args, **kwargs) if op._can_decompose() else NotImplemented
-                if result is not NotImplemented:
-                    return result
-            constant = not any(isinstance(self.known(x), (Rows, Counts, Group)) for x in inputs)
+        if name not in RULES and not _is_elementwise(op) and not op._schema.is_mutable:
+            result = op.decompose(*args, **kwargs) if op._can_decompose() else NotImplemented
+            if result is not NotImplemented:
+                return result
+            of_tokens = any(isinstance(self.known(x), (Rows, Counts, Group)) for x in inputs)
             table = torch._decomp.decomposition_table
-            if not constant and not mutable and op in table and op.namespace in ("aten", "prims"):
+            if of_tokens and op in table and op.namespace in ("aten", "prims"):
                 with self:
                     return table[op](*args, **kwargs)
         result = op(*args, **kwargs)
@@ -145,8 +142,8 @@ def _stored(before: Known, new: Known, tensor: torch.Tensor) -> Known:
         if symbolic(tensor.stride(before.dim)) is False and tensor.stride(before.dim) == 0:
             raise Mixes("all tokens write to the same memory")
         if isinstance(new, Const):
-            return replace(before, holds=None)
-        if new.dim == before.dim and (new.same_rows(before) or before.is_blank):
+            return replace(before, holds=NOTHING)
+        if new.dim == before.dim and (new.same_rows(before) or before.holds.is_blank):
             return new
     if isinstance(before, Const) and isinstance(new, Const):
         return CONST

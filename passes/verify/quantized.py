@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import LINEAR, module_path, value
+from quire.passes.fx import LINEAR, module_path, schema_arguments, value
 
 logger = logging.getLogger(__name__)
 _ROWS = 32  # of the probe; some integer matrix products need more than 16
@@ -69,11 +69,11 @@ def check_rows(graph: fx.Graph, real: Mapping[fx.Node, Any]) -> None:
             if not isinstance(weight, torch.Tensor) or not is_traceable_wrapper_subclass(weight):
                 continue
             kind = (type(weight), tuple(weight.shape), repr(weight.__tensor_flatten__()[1]))
-            product = _Product(type(weight).__name__, weight.shape[1], weight.dtype, weight.device,
-                               lambda rows, weight=weight: torch.nn.functional.linear(rows, weight))
+            product = (type(weight).__name__, weight.shape[1], weight.dtype, weight.device,
+                       lambda rows, weight=weight: torch.nn.functional.linear(rows, weight))
         if kind not in tried:
             tried.add(kind)
-            _check_rows(product, module_path(node) or node.name)
+            _check_rows(module_path(node) or node.name, *product)
     if tried:
         logger.info("quantized weights: %d kinds, rows do not meet in any", len(tried))
 
@@ -91,25 +91,15 @@ def check_layers(model: torch.nn.Module) -> None:
                 "(BitsAndBytesConfig(load_in_4bit=True)), or quantize it with torchao, a scale for each row")
 
 
-class _Product(NamedTuple):
-    """A product of rows with a quantized weight. ``kind``: of the weight, for messages."""
-
-    kind: str
-    width: int  # of the rows
-    dtype: torch.dtype
-    device: torch.device
-    of: Callable[[torch.Tensor], torch.Tensor]
-
-
-def _four_bits(node: fx.Node, real: Mapping[fx.Node, Any]) -> tuple[Any, _Product]:
-    """A product of bitsandbytes, with what tells its kind from others. The token pass has proved that only its rows ``A`` have
-    tokens, so that all other arguments can be computed here."""
+def _four_bits(node: fx.Node, real: Mapping[fx.Node, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """What tells a product of bitsandbytes from others, and the arguments of ``_check_rows`` for it. The token pass has proved
+    that only its rows ``A`` have tokens, so that all other arguments can be computed here."""
     target: Any = node.target
-    arguments = dict(zip([a.name for a in target._schema.arguments], node.args, strict=False)) | dict(node.kwargs)
+    arguments = schema_arguments(node)
     rows: Any = value(arguments.pop("A"))
     given = fx.node.map_arg(arguments, lambda x: _constant(x, real))
     spelled = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in tree_leaves(given)]
-    product = _Product(str(target), rows.shape[-1], rows.dtype, given["B"].device, lambda x: target(A=x[None], **given)[0])
+    product = (str(target), rows.shape[-1], rows.dtype, given["B"].device, lambda x: target(A=x[None], **given)[0])
     return (str(target), rows.dtype, repr(spelled)), product
 
 
@@ -123,21 +113,23 @@ def _constant(node: fx.Node, real: Mapping[fx.Node, Any]) -> Any:
     return real[node]
 
 
-def _check_rows(product: _Product, where: str) -> None:
+def _check_rows(where: str, kind: str, width: int, dtype: torch.dtype, device: torch.device,
+                product: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Try out a product of rows, ``width`` wide, with a quantized weight of this ``kind``."""
     generator = torch.Generator().manual_seed(0)
-    rows = (torch.randn(_ROWS, product.width, generator=generator) * 1e-3).to(product.device, product.dtype)
+    rows = (torch.randn(_ROWS, width, generator=generator) * 1e-3).to(device, dtype)
     changed = rows.clone()
     changed[-1] *= 1e6  # scaled by it, the other rows would be nothing
     try:
         with torch.no_grad():
-            alone = product.of(rows)[:-1].float()
-            beside = product.of(changed)[:-1].float()
+            alone = product(rows)[:-1].float()
+            beside = product(changed)[:-1].float()
     except Exception as error:
-        raise UnsupportedAttention(f"{where}: its quantized weight ({product.kind}) cannot be multiplied on {product.device}: "
+        raise UnsupportedAttention(f"{where}: its quantized weight ({kind}) cannot be multiplied on {device}: "
                                    f"{type(error).__name__}: {error}") from error
     # The same kernel on the same numbers: equal, unless rows meet. Some libraries' kernels add up in any order.
     if not (alone - beside).abs().max() <= 0.01 * alone.abs().max():  # NaN is not equal
         raise UnsupportedAttention(
-            f"{where} mixes the tokens of the batch outside attention: its weight ({product.kind}) quantizes the activations "
+            f"{where} mixes the tokens of the batch outside attention: its weight ({kind}) quantizes the activations "
             "of all tokens by one scale, so sequences of a packed batch would change each other. Quantize with a scale for "
             "each token (torchao: granularity=PerRow()) or the weights only.")

@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from quire.passes.fx import argument, target_name
-from quire.passes.verify.row_rules import Call, as_data, rule, same
-from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixes, Order, Rows
+from quire.passes.verify.row_rules import Call, as_data, as_rows, rule, same
+from quire.passes.verify.rows import CONST, NOTHING, Const, Counts, Group, Holds, Known, Mixes, Order, Rows
 
 _BY_NUMBER = "rows are picked by numbers, which may be those of other tokens"
 
@@ -37,8 +37,7 @@ class _Index:
         self.start = self.at[0] if self.adjacent and self.at else 0
         self.known = [call.known(i) for i in self.tensors]
         for known in self.known:
-            if isinstance(known, (Counts, Group)):
-                as_data(known)
+            as_rows(known)
 
     @property
     def rows(self) -> Rows | None:
@@ -53,7 +52,7 @@ class _Index:
 
     def holds_place(self, but: int | None = None) -> bool:
         """Whether an index (but that of one dimension) goes by the place in the batch."""
-        return any(isinstance(k, Rows) and k.holds is not None and k.holds.depends_on_place
+        return any(isinstance(k, Rows) and k.holds.depends_on_place
                    for d, k in zip(self.at, self.known, strict=True) if d != but)
 
     def kept(self, dim: int) -> int:
@@ -64,23 +63,20 @@ class _Index:
 
 def _own_rows(x: Rows, index: Known | None) -> Rows | None:
     """The rows that ``x[index]`` gives along the tokens, in the dimension of the index; None if not those of its own tokens."""
-    if not isinstance(index, Rows) or index.holds is None:
+    if not isinstance(index, Rows):
         return None
     holds = index.holds
-    if holds.what == "number" and x.order is None and x.outer == 1 and holds.inner == x.inner and index.axis == x.axis:
-        return Rows(index.dim, index.axis, index.inner, index.outer, index.order)
-    if holds.what == "inverse" and holds.order is x.order and index.inner == x.inner and index.axis == x.axis:
-        return Rows(index.dim, index.axis, index.inner, index.outer, index.order)
+    numbers = holds.what == "number" and x.order is None and x.outer == 1 and holds.inner == x.inner and index.axis == x.axis
+    if numbers or (holds.what == "inverse" and holds.order is x.order and index.inner == x.inner and index.axis == x.axis):
+        return replace(index, holds=NOTHING)
     if holds.what == "picks" and x.order is None and x.outer == x.inner == 1:
         return Rows(index.dim, index.axis)
     return None
 
 
 def _take(call: Call, known: Known, indices: Sequence[Any]) -> Known:
-    index = _Index(call, indices)
+    index, known = _Index(call, indices), as_rows(known) or CONST
     joined = index.rows
-    if isinstance(known, (Counts, Group)):
-        as_data(known)
     if not isinstance(known, Rows):
         if index.holds_place():
             raise Mixes("a table is looked up by the place of the token in the batch; positions must come from position_ids")
@@ -89,17 +85,13 @@ def _take(call: Call, known: Known, indices: Sequence[Any]) -> Known:
     if own is None:
         if joined is not None:
             raise Mixes("each token looks up numbers of all tokens")
-        at = index.kept(known.dim)
-        return _held(known, at)
+        keeps = known.holds.is_blank or known.holds.what == "index"
+        return (known.part if keeps else known.data).at(index.kept(known.dim))
     taken = _own_rows(known, own)
     known = known.data
     if taken is None or joined is None or index.holds_place(but=known.dim) or not taken.same_rows(joined):
         raise Mixes(_BY_NUMBER)
     return joined
-
-
-def _held(known: Rows, at: int) -> Rows:
-    return (known.part if known.is_blank or (known.holds is not None and known.holds.what == "index") else known.data).at(at)
 
 
 @rule("index _unsafe_index")
@@ -146,7 +138,7 @@ def _scatter(call: Call) -> Known:
         raise Mixes("tokens write to the rows of others")
     rows, known, ids = same([x, index, src]) or x, call.of("self"), call.of("index")
     if call.name == "scatter" and call["value"] == 1 and call["reduce"] is None and isinstance(known, Rows) and isinstance(
-            ids, Rows) and known.holds == Holds("zeros") and ids.holds is not None and ids.holds.what == "index":
+            ids, Rows) and known.holds == Holds("zeros") and ids.holds.what == "index":
         return replace(rows, holds=Holds("one hot", ids=ids.holds.ids))
     return rows
 
@@ -163,7 +155,7 @@ def _put(call: Call) -> Known:
         return same([rows, mask]) or CONST
     index = _Index(call, indices)
     joined, known = index.rows, call.known(values)
-    if isinstance(x, Rows) and x.is_blank and target.dim() == 1 and index.at == [0]:
+    if isinstance(x, Rows) and x.holds.is_blank and target.dim() == 1 and index.at == [0]:
         own = index.known[0]
         if isinstance(own, Rows) and own.order is not None and own.holds == Holds("number", x.inner) == getattr(
                 known, "holds", None) and isinstance(known, Rows) and known.order is None and known.inner == x.inner:
@@ -204,10 +196,10 @@ def _index_add(call: Call) -> Known:
             raise Mixes("tokens write to the rows of others")
         same([x, source])
         return x
-    if call.name == "index_copy" and isinstance(known := call.of("self"), Rows) and known.is_blank:
+    if call.name == "index_copy" and isinstance(known := call.of("self"), Rows) and known.holds.is_blank:
         x = replace(x, order=None)  # rows that hold nothing may be in any order
     own = _own_rows(x, index)
-    if own is None or (isinstance(index, Rows) and index.holds is not None and index.holds.what != "number"):
+    if own is None or (isinstance(index, Rows) and index.holds.what != "number"):
         raise Mixes("tokens write to the rows of others")
     same([own.at(dim), source])
     return x
@@ -220,7 +212,7 @@ def _histc(call: Call) -> Known:
         return known
     holds = known.holds
     whole = call["min"] == 0 and call["max"] == call["bins"] - 1
-    if holds is None or holds.what != "sorted" or holds.order is None or not holds.order.routes or not whole:
+    if holds.what != "sorted" or holds.order is None or not holds.order.routes or not whole:
         raise Mixes("it counts the tokens")
     return Counts(holds.order)
 
@@ -263,8 +255,7 @@ def _lora_rows(call: Call) -> Known:
     base, x = call.rows("base"), call.rows("x")
     if base is None or x is None or any(as_data(call.known(w)) is not None for w in (*call["a"], *call["b"])):
         raise Mixes("its rows are not tokens")
-    if (base.dim, x.dim) != (1, 1) or not base.same_rows(x) or x.order is not None or (x.outer, x.inner) != (1, 1) or (
-            x.axis != call.axes[0]):
+    if not base == x == Rows(1, call.axes[0]):
         raise Mixes("an adapter's rows are not the tokens of the batch, in their order")
     return base
 

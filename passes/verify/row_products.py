@@ -122,11 +122,9 @@ def _group_norm(call: Call) -> Known:
 
 
 @rule("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm _batch_norm_no_update "
-      "_batch_norm_with_update")
-def _batch_norm(call: Call) -> Known | list[Known]:
-    rows = call.rows("input")
-    if rows is None:
-        return CONST
+      "_batch_norm_with_update", of="input")
+def _batch_norm(call: Call, rows: Rows) -> Known | list[Known]:
+    rows = rows.data
     training = call["training"] if "training" in call.given else "no_" not in call.name
     if training and rows.dim == 1 and all(call[n] is None for n in ("weight", "bias", "running_mean", "running_var")):
         own = rows.at(0)  # instance norm: each token is a channel, with statistics of its own

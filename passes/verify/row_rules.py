@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from quire.passes.fx import is_one, symbolic
+from quire.passes.fx import is_one, same_shape, symbolic
 from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Ids, Known, Mixed, Mixes, Order, Rows, of_shape
 
 
@@ -61,14 +61,20 @@ class Call:
         return [int(d) % max(1, of.dim()) for d in (found if isinstance(found, (tuple, list)) else [found])]
 
 
-def as_data(known: Known) -> Rows | None:
-    """Rows to compute with; None if constant. Raises Mixes."""
+def as_rows(known: Known) -> Rows | None:
+    """Rows, with what they hold; None if constant. Raises Mixes."""
     if isinstance(known, (Counts, Group)):
         raise Mixes("it computes with the tokens routed to one expert, or with their number")
-    return known.data if isinstance(known, Rows) else None
+    return known if isinstance(known, Rows) else None
 
 
-Rule = Callable[[Call], "Known | list[Known]"]
+def as_data(known: Known) -> Rows | None:
+    """Rows to compute with; None if constant. Raises Mixes."""
+    rows = as_rows(known)
+    return None if rows is None else rows.data
+
+
+Rule = Callable[..., "Known | list[Known]"]
 RULES: dict[str, Rule] = {}
 #: Operations whose rule looks itself at numbers that depend on how many tokens there are; no other may be given one.
 LENGTHS: set[str] = set()
@@ -76,12 +82,17 @@ _WHOLE = (torch.int32, torch.int64)  # dtypes that hold any number of rows
 _EXACT = (*_WHOLE, torch.float32, torch.float64)  # and of tokens routed to an expert
 
 
-def rule(*names: str, lengths: bool = False) -> Callable[[Rule], Rule]:
-    """The rule of operations by name, all overloads; "namespace::name" if not PyTorch's own. ``lengths``: see LENGTHS."""
+def rule(*names: str, lengths: bool = False, of: str = "") -> Callable[[Rule], Rule]:
+    """The rule of operations by name, all overloads; "namespace::name" if not PyTorch's own. ``lengths``: see LENGTHS. ``of``:
+    an argument whose rows, with what they hold, the rule gets as well; where it is constant, the results are."""
     def add(function: Rule) -> Rule:
+        def with_rows(call: Call) -> Known | list[Known]:
+            rows = as_rows(call.of(of))
+            return CONST if rows is None else function(call, rows)
+
         for name in " ".join(names).split():
             assert name not in RULES, name
-            RULES[name] = function
+            RULES[name] = with_rows if of else function
             if lengths:
                 LENGTHS.add(name)
         return function
@@ -143,7 +154,7 @@ def _copy_of(call: Call) -> Known:
     known, dtype = call.known(x), call.result.dtype
     if isinstance(known, Counts) and dtype not in _EXACT:
         raise Mixes(f"it counts the tokens in {dtype}")
-    if not isinstance(known, Rows) or known.holds is None or known.is_blank or known.holds.what == "one hot":
+    if not isinstance(known, Rows) or known.holds.is_blank or known.holds.what == "one hot":
         return known
     holds = dtype in (_EXACT if known.holds.what == "sorted" else _WHOLE)  # histc needs floats on a CPU
     return known if holds else known.data
@@ -160,9 +171,8 @@ def _copy_to(call: Call) -> Known:
 def _divide(call: Call) -> Known:
     known, by = call.of("self"), call["other"]
     whole = call.name == "floor_divide" or call["rounding_mode"] in ("floor", "trunc")
-    if isinstance(known, Rows) and known.holds is not None and known.holds.what == "number" and whole \
-            and type(by) is int and by == known.holds.inner:
-        return Rows(known.dim, known.axis, known.inner, known.outer, known.order, Holds("number", 1))
+    if isinstance(known, Rows) and known.holds.what == "number" and whole and type(by) is int and by == known.holds.inner:
+        return replace(known, holds=Holds("number"))
     return elementwise(call)
 
 
@@ -187,14 +197,14 @@ def _reduction(call: Call) -> Known | list[Known]:
     """Some dimensions become one number each; ``max(x, y)`` is elementwise."""
     if call["other"] is not None:
         return elementwise(call)
-    first = call.first
-    rows, x = call.rows(first), call.given[first]
-    if rows is None:
+    x = call.given[call.first]
+    known = as_rows(call.known(x))
+    if known is None:
         return CONST
-    dims, holds = call.dims("dim", x), call.known(x).holds  # type: ignore[union-attr]
-    if call.name == "sum" and holds is not None and holds.what == "one hot" and dims == [rows.dim] and rows.dim == 0 \
-            and x.dim() == 2 and not call["keepdim"] and call.result.dtype in _EXACT:
-        return Counts(ids=holds.ids)
+    rows, dims = known.data, call.dims("dim", x)
+    if call.name == "sum" and known.holds.what == "one hot" and dims == [rows.dim] and rows.dim == 0 and x.dim() == 2 \
+            and not call["keepdim"] and call.result.dtype in _EXACT:
+        return Counts(ids=known.holds.ids)
     if dims is None or rows.dim in dims:
         raise Mixes("it is taken over the tokens")
     rows = rows.at(rows.dim if call["keepdim"] else rows.dim - sum(d < rows.dim for d in dims))
@@ -215,8 +225,7 @@ def _along(call: Call) -> Known | list[Known]:
     if call.name == "cumsum" and isinstance(counts := call.of("self"), Counts) and not counts.summed \
             and call.result.dtype in _EXACT:
         return replace(counts, summed=True)
-    first = call.first
-    x = call.given[first]
+    x = call.given[call.first]
     rows = same([call.rows(n) for n, t in call.given.items() if isinstance(t, torch.Tensor)])
     if rows is None:
         return CONST
@@ -243,18 +252,17 @@ def _sort(call: Call) -> list[Known]:
             return [Mixed("it sorts tokens twice"), Rows(0, known.axis, known.inner, holds=Holds("inverse", order=known.order))]
         raise Mixes("it sorts tokens twice")
     known.data  # noqa: B018
-    ids = known.holds is not None and known.holds.what == "index" and not call["descending"]
-    order = Order(ids, known.holds.ids if ids and known.holds is not None else None)
+    ids = known.holds.what == "index" and not call["descending"]
+    order = Order(ids, known.holds.ids if ids else None)
     return [Rows(0, known.axis, known.inner, order=order, holds=Holds("sorted", order=order)),
             Rows(0, known.axis, known.inner, order=order, holds=Holds("number", known.inner))]
 
 
-@rule("tril triu")
-def _triangle(call: Call) -> Known:
-    rows = call.rows("self")
-    if rows is not None and rows.dim >= call["self"].dim() - 2:
+@rule("tril triu", of="self")
+def _triangle(call: Call, rows: Rows) -> Known:
+    if rows.dim >= call["self"].dim() - 2:
         raise Mixes("it zeroes by the place of the token in the row")
-    return rows or CONST
+    return rows.data
 
 
 @rule("zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like empty_strided "
@@ -268,8 +276,8 @@ def _filled(call: Call) -> Known:
     if "strided" in call.name and isinstance(known, Rows) and not _rows_apart(call.result, known.dim):
         raise Mixes("tokens share memory in it")
     like, holds = call.of("self"), Holds("zeros" if "zero" in call.name or value == 0 else "blank")
-    if isinstance(like, Rows) and tuple(map(str, call.result.shape)) == tuple(map(str, call["self"].shape)):
-        return Rows(like.dim, like.axis, like.inner, like.outer, like.order, holds)
+    if isinstance(like, Rows) and same_shape(call.result.shape, call["self"].shape):
+        return replace(like, holds=holds)
     return of_shape(call.result, call.axes, holds)
 
 

@@ -8,16 +8,9 @@ from typing import Any
 
 import torch
 
-from quire.passes.fx import symbolic
-from quire.passes.verify.row_rules import Call, as_data, counts_rows, no_lengths, rule, same
-from quire.passes.verify.rows import CONST, Counts, Group, Holds, Known, Mixes, Rows, of_shape, token_dims
-
-
-def _fixed(known: Known) -> Rows | None:
-    """Rows, with what they hold; None if constant. Raises Mixes."""
-    if isinstance(known, (Counts, Group)):
-        as_data(known)
-    return known if isinstance(known, Rows) else None
+from quire.passes.fx import same_shape, symbolic
+from quire.passes.verify.row_rules import Call, as_data, as_rows, counts_rows, no_lengths, rule, same
+from quire.passes.verify.rows import CONST, NOTHING, Holds, Known, Mixes, Rows, of_shape, token_dims
 
 
 @rule("view _unsafe_view reshape _reshape_alias _reshape_copy unsqueeze squeeze view_copy squeeze_copy unsqueeze_copy",
@@ -25,15 +18,15 @@ def _fixed(known: Known) -> Rows | None:
 def _reshape(call: Call) -> Known:
     """What lies before and behind the tokens, in memory order, stays there: outer and inner are what is left of it."""
     x, shape = call["self"], call.result.shape
-    rows = _fixed(call.of("self"))
+    rows = as_rows(call.of("self"))
     if call.name == "view" and call["dtype"] is not None:
-        if rows is not None and (rows.dim == x.dim() - 1 or rows.holds is not None):
+        if rows is not None and (rows.dim == x.dim() - 1 or rows.holds != NOTHING):
             raise Mixes("it reads the bytes of several tokens as one number")
         return rows or CONST
     if rows is None:
         if token_dims(shape, call.axes):
             raise Mixes("a constant is given the shape of the tokens: its rows would go by the places of the tokens")
-        return call.of("self")
+        return CONST
     found = token_dims(shape, call.axes)
     if len(found) != 1 or found[0][1] is not rows.axis:
         raise Mixes(f"{tuple(x.shape)} becomes {tuple(shape)}: tokens are folded into another dimension")
@@ -44,11 +37,11 @@ def _reshape(call: Call) -> Known:
     if outer is None or inner is None or outer * inner != n:
         raise Mixes(f"{tuple(x.shape)} becomes {tuple(shape)}: numbers of several tokens come into one row")
     holds = rows.holds
-    if (outer, inner) != (rows.outer, rows.inner) and (rows.order is not None or (
-            holds is not None and holds.what != "index" and not holds.is_blank)):
+    if (outer, inner) != (rows.outer, rows.inner) and (
+            rows.order is not None or not (holds == NOTHING or holds.what == "index" or holds.is_blank)):
         raise Mixes("rows that are sorted by expert are put into another shape")
-    if holds is not None and holds.what == "one hot" and tuple(map(str, x.shape)) != tuple(map(str, shape)):
-        holds = None  # its columns are the experts no more
+    if holds.what == "one hot" and not same_shape(x.shape, shape):
+        holds = NOTHING  # its columns are the experts no more
     return Rows(dim, rows.axis, inner, outer, rows.order, holds)
 
 
@@ -60,11 +53,9 @@ def _quotient(whole: Any, part: Any) -> int | None:
     return int(expr) if expr.is_Integer else None
 
 
-@rule("permute transpose t numpy_T swapaxes")
-def _permute(call: Call) -> Known:
-    x, rows = call["self"], _fixed(call.of("self"))
-    if rows is None:
-        return call.of("self")
+@rule("permute transpose t numpy_T swapaxes", of="self")
+def _permute(call: Call, rows: Rows) -> Known:
+    x = call["self"]
     dims = list(range(x.dim()))
     if call.name == "permute":
         dims = [d % x.dim() for d in call["dims"]]
@@ -76,7 +67,7 @@ def _permute(call: Call) -> Known:
 
 @rule("expand expand_copy", lengths=True)
 def _expand(call: Call) -> Known:
-    x, rows = call["self"], _fixed(call.of("self"))
+    x, rows = call["self"], as_rows(call.of("self"))
     if rows is None:
         return of_shape(call.result, call.axes)  # each row is the same
     return rows.part.at(rows.dim + call.result.dim() - x.dim())
@@ -84,7 +75,7 @@ def _expand(call: Call) -> Known:
 
 @rule("repeat", lengths=True)
 def _repeat(call: Call) -> Known:
-    rows, x = _fixed(call.of("self")), call["self"]
+    rows, x = as_rows(call.of("self")), call["self"]
     if rows is None:
         if any(counts_rows(r, call.axes) and c != 1 for r, c in zip(
                 reversed(call["repeats"]), [*reversed(x.shape), *[1] * len(call["repeats"])], strict=False)):
@@ -92,17 +83,14 @@ def _repeat(call: Call) -> Known:
         return of_shape(call.result, call.axes)
     dim = rows.dim + call.result.dim() - x.dim()
     times = call["repeats"][dim]
-    if type(times) is not int or (times != 1 and (rows.order or rows.holds)):
+    if type(times) is not int or (times != 1 and (rows.order or rows.holds != NOTHING)):
         raise Mixes("it repeats the row")
     return Rows(dim, rows.axis, rows.inner, rows.outer * times, rows.order, rows.part.holds)
 
 
-@rule("select")
-def _select(call: Call) -> Known:
-    x, rows = call["self"], _fixed(call.of("self"))
-    if rows is None:
-        return call.of("self")
-    dim = call["dim"] % x.dim()
+@rule("select", of="self")
+def _select(call: Call, rows: Rows) -> Known:
+    dim = call["dim"] % call["self"].dim()
     if dim == rows.dim:
         raise Mixes("one token is taken for all")
     return rows.part.at(rows.dim - (dim < rows.dim))
@@ -110,14 +98,14 @@ def _select(call: Call) -> Known:
 
 @rule("slice", lengths=True)
 def _slice(call: Call) -> Known:
-    x, rows = call["self"], _fixed(call.of("self"))
+    x, rows = call["self"], as_rows(call.of("self"))
     dim = call["dim"] % x.dim()
     if rows is not None and dim == rows.dim:
         if not (call["start"] in (None, 0) and call["step"] in (None, 1) and _reaches(call["end"], x.shape[dim])):
             raise Mixes("the row is cut: some tokens are taken for all")
         return rows
     no_lengths(call)
-    return rows.part if rows else call.of("self")
+    return rows.part if rows else CONST
 
 
 def _reaches(end: Any, size: Any) -> bool:
@@ -128,55 +116,45 @@ def _reaches(end: Any, size: Any) -> bool:
 
 
 @rule("split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unsafe_chunk tensor_split unbind split_copy "
-      "split_with_sizes_copy unbind_copy")
-def _parts(call: Call) -> Known:
-    x, rows = call["self"], _fixed(call.of("self"))
-    if rows is None:
-        return call.of("self")
-    dim = (call["dim"] or 0) % x.dim()
+      "split_with_sizes_copy unbind_copy", of="self")
+def _parts(call: Call, rows: Rows) -> Known:
+    dim = (call["dim"] or 0) % call["self"].dim()
     if dim == rows.dim:
         raise Mixes("the row is cut into parts")
     rows = rows.part
     return rows.at(rows.dim - (dim < rows.dim)) if call.name.startswith("unbind") else rows
 
 
-@rule("diagonal diagonal_copy")
-def _diagonal(call: Call) -> Known:
-    x, rows = call["self"], _fixed(call.of("self"))
-    if rows is None:
-        return call.of("self")
-    dims = [call[n] % x.dim() for n in ("dim1", "dim2")]
+@rule("diagonal diagonal_copy", of="self")
+def _diagonal(call: Call, rows: Rows) -> Known:
+    dims = [call[n] % call["self"].dim() for n in ("dim1", "dim2")]
     if rows.dim in dims:
         raise Mixes("it takes the diagonal over tokens")
     return rows.part.at(rows.dim - sum(d < rows.dim for d in dims))
 
 
-@rule("diag_embed")
-def _diag_embed(call: Call) -> Known:
+@rule("diag_embed", of="self")
+def _diag_embed(call: Call, rows: Rows) -> Known:
     """The last dimension becomes two."""
-    x, rows, ndim = call["self"], call.rows("self"), call.result.dim()
-    if rows is None:
-        return CONST
-    if rows.dim == x.dim() - 1:
+    ndim = call.result.dim()
+    if rows.dim == call["self"].dim() - 1:
         raise Mixes("it puts the tokens on a diagonal")
     kept = [d for d in range(ndim) if d not in (call["dim1"] % ndim, call["dim2"] % ndim)]
-    return rows.at(kept[rows.dim])
+    return rows.data.at(kept[rows.dim])
 
 
-@rule("unfold")
-def _unfold(call: Call) -> Known:
-    x, rows = call["self"], _fixed(call.of("self"))
-    if rows is not None and call["dimension"] % x.dim() == rows.dim:
+@rule("unfold", of="self")
+def _unfold(call: Call, rows: Rows) -> Known:
+    if call["dimension"] % call["self"].dim() == rows.dim:
         raise Mixes("it takes windows of several tokens")
-    return rows.part if rows else call.of("self")
+    return rows.part
 
 
-@rule("view_as_real view_as_complex real imag view_as_real_copy view_as_complex_copy")
-def _complex(call: Call) -> Known:
-    rows = _fixed(call.of("self"))
-    if rows is not None and call.name.startswith("view_as_complex") and rows.dim == call["self"].dim() - 1:
+@rule("view_as_real view_as_complex real imag view_as_real_copy view_as_complex_copy", of="self")
+def _complex(call: Call, rows: Rows) -> Known:
+    if call.name.startswith("view_as_complex") and rows.dim == call["self"].dim() - 1:
         raise Mixes("it reads two tokens as one number")
-    return rows or call.of("self")
+    return rows
 
 
 @rule("cat stack")
@@ -190,16 +168,13 @@ def _cat(call: Call) -> Known:
         return first.at(first.dim + (dim <= first.dim))
     if dim == first.dim:
         raise Mixes("it joins rows of tokens")
-    index = all(isinstance(k := call.known(t), Rows) and k.holds is not None and k.holds.what == "index" for t in tensors)
+    index = all(isinstance(k := call.known(t), Rows) and k.holds.what == "index" for t in tensors)
     return replace(first, holds=Holds("index")) if index else first
 
 
-@rule("constant_pad_nd")
-def _pad(call: Call) -> Known:
-    rows, pad = call.rows("self"), call["pad"]
-    if rows is None:
-        return CONST
+@rule("constant_pad_nd", of="self")
+def _pad(call: Call, rows: Rows) -> Known:
     at = 2 * (call["self"].dim() - 1 - rows.dim)
-    if any(n != 0 for n in pad[at : at + 2]):
+    if any(n != 0 for n in call["pad"][at : at + 2]):
         raise Mixes("it shifts the tokens")
-    return rows
+    return rows.data

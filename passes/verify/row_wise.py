@@ -27,15 +27,10 @@ class Operations:
     def __init__(self, names: str) -> None:
         self.names = frozenset(names.split())
         modules = (operator, torch, F, torch._C._nn)
-        self.functions = {f: n for n in self.names for m in modules if callable(f := getattr(m, n, None))}
-
-    def name(self, node: fx.Node) -> str | None:
-        if node.op == "call_method":
-            return str(node.target) if node.target in self.names else None
-        return self.functions.get(node.target) if node.op == "call_function" else None
+        self.functions = {f for n in self.names for m in modules if callable(f := getattr(m, n, None))}
 
     def __contains__(self, node: fx.Node) -> bool:
-        return self.name(node) is not None
+        return (node.op == "call_method" and node.target in self.names) or is_function(node, self.functions)
 
 
 ARITHMETIC = Operations("add sub mul truediv div multiply")  # makes a new tensor, in any case
@@ -74,8 +69,10 @@ class RowWise:
         self.tokens = tokens
         self._proof = TokenPass(tokens)
 
-    def dim_of(self, val: Any) -> int | None:
-        """The dimension of the tokens in a tensor that has tokens; None for all else, and for quantized tensors."""
+    def dim(self, x: Any) -> int | None:
+        """The dimension of the tokens in a tensor, or in that of a node, that has tokens; None for all else, and for quantized
+        tensors."""
+        val = value(x)
         if not isinstance(val, torch.Tensor) or is_traceable_wrapper_subclass(val):
             return None
         found = self._mentions(val)
@@ -83,14 +80,11 @@ class RowWise:
             return None
         return found[0]
 
-    def dim(self, x: Any) -> int | None:
-        return self.dim_of(value(x))
-
     def proves(self, node: fx.Node) -> bool:
         """Whether the operation is row-wise, and its result has tokens (each tensor of it, if it is a tuple)."""
         val = value(node)
         parts = val if isinstance(val, (tuple, list)) and not isinstance(val, torch.Size) else [val]
-        if not parts or any(self.dim_of(p) is None for p in parts):
+        if not parts or any(self.dim(p) is None for p in parts):
             return False
         view = node in VIEWS
         if not (view or node in _ELEMENTWISE or node in PRODUCTS or node in _OTHER or node.target in IN_PLACE
@@ -121,7 +115,7 @@ class RowWise:
     def _of_tensor(self, val: Any) -> Known | None:
         if not isinstance(val, torch.Tensor):
             return CONST
-        dim = self.dim_of(val)
+        dim = self.dim(val)
         if dim is None:
             return CONST if not is_traceable_wrapper_subclass(val) and not self._mentions(val) else None
         return Rows(dim, self._proof.axes[0])

@@ -37,7 +37,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Holds:
-    """What is known of the values of ``Rows`` that are numbers of rows, or made of one constant, by ``what``:
+    """What is known of the values of ``Rows`` that are numbers of rows, or made of one constant, by ``what`` ("": nothing):
 
     "number": each cell holds the number of the row it belongs to, counted in rows of ``inner`` a token. "inverse": the place of
     its row in ``order``. "picks": numbers of rows that the caller asks for. "index": places in a dimension that is not the
@@ -60,6 +60,9 @@ class Holds:
         return self.what in ("blank", "zeros")
 
 
+NOTHING = Holds("")
+
+
 @dataclass(frozen=True)
 class Rows:
     """Each cell belongs to one token, and depends on that token alone."""
@@ -69,7 +72,7 @@ class Rows:
     inner: int = 1
     outer: int = 1
     order: Order | None = None  # the permutation in which the rows are (``outer`` is 1 then); None: that of the batch
-    holds: Holds | None = None
+    holds: Holds = NOTHING
 
     def at(self, dim: int) -> Rows:
         return replace(self, dim=dim)
@@ -77,20 +80,16 @@ class Rows:
     @property
     def data(self) -> Rows:
         """As data of a computation. Raises Mixes for numbers of rows."""
-        if self.holds is not None and self.holds.depends_on_place:
+        if self.holds.depends_on_place:
             raise Mixes("it computes with the places of the tokens in the batch; positions must come from position_ids")
-        return replace(self, holds=None)
-
-    @property
-    def is_blank(self) -> bool:
-        return self.holds is not None and self.holds.is_blank
+        return replace(self, holds=NOTHING)
 
     @property
     def part(self) -> Rows:
         """Of some of its cells, or of repeated ones: no longer all ids of a token, once each."""
-        if self.holds is None or self.holds.what not in ("index", "one hot"):
+        if self.holds.what not in ("index", "one hot"):
             return self
-        return replace(self, holds=Holds("index") if self.holds.what == "index" else None)
+        return replace(self, holds=Holds("index") if self.holds.what == "index" else NOTHING)
 
     def same_rows(self, other: Rows) -> bool:
         """Whether the same rows are in the same order, wherever their dimension is."""
@@ -171,7 +170,7 @@ def settled(known: Known, tensor: torch.Tensor, axes: Any) -> Known:
     return known
 
 
-def of_shape(tensor: torch.Tensor, axes: Any, holds: Holds | None = None) -> Known:
+def of_shape(tensor: torch.Tensor, axes: Any, holds: Holds = NOTHING) -> Known:
     """Of an input, or of a tensor filled with one constant: rows if it has tokens. Raises Mixes."""
     found = token_dims(tensor.shape, axes)
     if not found:

@@ -36,13 +36,10 @@ def shared_layers(graph: fx.Graph) -> dict[int, int]:
 
 def _itself(node: Any) -> Any:
     """The value that ``to`` returns unchanged: transformers 5.17 moves shared keys and values to the device of the queries."""
-    while isinstance(node, fx.Node) and (node.op, node.target) == ("call_method", "to") and not node.kwargs:
-        if len(node.args) != 2:
-            break
+    if isinstance(node, fx.Node) and (node.op, node.target, len(node.args)) == ("call_method", "to", 2) and not node.kwargs:
         before, after = value(node.args[0]), value(node)
-        if (before.dtype, before.device) != (after.dtype, after.device):
-            break
-        node = node.args[0]
+        if (before.dtype, before.device) == (after.dtype, after.device):
+            return _itself(node.args[0])
     return node
 
 

@@ -36,31 +36,22 @@ def site_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 def site_of(node: fx.Node) -> AttentionSite:
     """The static facts of one node of a semantic op."""
-    if node.target is mla_attention:
-        return _mla_site_of(node)
-    q, k, v = (value(node.args[i]) for i in range(3))
-    path = module_path(node)
+    path, route = module_path(node), node.meta.get("quire_route")
     try:
-        opts = {name: constant(option) for name, option in node.kwargs.items()}
+        options = {name: constant(option) for name, option in node.kwargs.items()}
     except ValueError as error:
         raise UnsupportedAttention(f"the attention call at {path or node.name} has an option that is not constant: {error}; "
                                    "compile with fixed options, e.g. after torch._dynamo.reset()") from error
+    if node.target is mla_attention:
+        q, c, k_rope, kv_b = map(value, node.args)
+        heads, dim, latent = int(q.shape[1]), int(q.shape[3]), Latent(int(c.shape[2]), int(k_rope.shape[2]))
+        return AttentionSite(
+            **options, num_heads=heads, num_kv_heads=heads, head_dim=dim, dtype=q.dtype, name=path, route=route or "interface",
+            head_dim_v=int(kv_b.shape[0]) // heads - dim + latent.rope, latent=latent)
+    q, k, v = map(value, node.args[:3])
     return AttentionSite(
-        layer=opts["layer"], num_heads=int(q.shape[1]), num_kv_heads=int(k.shape[1]), head_dim=int(q.shape[3]),
-        head_dim_v=int(v.shape[3]), dtype=q.dtype, scale=opts["scale"], window=opts["window"], softcap=opts["softcap"],
-        chunk=opts["chunk"], sinks=node.args[3] is not None, causal=opts["causal"], name=path,
-        route=node.meta.get("quire_route") or ("interface" if path else "op"),
-    )
-
-
-def _mla_site_of(node: fx.Node) -> AttentionSite:
-    q, c, k_rope, kv_b = map(value, node.args)
-    heads, dim, latent = int(q.shape[1]), int(q.shape[3]), Latent(int(c.shape[2]), int(k_rope.shape[2]))
-    return AttentionSite(
-        layer=constant(node.kwargs["layer"]), num_heads=heads, num_kv_heads=heads, head_dim=dim,
-        head_dim_v=int(kv_b.shape[0]) // heads - dim + latent.rope, dtype=q.dtype, scale=constant(node.kwargs["scale"]),
-        name=module_path(node), route=node.meta.get("quire_route") or "interface", latent=latent,
-    )
+        **options, num_heads=int(q.shape[1]), num_kv_heads=int(k.shape[1]), head_dim=int(q.shape[3]), dtype=q.dtype, name=path,
+        head_dim_v=int(v.shape[3]), sinks=node.args[3] is not None, route=route or ("interface" if path else "op"))
 
 
 def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusals: dict[str, str]) -> None:
@@ -232,9 +223,7 @@ def _has_sdpa(config: Any) -> bool:
         getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_sdpa", False))
 
 
-def format_sites(sites: Sequence[AttentionSite], decision: Sequence[str] | None = None) -> str:
-    """A plain table, one row a site: what `explain` prints and snapshots compare."""
-    head = ["layer", "module", "route", "needs", "scale"] + (["lowered to"] if decision is not None else [])
-    rows = [[str(s.layer), s.name or "-", s.route, s.needs(), f"{s.scale:.6g}"] +
-            ([decision[i]] if decision is not None else []) for i, s in enumerate(sites)]
-    return "\n".join(aligned([head, *rows]))
+def format_sites(sites: Sequence[AttentionSite]) -> str:
+    """A plain table, one row a site, which snapshots compare."""
+    rows = [[str(s.layer), s.name or "-", s.route, s.needs(), f"{s.scale:.6g}"] for s in sites]
+    return "\n".join(aligned([["layer", "module", "route", "needs", "scale"], *rows]))

@@ -16,7 +16,6 @@ auxiliary loss that is thrown away costs nothing.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,9 +50,8 @@ from quire.passes.verify.breaks import check_whole
 from quire.passes.verify.proof import Proof, Sizes, balanced, execute
 from quire.passes.verify.row_index import routed
 from quire.passes.verify.row_rules import as_data, same
-from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, of_shape
+from quire.passes.verify.rows import CONST, NOTHING, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, of_shape
 
-logger = logging.getLogger(__name__)
 _ATTENTION = (attention, torch.ops.quire.attention, torch.ops.quire.attention.default)
 
 
@@ -169,16 +167,15 @@ class TokenPass:
         q, k, v = (self.known[x] for x in node.args[:3])  # type: ignore[index]
         wanted = Rows(2, self.axes[0])
         for known in (q, k, v):
-            if not isinstance(known, Rows) or replace(known, holds=None) != wanted:
+            if not isinstance(known, Rows) or replace(known, holds=NOTHING) != wanted:
                 self._refuse(node, _mixed("its queries, keys or values are not one row per token", node), "attends")
         return wanted
 
     def _run_once(self, node: fx.Node) -> Any:
         """Run the node on fakes; equal nodes once. Raises Mixes."""
-        weight = value(node.args[1]) if node.target in LINEAR and len(node.args) > 1 else None
         if any(is_traceable_wrapper_subclass(t) for x in node.all_input_nodes for t in tree_leaves(value(x))
                if isinstance(t, torch.Tensor)):
-            return self._quantized(node, weight)
+            return self._quantized(node)
         nodes = node.all_input_nodes
         key = self._key(node)
         if key is not None and key in self._seen:
@@ -194,12 +191,11 @@ class TokenPass:
                 if not isinstance(known, Const) or not self._leaves_no_trace(node, x, memory):
                     raise Mixes("it changes a buffer or parameter of the model")
                 continue
-            if known is not None and known != self.known[x]:
-                holds = getattr(self.known[x], "holds", None)
-                if getattr(known, "holds", None) is not None or replace(self.known[x], holds=None) != known:
+            if known != self.known[x]:
+                if getattr(known, "holds", NOTHING) != NOTHING or replace(self.known[x], holds=NOTHING) != known:
                     if [n for n in self._memory[memory] if n is not x]:
                         raise Mixes("it changes a tensor of which others are views")
-                assert holds is not None
+                assert self.known[x].holds != NOTHING
                 self.known[x] = known
         return found
 
@@ -213,7 +209,7 @@ class TokenPass:
         group = self._memory.get(memory, [buffer])
         return not node.users and all(u is node or u in group for n in group for u in n.users)
 
-    def _run(self, nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[list[Any], list[tuple[int, Known | None]]]:
+    def _run(self, nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[list[Any], list[tuple[int, Known]]]:
         """Run the nodes at once: what is known of the ``results``, and of the inputs that were written to, by their place."""
         inputs = list(dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in nodes))
         proof = Proof(self.axes, any(isinstance(value(x), (torch.SymInt, torch.SymFloat)) for x in inputs))
@@ -230,12 +226,9 @@ class TokenPass:
         with self.sizes.fake, enable_python_dispatcher(), self.sizes.env.ignore_fresh_unbacked_symbols(), proof, balanced():
             for node in nodes:
                 fakes[node] = execute(node, fakes)
-        changes: list[tuple[int, Known | None]] = []
-        for at, x in enumerate(inputs):
-            if isinstance(fakes[x], torch.Tensor):
-                memory = storage_of(fakes[x])
-                if any(storage_of(w) == memory for w in proof.written):
-                    changes.append((at, proof.known(fakes[x])))
+        written = set(map(storage_of, proof.written))
+        changes = [(at, proof.known(fakes[x])) for at, x in enumerate(inputs)
+                   if isinstance(fakes[x], torch.Tensor) and storage_of(fakes[x]) in written]
         return [self._found(node, fakes[node], proof) for node in results], changes
 
     @staticmethod
@@ -270,15 +263,13 @@ class TokenPass:
         spelled = fx.node.map_arg((node.args, node.kwargs), lambda n: number[n])
         return (*parts, repr(spelled))
 
-    def _quantized(self, node: fx.Node, weight: Any) -> Known:
+    def _quantized(self, node: fx.Node) -> Known:
         """A product with a tensor subclass, which ``quantized.check_rows`` tries out; nothing else of it is known."""
-        known = [self.known[x] for x in node.all_input_nodes]
-        if all(isinstance(k, Const) for k in known):
+        of_tokens = [x for x in node.all_input_nodes if not isinstance(self.known[x], Const)]
+        if not of_tokens:
             return CONST
-        x = self.known[node.args[0]] if isinstance(node.args[0], fx.Node) else CONST
-        others = [self.known[n] for n in node.all_input_nodes if n is not node.args[0]]
-        if weight is None or not isinstance(x, Rows) or x.dim >= value(node.args[0]).dim() - 1 or any(
-                not isinstance(k, Const) for k in others):
+        x, linear = self.known[of_tokens[0]], node.target in LINEAR and len(node.args) > 1
+        if not linear or of_tokens != [node.args[0]] or not isinstance(x, Rows) or x.dim >= value(node.args[0]).dim() - 1:
             raise Mixes("quire knows of a quantized weight only that linear layers multiply rows by it")
         return x.data
 
@@ -286,7 +277,7 @@ class TokenPass:
         for x in node.all_input_nodes:
             for known in tree_leaves(self.known[x], is_leaf=_is_known):
                 if isinstance(known, Rows) and user.op == "output":
-                    if known.order is not None or (known.holds is not None and known.holds.depends_on_place):
+                    if known.order is not None or known.holds.depends_on_place:
                         known = _mixed("the tokens are left in another order, or numbered by their place in the batch", x)
                 elif isinstance(known, (Counts, Group)):
                     known = _mixed("it counts the tokens", x)
@@ -393,5 +384,5 @@ def _is_known(x: Any) -> bool:
 
 def _has_order(found: Any) -> bool:
     """Whether something is known that is equal to itself only."""
-    return any(isinstance(k, (Counts, Group)) or (isinstance(k, Rows) and (k.order is not None or (
-        k.holds is not None and (k.holds.order or k.holds.ids) is not None))) for k in tree_leaves(found, is_leaf=_is_known))
+    return any(isinstance(k, (Counts, Group)) or (isinstance(k, Rows) and (
+        k.order or k.holds.order or k.holds.ids) is not None) for k in tree_leaves(found, is_leaf=_is_known))
