@@ -58,6 +58,7 @@ class AdapterPlaces:
         built_in: the names, sorted, of the adapters that the trace reads from the model itself.
         names: of the adapter in each place, or None.
         apart: the parts of the model that the trace does not read.
+        copies: of the adapters, in the places.
         placed: how often adapters were given places.
         version: another one whenever what is in places has changed, but for adapters that are new.
 
@@ -189,7 +190,7 @@ class AdapterPlaces:
                 originals += a, b
                 copies += place_a[: len(a)], place_b[:, : len(a)]
                 factors += 1.0, float(factor)
-        self._copies = Copies(originals, copies, factors, self._cast)
+        self.copies = Copies(originals, copies, factors, self._cast)
         # Last: if anything before has failed, the next call does it again.
         self._seen, self._known, self._in_places, self._weights = seen, known, in_places, weights
         self._pairs = [(name, i) for name in names for i in seen[name].layers]
@@ -203,7 +204,7 @@ class AdapterPlaces:
     def change(self, everything: bool) -> str | None:
         """Let the places follow the model. Describes what the trace cannot take, or None. ``everything``: look at all of each
         adapter; else at a few."""
-        behind = self._copies.is_behind()
+        behind = self.copies.is_behind()
         if not everything and not behind and self._as_seen():
             return self._next_misfit()
         found = sorted({name for layer in self._layers for part in (layer.lora_A, layer.lora_B) for name in part})
@@ -225,7 +226,7 @@ class AdapterPlaces:
             if new:
                 logger.info("new adapters in places of the trace: %s", ", ".join(new))
         elif behind:
-            self._copies.refresh(everything=True)
+            self.copies.refresh(everything=True)
         return None
 
     def _next_misfit(self) -> str | None:
@@ -241,11 +242,3 @@ class AdapterPlaces:
         of no use any more."""
         stale, self._stale = self._stale, False
         return stale
-
-    def refresh(self) -> None:
-        """Copy all adapters again, also what PyTorch has not counted."""
-        self._copies.refresh(everything=True)
-
-    def version_apart(self) -> tuple[int, Apart]:
-        """For ``PrefixCache.apart``."""
-        return self.version, self.apart

@@ -24,8 +24,8 @@ from quire.passes.verify.quantized import holds_codes
 
 class CastWeights:
     """Copies in ``dtype`` of a model's floating-point parameters and persistent buffers that have another one. ``stand_ins``:
-    the copy of each tensor that has one, by the tensor's id. Raises UnsupportedAttention, with its name, for a weight that a
-    cast would not convert faithfully."""
+    the copy of each tensor that has one, by the tensor's id; ``copies`` lets them follow. Raises UnsupportedAttention, with its
+    name, for a weight that a cast would not convert faithfully."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         self.stand_ins: dict[int, torch.Tensor] = {}
@@ -44,12 +44,12 @@ class CastWeights:
                         _check(t, self._places[-1][-1], dtype)
                         self.stand_ins[id(t)] = _like(t, dtype)
                         originals.append(t)
-        self._copies = Copies(originals, [self.stand_ins[id(t)] for t in originals])
+        self.copies = Copies(originals, [self.stand_ins[id(t)] for t in originals])
 
     @property
     def num_bytes(self) -> int:
         """Memory of the copies."""
-        return self._copies.num_bytes
+        return self.copies.num_bytes
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -69,7 +69,7 @@ class CastWeights:
         self._places = [place for place in self._places if id(place[0]) in kept]
         originals = list({id(t): t for _, _, t, _ in self._places if id(t) in self.stand_ins}.values())
         self.stand_ins = {id(t): self.stand_ins[id(t)] for t in originals}
-        self._copies = Copies(originals, list(self.stand_ins.values()))
+        self.copies = Copies(originals, list(self.stand_ins.values()))
 
     def replaced(self) -> str | None:
         """A parameter or buffer that is another object now, as "name: replaced", or None. The copies follow in-place updates
@@ -78,10 +78,6 @@ class CastWeights:
             if holder.get(name) is not t:
                 return f"{shown}: replaced"
         return None
-
-    def refresh(self, everything: bool) -> None:
-        """Write the copies again. ``everything`` False: only if a change of the originals was counted."""
-        self._copies.refresh(everything)
 
 
 def _check(t: torch.Tensor, name: str, dtype: torch.dtype) -> None:
