@@ -15,9 +15,9 @@ import itertools
 import os.path
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from quire.graph_runner.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from quire.graph_runner.engine import Engine
 
+T = TypeVar("T")
 _GREEDY = SamplingParams(temperature=0)
 
 
@@ -271,6 +272,22 @@ class Rows:
             self.engine.scheduler.preempt_all()
             extended = self.engine.scheduler.extend(row, count)
             assert extended  # all rows fit: checked at the start
+
+
+def in_parts(items: Sequence[T], together: int, rows_of: Callable[[Sequence[T]], Rows]) -> Iterator[tuple[Sequence[T], Rows]]:
+    """The items, up to ``together`` at once, with their rows: fewer where those would not fit. Raises DoesNotFit if the rows of
+    a single item do not."""
+    at = 0
+    while part := items[at : at + together]:
+        try:
+            rows = rows_of(part)
+        except DoesNotFit:
+            if len(part) == 1:
+                raise
+            together = len(part) // 2
+            continue
+        yield part, rows
+        at += len(part)
 
 
 def sample(rows: Rows, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,

@@ -12,14 +12,14 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules import module as torch_module
 
 from quire.attn_ops.kv_cache import pages_for
-from quire.graph_runner.lockstep import DoesNotFit, Rows
+from quire.graph_runner.lockstep import Rows, in_parts
 from quire.graph_runner.own_forward import reads_inputs, training_difference
 from quire.passes.capture.evaluating import only_marks
 from quire.passes.capture.reads import is_code_of
@@ -110,31 +110,21 @@ def limits_of(engine: Engine, ids: torch.Tensor) -> str | None:
 def whole_logits(engine: Engine, ids: torch.Tensor) -> torch.Tensor:
     """The logits at every token: of ids (B, L) int, (B, L, V) in the model's dtype. Equal rows are computed once. Raises
     DoesNotFit if a row needs more pages than there are."""
-    prompts, length = ids.tolist(), ids.shape[1]
-    rows = list(dict.fromkeys(map(tuple, prompts)))
+    prompts, length = list(map(tuple, ids.tolist())), ids.shape[1]
+    rows = list(dict.fromkeys(prompts))
+    index = {row: i for i, row in enumerate(rows)}
     out: torch.Tensor | None = None
 
-    def take(before: int, row: int, start: int, logits: torch.Tensor) -> None:
+    def take(some: Sequence[tuple[int, ...]], row: int, start: int, logits: torch.Tensor) -> None:
         nonlocal out
         if out is None:
             out = logits.new_empty(len(rows), length, logits.shape[1])
-        out[before + row, start : start + len(logits)] = logits
+        out[index[some[row]], start : start + len(logits)] = logits
 
     pages = engine.scheduler.allocator.num_total // pages_for(length, engine.config.page_size)
-    together, first = max(1, min(engine.config.max_num_seqs, pages, -(-STEP_TOKENS // length))), 0
-    while first < len(rows):
-        try:
-            some = Rows(engine, rows[first : first + together], 0)
-        except DoesNotFit:
-            if together == 1:
-                raise
-            together //= 2
-            continue
-        with some:
-            some.every_logits(functools.partial(take, first), STEP_TOKENS)
-        first += together
+    together = max(1, min(engine.config.max_num_seqs, pages, -(-STEP_TOKENS // length)))
+    for part, of_part in in_parts(rows, together, lambda some: Rows(engine, some, 0)):
+        with of_part:
+            of_part.every_logits(functools.partial(take, part), STEP_TOKENS)
     assert out is not None
-    if len(rows) == len(prompts):
-        return out
-    index = {row: i for i, row in enumerate(rows)}
-    return out[[index[tuple(prompt)] for prompt in prompts]]
+    return out if len(rows) == len(prompts) else out[[index[prompt] for prompt in prompts]]
