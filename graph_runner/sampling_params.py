@@ -132,24 +132,24 @@ class SamplingParams:
     def _refuse_unsupported(self) -> None:
         for option in fields(self):
             value = getattr(self, option.name)
-            if option.name not in _UNSUPPORTED:
-                continue
-            if not isinstance(value, Sized) and value == option.default:  # arrays are compared item by item
-                continue
-            raise ValueError(
-                f"{option.name}={value!r}: quire does not support {option.name}; leave it at its default, {option.default!r}. "
-                f"Supported: {', '.join(f.name for f in fields(self) if f.name not in _UNSUPPORTED)}")
+            # Arrays are compared item by item.
+            if option.name in _UNSUPPORTED and (isinstance(value, Sized) or value != option.default):
+                raise ValueError(
+                    f"{option.name}={value!r}: quire does not support {option.name}; leave it at its default, "
+                    f"{option.default!r}. Supported: {', '.join(f.name for f in fields(self) if f.name not in _UNSUPPORTED)}")
 
     def _normalize(self) -> None:
         """Store one form of values that have several spellings."""
-        stop = self.stop
-        stop = (stop,) if isinstance(stop, str) else _as_tuple("stop", stop, "a string or a list of strings")
-        words = _as_tuple("bad_words", self.bad_words, "a list of strings")
-        for name, texts in (("stop", stop), ("bad_words", words)):
-            for text in texts:
-                if not isinstance(text, str):
-                    raise TypeError(f"{name} must be {'a string or ' * (name == 'stop')}a list of strings, got {text!r} in it")
         set_field = object.__setattr__  # the dataclass is frozen
+        kinds: Any = (("stop", "a string or a list of strings", str), ("bad_words", "a list of strings", str),
+                      ("logits_processors", "a list of functions", Callable))
+        for name, expected, kind in kinds:
+            value = getattr(self, name)
+            items = (value,) if name == "stop" and isinstance(value, str) else _as_tuple(name, value, expected)
+            for item in items:
+                if not isinstance(item, kind):
+                    raise TypeError(f"{name} must be {expected}, got {item!r} in it")
+            set_field(self, name, items)
         for name in _TOKENS:
             ids = _as_tuple(name, getattr(self, name), "a list of token ids")
             for token in ids:
@@ -163,13 +163,6 @@ class SamplingParams:
                 _check_int("every key of logit_bias", token)
                 _check_number("every value of logit_bias", number)
             set_field(self, "logit_bias", {int(t): float(x) for t, x in self.logit_bias.items()} or None)
-        functions = _as_tuple("logits_processors", self.logits_processors, "a list of functions")
-        for function in functions:
-            if not callable(function):
-                raise TypeError(f"logits_processors must be a list of functions, got {function!r} in it")
-        set_field(self, "stop", stop)
-        set_field(self, "bad_words", words)
-        set_field(self, "logits_processors", functions)
         for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs",
                      "truncate_prompt_tokens"):
             value = getattr(self, name)
