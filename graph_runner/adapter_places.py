@@ -18,7 +18,7 @@ import functools
 import logging
 import operator
 from itertools import chain, compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,15 +36,13 @@ _A_AND_B, _WEIGHT = operator.itemgetter("lora_A", "lora_B"), operator.itemgetter
 _A_FEW = 4  # adapters of layers that are looked at in a step of a busy engine
 
 
-class _Seen(NamedTuple):
-    """An adapter in a place: of each layer that it adapts, by number, A, B and the scaling."""
+#: An adapter in a place: of each layer that it adapts, by number, A, B and the scaling.
+_Seen = dict[int, tuple[torch.Tensor, torch.Tensor, float]]
 
-    layers: dict[int, tuple[torch.Tensor, torch.Tensor, float]]
 
-    def same(self, other: _Seen | None) -> bool:
-        return other is not None and self.layers.keys() == other.layers.keys() and all(
-            a is c and b is d and s == t for (a, b, s), (c, d, t) in zip(self.layers.values(), other.layers.values(),
-                                                                         strict=True))
+def _same(one: _Seen, other: _Seen | None) -> bool:
+    return other is not None and one.keys() == other.keys() and all(
+        a is c and b is d and s == t for (a, b, s), (c, d, t) in zip(one.values(), other.values(), strict=True))
 
 
 class AdapterPlaces:
@@ -109,9 +107,9 @@ class AdapterPlaces:
     # -- what the model has -----------------------------------------------------------------------------------------
 
     def _of(self, name: str) -> _Seen:
-        return _Seen({i: (layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
-                      for i, layer in enumerate(self._layers)
-                      if all(name in each for each in (layer.lora_A, layer.lora_B, layer.scaling))})
+        return {i: (layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
+                for i, layer in enumerate(self._layers)
+                if all(name in each for each in (layer.lora_A, layer.lora_B, layer.scaling))}
 
     def _misfit(self, name: str) -> str | None:
         """Why the adapter cannot be in a place, or None."""
@@ -176,7 +174,7 @@ class AdapterPlaces:
         weights = [module._parameters.get("weight") for module in compress(modules, in_places)]
         seen = {name: self._of(name) for name in names}
         for place, name in enumerate(self.names):
-            if name is not None and not (name in seen and seen[name].same(before.get(name))):
+            if name is not None and not (name in seen and _same(seen[name], before.get(name))):
                 self._clear(place)
                 if name not in seen:
                     self.names[place] = None
@@ -185,7 +183,7 @@ class AdapterPlaces:
                 self.names[self.names.index(None)] = name
         originals, copies, factors = list[torch.Tensor](), list[torch.Tensor](), list[float]()
         for name in names:
-            for i, (a, b, factor) in seen[name].layers.items():
+            for i, (a, b, factor) in seen[name].items():
                 place_a, place_b = self.lora.pair(i, self.names.index(name))
                 originals += a, b
                 copies += place_a[: len(a)], place_b[:, : len(a)]
@@ -193,7 +191,7 @@ class AdapterPlaces:
         self.copies = Copies(originals, copies, factors, self._cast)
         # Last: if anything before has failed, the next call does it again.
         self._seen, self._known, self._in_places, self._weights = seen, known, in_places, weights
-        self._pairs = [(name, i) for name in names for i in seen[name].layers]
+        self._pairs = [(name, i) for name in names for i in seen[name]]
 
     def _clear(self, place: int) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -220,7 +218,7 @@ class AdapterPlaces:
             before = self._seen
             new = [name for name in names if name not in before]
             self._place(names, before)
-            if any(not seen.same(self._seen.get(name)) for name, seen in before.items()):
+            if any(not _same(seen, self._seen.get(name)) for name, seen in before.items()):
                 self._stale = True
                 self.version += 1
             if new:

@@ -31,6 +31,16 @@ class OnInstance:
         return made
 
 
+def _decoding_loop(name: str) -> Callable[..., Any]:
+    """A method: the class's own of that name, or what ``SAMPLING`` says for the model."""
+
+    def decode(model: Any, *args: Any, **kwargs: Any) -> Any:
+        plain, standing = getattr(super(OwnCopies, model), name), SAMPLING.get()
+        return standing[1](plain, *args, **kwargs) if standing is not None and standing[0] is model else plain(*args, **kwargs)
+
+    return decode
+
+
 class OwnCopies:
     """Mixin of a paged model's class: a copy that shares the ``__dict__`` (``copy.copy``, replicas of ``nn.DataParallel``) runs
     its own modules, not those of the model that was copied."""
@@ -44,17 +54,9 @@ class OwnCopies:
         _bind(replica)
         return replica
 
-    def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        """The decoding loop, which transformers' ``generate`` calls by this name when it has prepared everything."""
-        return _decode(self, super()._sample, args, kwargs)  # type: ignore[misc]
-
-    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        """The loop of ``generate`` with beams."""
-        return _decode(self, super()._beam_search, args, kwargs)  # type: ignore[misc]
-
-    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        """The loop of ``generate`` that speculates, without a change of the distribution: the engine samples each token."""
-        return _decode(self, super()._assisted_decoding, args, kwargs)  # type: ignore[misc]
+    # Transformers' ``generate`` calls one of these by its name when it has prepared everything; the last with assistants, which
+    # do not change the distribution: the engine samples each token.
+    _sample, _beam_search, _assisted_decoding = map(_decoding_loop, ("_sample", "_beam_search", "_assisted_decoding"))
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """The manager behind transformers' ``generate_batch``: on the engine of ``quire.paged``."""
@@ -70,11 +72,6 @@ class OwnCopies:
         if plain is None or not isinstance(made, tuple) or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return made
         return (_new, (plain, *made[1][1:]), *made[2:])
-
-
-def _decode(model: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    standing = SAMPLING.get()
-    return standing[1](plain, *args, **kwargs) if standing is not None and standing[0] is model else plain(*args, **kwargs)
 
 
 def _new(plain: type, *arguments: Any) -> Any:
