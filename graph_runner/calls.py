@@ -184,6 +184,16 @@ class EngineCalls:
         finally:  # the caller may have stopped reading
             self.lock.when_free(lambda: self._abort(ids))
 
+    def _run(self, asks: Sequence[Ask], strict: bool, use_tqdm: bool | Callable[..., Any] | None) -> dict[int, RequestOutput]:
+        """The outputs by their index."""
+        done: dict[int, RequestOutput] = {}
+        with progress(sum(ask.params.n for ask in asks), use_tqdm) as advance:
+            for event in self._stream(asks, strict):
+                if event.finished:
+                    done[event.index] = event.output
+                    advance()
+        return done
+
     def generate(self, prompts: Prompt | Sequence[Prompt], params: _Params = None, *, sampling_params: _Params = None,
                  use_tqdm: bool | Callable[..., Any] | None = None, request_id: str | Sequence[str] | None = None,
                  priority: int | Sequence[int] = 0, timeout: float | None = None,
@@ -199,12 +209,7 @@ class EngineCalls:
         """
         _check_lora_request(lora_request)
         asks = self._asks(prompts, params, sampling_params, request_id, priority, timeout, adapter)
-        done: dict[int, RequestOutput] = {}
-        with progress(sum(ask.params.n for ask in asks), use_tqdm) as advance:
-            for event in self._stream(asks, len(asks) == 1 if raise_on_error is None else raise_on_error):
-                if event.finished:
-                    done[event.index] = event.output
-                    advance()
+        done = self._run(asks, len(asks) == 1 if raise_on_error is None else raise_on_error, use_tqdm)
         found, at = [], 0
         for index, ask in enumerate(asks):
             found.append(RequestOutput.of_prompt(index, [done[i] for i in range(at, at + ask.params.n) if i in done]))
@@ -295,12 +300,7 @@ class EngineCalls:
         for prompt, continuation, own in zip(first, second, each_of("adapters", adapter, len(first)), strict=True):
             before, ids = self._joined(prompt, continuation)
             asks.append(Ask(ids, _SCORING, RequestOptions(score_from=before, adapter=own).check()))
-        outputs: dict[int, RequestOutput] = {}
-        with progress(len(asks), use_tqdm) as advance:
-            for event in self._stream(asks, strict=True):
-                if event.finished:
-                    outputs[event.index] = event.output
-                    advance()
+        outputs = self._run(asks, True, use_tqdm)
         return [_score(outputs[i], ask.options.score_from or 0) for i, ask in enumerate(asks)]
 
     def _joined(self, prompt: Prompt, continuation: Prompt) -> tuple[int, list[int]]:
@@ -343,11 +343,8 @@ def _score(output: RequestOutput, start: int) -> Score:
 def progress(total: int, use_tqdm: bool | Callable[..., Any] | None) -> Iterator[Callable[[], Any]]:
     """A progress bar over ``total`` requests, as ``use_tqdm`` of ``generate`` says; gives the function that advances it."""
     if callable(use_tqdm):
-        bar = use_tqdm(total=total, desc="Generating")
-        try:
+        with contextlib.closing(use_tqdm(total=total, desc="Generating")) as bar:
             yield lambda: bar.update(1)
-        finally:
-            bar.close()
         return
     if use_tqdm is False:
         yield lambda: None
