@@ -74,10 +74,7 @@ class CastWeights:
     def replaced(self) -> str | None:
         """A parameter or buffer that is another object now, as "name: replaced", or None. The copies follow in-place updates
         only."""
-        for holder, name, t, shown in self._places:
-            if holder.get(name) is not t:
-                return f"{shown}: replaced"
-        return None
+        return next((f"{shown}: replaced" for holder, name, t, shown in self._places if holder.get(name) is not t), None)
 
 
 def _check(t: torch.Tensor, name: str, dtype: torch.dtype) -> None:

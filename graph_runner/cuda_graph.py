@@ -186,10 +186,8 @@ class CudaGraphRunner:
             size = pick_bucket(sizes, shape.num_reqs)
             if size is not None:
                 return EncoderShape(size, size) if cross else BatchShape(size, size)
-        for bucket in mixed:  # sorted by tokens: the first that fits wastes least
-            if bucket.num_tokens >= shape.num_tokens and bucket.num_reqs >= shape.num_reqs:
-                return bucket
-        return None
+        # Sorted by tokens: the first that fits wastes least.
+        return next((b for b in mixed if b.num_tokens >= shape.num_tokens and b.num_reqs >= shape.num_reqs), None)
 
     def _no(self, shape: BatchShape, why: str, level: int = logging.WARNING) -> BatchShape | None:
         """Count and log why there is no graph; returns None."""

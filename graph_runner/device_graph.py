@@ -221,11 +221,10 @@ class GraphPool:
 
     def __init__(self) -> None:
         self._handle: Any = None
-        self._made = False
 
     def handle(self, graphs: DeviceGraphs) -> Any:
-        if not self._made:
-            self._handle, self._made = graphs.new_pool(), True
+        if self._handle is None:
+            self._handle = graphs.new_pool()
         return self._handle
 
 

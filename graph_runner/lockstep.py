@@ -41,7 +41,7 @@ class _Turn:
     """Two calls that each hold half of the pages would wait for each other: one call at a time per engine."""
 
     def __init__(self) -> None:
-        self.lock, self.held, self.thread = threading.RLock(), False, 0
+        self.lock, self.thread = threading.RLock(), 0  # of the call; 0: there is none
 
 
 _turns: weakref.WeakKeyDictionary[Engine, _Turn] = weakref.WeakKeyDictionary()
@@ -50,7 +50,7 @@ _turns: weakref.WeakKeyDictionary[Engine, _Turn] = weakref.WeakKeyDictionary()
 def held_here(engine: Any) -> bool:
     """Whether this thread is inside a call that advances in lockstep: its processor or criterion runs."""
     turn = _turns.get(engine)
-    return turn is not None and turn.held and turn.thread == threading.get_ident()
+    return turn is not None and turn.thread == threading.get_ident()
 
 
 class Rows:
@@ -92,11 +92,11 @@ class Rows:
         self._turn = _turns.setdefault(self.engine, _Turn())
         self._turn.lock.acquire()
         try:
-            if self._turn.held:
+            if self._turn.thread:
                 raise DoesNotFit("it was called from a processor or a criterion of another call of generate on this engine")
             while not self._take_slots():
                 self.engine._step()  # until other requests have ended
-            self._turn.held, self._turn.thread = True, threading.get_ident()
+            self._turn.thread = threading.get_ident()
         except BaseException:
             self._turn.lock.release()
             raise
@@ -122,7 +122,7 @@ class Rows:
                 self.engine.scheduler.give_back(row)
                 self.engine.scheduler.free_slots.append(row.slot)
             self.engine.counters.ended_together(len(self.requests), bool(self.engine.requests))
-        self._turn.held = False
+        self._turn.thread = 0
         self._turn.lock.release()
 
     def append(self, tokens: Sequence[int]) -> None:

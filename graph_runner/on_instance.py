@@ -95,6 +95,11 @@ def _with_own_copies(plain: type) -> type:
     return types.new_class(plain.__name__, (OwnCopies, plain), exec_body=lambda namespace: namespace.update(body))
 
 
+def class_of(model: torch.nn.Module) -> type:
+    """The model's class, or that in whose place ``quire.paged`` has put a subclass."""
+    return type(model).__dict__.get("_plain_class", type(model))
+
+
 def set_own_copies(model: torch.nn.Module, own: bool) -> None:
     """Give the model ``OwnCopies``, or the class it had before. A class put on top by others stays."""
     cls = type(model)
