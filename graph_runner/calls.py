@@ -356,17 +356,16 @@ def progress(total: int, use_tqdm: bool | Callable[..., Any] | None) -> Iterator
     if not (use_tqdm or console.is_terminal):
         yield lambda: None
         return
-    with contextlib.ExitStack() as stack:
-        shown: list[tuple[Progress, Any]] = []
-        done = 0
+    shown = Progress(console=console)
+    task = shown.add_task("Generating", total=total)
 
-        def advance() -> None:
-            nonlocal done
-            done += 1
-            if not shown and (use_tqdm or time.monotonic() - began > BAR_AFTER):
-                made = stack.enter_context(Progress(console=console))
-                shown.append((made, made.add_task("Generating", total=total)))
-            for made, task in shown:
-                made.update(task, completed=done)
+    def advance() -> None:
+        shown.advance(task)
+        if use_tqdm or time.monotonic() - began > BAR_AFTER:
+            shown.start()  # if it is not shown yet
 
+    try:
         yield advance
+    finally:
+        if shown.live.is_started:
+            shown.stop()
