@@ -6,13 +6,8 @@ decode in tokens (`token_buckets`). A batch that fits no bucket (`pick_bucket` r
 
 The steps between sizes grow with the size, so that padding wastes a bounded share of a large batch and few graphs are
 captured. Decode sizes follow SGLang 0.5.23, with 8 in place of its 8 and 12; token counts too, with steps of 128 from 1024 to
-2048, so that from 128 tokens on padding is at most an eighth. Other lists have names (`POLICIES`):
-
-sglang   decode 1, 2, 4, 8, 12, then 16 to 256 by 8, to 512 by 16, then by 32; tokens as the default's, to 4096 by 256
-vllm     1, 2, 4, then 8 to 248 by 8, then from 256 by 16
-powers   1, 2, 4, 8, ...
-
-All end with the maximum, so that no batch is too large for its graphs (the systems' own lists may miss it).
+2048, so that from 128 tokens on padding is at most an eighth. Other lists have names (`POLICIES`). All end with the maximum, so
+that no batch is too large for its graphs (the systems' own lists may miss it).
 """
 
 from __future__ import annotations
