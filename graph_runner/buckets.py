@@ -40,8 +40,7 @@ def decode_buckets(max_num_seqs: int, sizes: Iterable[int] | str | None = None) 
 
 
 def token_buckets(max_num_batched_tokens: int, sizes: Iterable[int] | str | None = None) -> list[int]:
-    """Token counts of the graphs of mixed prefill and decode batches, else as `decode_buckets`. Without `sizes`: 4 to 32 by 4,
-    to 256 by 16, to 512 by 32, to 1024 by 64, to 2048 by 128, to 4096 by 256, then by 512, and the maximum."""
+    """Token counts of the graphs of mixed prefill and decode batches, else as `decode_buckets`."""
     return _buckets(_TOKENS, "token count", "max_num_batched_tokens", max_num_batched_tokens, sizes)
 
 

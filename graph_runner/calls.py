@@ -115,7 +115,7 @@ class EngineCalls:
             QueueFull: more requests would wait than ``max_waiting``.
         """
         asks = self._asks(prompts, params, sampling_params, request_id, priority, timeout, adapter)
-        return self._stream(asks, len(asks) == 1 if raise_on_error is None else raise_on_error)
+        return self._stream(asks, raise_on_error)
 
     def _asks(self, prompts: Prompt | Sequence[Prompt], params: _Params, sampling_params: _Params,
               request_id: str | Sequence[str] | None, priority: int | Sequence[int], timeout: float | None,
@@ -145,7 +145,8 @@ class EngineCalls:
         return for_engine(given, getattr(engine.model, "generation_config", None), lambda: len(
             token_ids_of(prompt, self.tokenizer, engine.runner.vocab_size, engine.max_model_len)))
 
-    def _stream(self, asks: Sequence[Ask], strict: bool) -> Generator[StreamEvent, None, None]:
+    def _stream(self, asks: Sequence[Ask], raise_on_error: bool | None) -> Generator[StreamEvent, None, None]:
+        strict = len(asks) == 1 if raise_on_error is None else raise_on_error
         inbox: deque[StreamEvent] = deque()
         ids: list[int] = []
         count = 0  # of outputs
@@ -184,11 +185,12 @@ class EngineCalls:
         finally:  # the caller may have stopped reading
             self.lock.when_free(lambda: self._abort(ids))
 
-    def _run(self, asks: Sequence[Ask], strict: bool, use_tqdm: bool | Callable[..., Any] | None) -> dict[int, RequestOutput]:
+    def _run(self, asks: Sequence[Ask], raise_on_error: bool | None, use_tqdm: bool | Callable[..., Any] | None
+             ) -> dict[int, RequestOutput]:
         """The outputs by their index."""
         done: dict[int, RequestOutput] = {}
         with progress(sum(ask.params.n for ask in asks), use_tqdm) as advance:
-            for event in self._stream(asks, strict):
+            for event in self._stream(asks, raise_on_error):
                 if event.finished:
                     done[event.index] = event.output
                     advance()
@@ -209,7 +211,7 @@ class EngineCalls:
         """
         _check_lora_request(lora_request)
         asks = self._asks(prompts, params, sampling_params, request_id, priority, timeout, adapter)
-        done = self._run(asks, len(asks) == 1 if raise_on_error is None else raise_on_error, use_tqdm)
+        done = self._run(asks, raise_on_error, use_tqdm)
         found, at = [], 0
         for index, ask in enumerate(asks):
             found.append(RequestOutput.of_prompt(index, [done[i] for i in range(at, at + ask.params.n) if i in done]))

@@ -4,9 +4,8 @@
 as ``from_pretrained(..., dtype=torch.bfloat16)`` loads them. Buffers that are in no checkpoint stay as they are: rope's
 frequencies, which ``model.to(torch.bfloat16)`` would round too. Only tensors whose dtype differs are copied: none of a model in
 bfloat16, and of LoRA on such a model at most the adapters. The model is traced, and its graphs are captured, with the copies in
-the places of its own tensors; after that it has those again, and steps get the copies (``PagedModel.stand_ins``).
-
-The copies follow the model: ``graph_runner/copies.py``.
+the places of its own tensors; after that it has those again, and steps get the copies (``PagedModel.stand_ins``), which follow
+the model (``graph_runner/copies.py``).
 """
 
 from __future__ import annotations

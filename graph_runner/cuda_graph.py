@@ -14,8 +14,7 @@ and any other when the first batch of it comes. A decode step whose graph is the
 where captures then take less than LATE_SHARE of the time. So no step waits for more than one capture, and none with prompts for
 a graph that it does not need.
 
-What records and replays is the device's (``graph_runner/device_graph.py``). On a CPU there is nothing to capture; the same
-runner keeps one callable per bucket, so that buckets, padding and fallback are tested without a GPU.
+What records and replays is the device's (``graph_runner/device_graph.py``).
 """
 
 from __future__ import annotations
