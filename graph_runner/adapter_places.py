@@ -113,10 +113,8 @@ class AdapterPlaces:
 
     def _misfit(self, name: str) -> str | None:
         """Why the adapter cannot be in a place, or None."""
-        for i, layer in enumerate(self._layers):
-            if (why := self._misfit_of(i, layer, name)) is not None:
-                return f"{self._paths[i]}: {why}"
-        return None
+        return next((f"{path}: {why}" for i, (path, layer) in enumerate(zip(self._paths, self._layers, strict=True))
+                     if (why := self._misfit_of(i, layer, name)) is not None), None)
 
     def _misfit_of(self, number: int, layer: Any, name: str) -> str | None:
         has = [name in each for each in (layer.lora_A, layer.lora_B, layer.scaling)]
@@ -144,19 +142,15 @@ class AdapterPlaces:
         return None
 
     def _walk(self) -> tuple[list[str], list[int], list[torch.nn.Module], list[dict[str, float]]]:
-        """What the layers have now: the names of the adapters in each A and B, how many these are, their modules, and the
-        scaling of each layer."""
+        """Now: the names of the adapters in each A and B, how many these are, their modules, and the scaling of each layer."""
         parts = list(map(_MODULES, chain.from_iterable(map(_A_AND_B, map(_MODULES, self._layers)))))
         return (list(chain.from_iterable(parts)), list(map(len, parts)), list(chain.from_iterable(map(dict.values, parts))),
                 list(map(_SCALING, self._layers)))
 
     def _as_seen(self) -> bool:
-        """Whether the layers have the same adapters as before, with the same parameters and scaling.
-
-        All is walked again, from the layers to the parameters, so that no change can go around what was seen before. An adapter
-        that came, went or was renamed is another name, one that was replaced another module, in whichever ``lora_A`` the layer
-        has now. Modules are compared by ``==``, which may be their own; but what they hold as weight must be the same object as
-        before. Scaling is compared by value. What is written into a parameter, ``Copies`` sees.
+        """Whether the layers have the same adapters as before, with the same parameters and scaling. All is walked again, from
+        the layers to the parameters, so that no change can go around what was seen before. Modules are compared by ``==``,
+        which may be their own; but what they hold as weight must be the same object. What is written into it, ``Copies`` sees.
         """
         try:
             if (now := self._walk()) != self._known:

@@ -137,8 +137,7 @@ class EngineCalls:
                 for (prompt, p), name, number, own in zip(pairs, *options, strict=True)]
 
     def _params_of(self, prompt: Prompt, given: Any) -> SamplingParams:
-        """What was given as the params of a prompt. Raises ValueError for a ``GenerationConfig`` with what requests do not
-        have, or a prompt that cannot be served; TypeError for other types."""
+        """What was given as the params of a prompt. Raises ValueError for what requests do not have, else TypeError."""
         if not is_generation_config(given):
             return params_of(given)
         engine = cast("Engine", self)

@@ -76,8 +76,7 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine options of ``quire generate``: those of --engine, --attention and --page-size. Raises ValueError for an
-    unknown option, a bad value, or two different values of one option."""
+    """Those of --engine, --attention and --page-size. Raises ValueError for a wrong one, or two values of one option."""
     from quire.graph_runner.config import check_options
 
     options = dict(args.engine)
@@ -287,7 +286,6 @@ def _logging(verbose: int) -> Iterator[None]:
 
 
 def _shortened(text: str) -> str:
-    """At most ``ERROR_LINES`` lines."""
     lines = text.splitlines()
     if len(lines) <= ERROR_LINES:
         return text

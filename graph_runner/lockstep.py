@@ -235,14 +235,12 @@ class Rows:
         return True
 
     def _keep_adapters(self) -> None:
-        """Rows keep the adapters that they have drawn tokens with, however often the model's are switched meanwhile. Raises
-        RuntimeError if they cannot."""
+        """Rows keep the adapters that they have drawn tokens with. Raises RuntimeError if they cannot."""
         for _, why in after_change(self.requests, self.engine.model, self._runner.adapters, self._active):
             raise RuntimeError(f"generate() cannot go on: {why}")
 
     def _schedule(self, most: int | None = None, scored: bool = False) -> ScheduledBatch:
-        """A step of new tokens, with pages for them, if need be those of the engine's other requests. ``most``: how many.
-        ``scored``: with logits for each of them."""
+        """A step of up to ``most`` new tokens, with pages for them. ``scored``: with logits for each of them."""
         scheduler, scheduled, budget = self.engine.scheduler, [], min(self._budget, most or self._budget)
         for row in self.requests:
             if scheduler.set_length_kind(row):  # all keys are others; pages behind windows are gone

@@ -281,7 +281,6 @@ class ModelGuard:
         return tuple(found)
 
     def _as_before(self, name: str, module: torch.nn.Module) -> bool:
-        """Whether the module's facts are what they were."""
         glance = self._glances[name]
         if (glance is not None and not module._forward_hooks and not module._forward_pre_hooks
                 and glance.holds(vars(module)) and self._tensors(module) == glance.tensors):

@@ -101,8 +101,7 @@ class AdaptedGenerate:
     @property
     def engine(self) -> Engine:
         """See ``PagedGenerate.engine``."""
-        engine: Engine = adapted_model(self.wrapper).generate.engine
-        return engine
+        return adapted_model(self.wrapper).generate.engine
 
     def close(self) -> None:
         """See ``PagedGenerate.close``."""

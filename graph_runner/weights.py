@@ -119,8 +119,7 @@ def write(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor
 
 
 def _plain(name: str, value: Any) -> torch.Tensor:
-    """A given value as a tensor of numbers; a distributed one gathered from all its ranks. Raises WeightUpdateError if it is
-    none."""
+    """A value as a tensor of numbers, gathered from all ranks. Raises WeightUpdateError if it is none."""
     gather = getattr(value, "full_tensor", None)
     value = gather() if callable(gather) else value
     if not isinstance(value, torch.Tensor) or holds_codes(value) or value.layout is not torch.strided or (
