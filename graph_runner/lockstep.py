@@ -64,7 +64,8 @@ class Rows:
         starts = [i for i, p in enumerate(prompts) if i == 0 or p != prompts[i - 1]]
         self._groups = [slice(a, b) for a, b in itertools.pairwise([*starts, len(prompts)])]  # of rows with one prompt
         shared = sum((g.stop - g.start - 1) * (len(prompts[g.start]) // config.page_size) for g in self._groups)
-        pages = sum(pages_for(len(p) + max_tokens, config.page_size) for p in prompts) - shared
+        whole = [pages_for(len(p) + max_tokens, config.page_size) for p in prompts]
+        pages = sum(whole) - shared
         if longest > engine.max_model_len:
             raise DoesNotFit(f"it may make a sequence of {longest} tokens, and the engine holds {engine.max_model_len} (see "
                              "max_model_len and num_pages of quire.Engine)")
@@ -78,7 +79,6 @@ class Rows:
         self._version, self._active = engine._live.version, engine._live.active
         if (windows := engine.scheduler.windows) is not None:
             each = windows.reach.pages_held(0, config.page_size) + 1  # of a row that computes one token
-            whole = [pages_for(len(p) + max_tokens, config.page_size) for p in prompts]
             held, free = sum(min(n, each) for n in whole), windows.allocator.num_total
             if max(whole) > each:  # rows that compute more tokens hold as many more pages
                 self._budget = min(self._budget, (free - held) * config.page_size)
