@@ -16,7 +16,7 @@ _UNSUPPORTED = ("best_of", "extra_args", "output_kind", "spaces_between_special_
 #: Of which distribution log probabilities are: the model's, or the one that tokens are drawn from. vLLM's names.
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 _MAX_FLOAT32 = 3.4028234663852886e38  # the sampler reads float32
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_OR_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 _TOKENS = ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "trace_decode_token_ids")
 
 
@@ -119,12 +119,12 @@ class SamplingParams:
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name in ("n", "top_k", "min_tokens"):
-            _check_int(name, getattr(self, name))
-        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), "an integer or None")
-        for name in ("temperature", "top_p", "min_p", *_PENALTIES):
+        for name in ("n", "top_k", "min_tokens", *_OR_NONE):
+            value = getattr(self, name)
+            if value is not None or name not in _OR_NONE:
+                _check_int(name, value, "an integer or None" if name in _OR_NONE else "an integer")
+                object.__setattr__(self, name, int(value))  # numpy's integers overflow
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             _check_number(name, getattr(self, name))
         self._normalize()
         self._check_ranges()
@@ -163,10 +163,6 @@ class SamplingParams:
                 _check_int("every key of logit_bias", token)
                 _check_number("every value of logit_bias", number)
             set_field(self, "logit_bias", {int(t): float(x) for t, x in self.logit_bias.items()} or None)
-        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs",
-                     "truncate_prompt_tokens"):
-            value = getattr(self, name)
-            set_field(self, name, value if value is None else int(value))  # numpy's integers overflow
         set_field(self, "top_k", max(self.top_k, 0) if self.top_k >= -1 else self.top_k)
         set_field(self, "seed", None if self.seed == -1 else self.seed)
 
