@@ -45,11 +45,6 @@ class CastWeights:
                         originals.append(t)
         self.copies = Copies(originals, [self.stand_ins[id(t)] for t in originals])
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the copies."""
-        return self.copies.num_bytes
-
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """While inside, the model has the copies in the places of its own tensors."""

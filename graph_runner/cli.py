@@ -263,12 +263,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _quieten() -> None:
-    """transformers imports torchao where it is installed, which logs the extensions that it cannot load."""
-    for name in ("torchao", "torch.utils._pytree", "quire.graph_runner.engine"):  # ours: failed prompts are reported at the end
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 @contextlib.contextmanager
 def _logging(verbose: int) -> Iterator[None]:
     """Log what quire does to stderr: 1: the main events, 2: more."""
@@ -312,7 +306,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(argv)
     args.argv = argv
-    _quieten()
+    # transformers imports torchao where it is installed, which logs the extensions that it cannot load.
+    for name in ("torchao", "torch.utils._pytree", "quire.graph_runner.engine"):  # ours: failed prompts are reported at the end
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with _logging(args.verbose):
             code = int(args.run(args))

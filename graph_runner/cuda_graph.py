@@ -19,6 +19,8 @@ What records and replays is the device's (``graph_runner/device_graph.py``).
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import time
 from collections import Counter
@@ -243,16 +245,9 @@ class CudaGraphRunner:
     def _capture_one(self, bucket: Bucket) -> None:
         if self._before is not None:
             self._before(bucket)
-
-        def run() -> Any:
-            return self._run(bucket)
-
-        def run_without_attention() -> Any:
-            with breaking(left_out):
-                return self._run(bucket)
-
-        cut = self._piecewise(bucket)
-        self._graphs.warm_up(run_without_attention if cut else run, WARMUPS if self._entries else FIRST_WARMUPS)
+        run, cut = functools.partial(self._run, bucket), self._piecewise(bucket)
+        with breaking(left_out) if cut else contextlib.nullcontext():
+            self._graphs.warm_up(run, WARMUPS if self._entries else FIRST_WARMUPS)
         record = self._graphs.record_in_segments if cut else self._graphs.record
         self._entries[bucket] = record(run, self._pool.handle(self._graphs))
         self.stats.pieces += self._entries[bucket].pieces

@@ -24,12 +24,6 @@ class OnInstance:
     init_continuous_batching: Callable[..., Any]
     forward_logits: Callable[[dict[str, Any], Any], torch.Tensor | None]
 
-    def of(self, model: torch.nn.Module) -> OnInstance:
-        """The same for another model."""
-        made = copy.copy(self)
-        made.model = model
-        return made
-
 
 def _decoding_loop(name: str) -> Callable[..., Any]:
     """A method: the class's own of that name, or what ``SAMPLING`` says for the model."""
@@ -82,7 +76,9 @@ def _new(plain: type, *arguments: Any) -> Any:
 def _bind(model: Any) -> None:
     for name, standing in list(vars(model).items()):
         if isinstance(standing, OnInstance) and standing.model is not model:
-            object.__setattr__(model, name, standing.of(model))
+            own = copy.copy(standing)
+            own.model = model
+            object.__setattr__(model, name, own)
 
 
 def _with_own_copies(plain: type) -> type:
