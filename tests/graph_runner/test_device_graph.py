@@ -24,7 +24,6 @@ from quire.graph_runner.cuda_graph import CudaGraphRunner
 from quire.graph_runner.device_graph import (
     CpuGraphs,
     CudaGraphs,
-    NpuGraphs,
     Recorded,
     alias,
     device_graphs,
