@@ -18,7 +18,7 @@ import functools
 import logging
 import operator
 from itertools import chain, compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,15 +36,13 @@ _A_AND_B, _WEIGHT = operator.itemgetter("lora_A", "lora_B"), operator.itemgetter
 _A_FEW = 4  # adapters of layers that are looked at in a step of a busy engine
 
 
-class _Seen(NamedTuple):
-    """An adapter in a place: of each layer that it adapts, by number, A, B and the scaling."""
+#: An adapter in a place: of each layer that it adapts, by number, A, B and the scaling.
+_Seen = dict[int, tuple[torch.Tensor, torch.Tensor, float]]
 
-    layers: dict[int, tuple[torch.Tensor, torch.Tensor, float]]
 
-    def same(self, other: _Seen | None) -> bool:
-        return other is not None and self.layers.keys() == other.layers.keys() and all(
-            a is c and b is d and s == t for (a, b, s), (c, d, t) in zip(self.layers.values(), other.layers.values(),
-                                                                         strict=True))
+def _same(one: _Seen, other: _Seen | None) -> bool:
+    return other is not None and one.keys() == other.keys() and all(
+        a is c and b is d and s == t for (a, b, s), (c, d, t) in zip(one.values(), other.values(), strict=True))
 
 
 class AdapterPlaces:
@@ -58,6 +56,7 @@ class AdapterPlaces:
         built_in: the names, sorted, of the adapters that the trace reads from the model itself.
         names: of the adapter in each place, or None.
         apart: the parts of the model that the trace does not read.
+        copies: of the adapters, in the places.
         placed: how often adapters were given places.
         version: another one whenever what is in places has changed, but for adapters that are new.
 
@@ -108,16 +107,14 @@ class AdapterPlaces:
     # -- what the model has -----------------------------------------------------------------------------------------
 
     def _of(self, name: str) -> _Seen:
-        return _Seen({i: (layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
-                      for i, layer in enumerate(self._layers)
-                      if all(name in each for each in (layer.lora_A, layer.lora_B, layer.scaling))})
+        return {i: (layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
+                for i, layer in enumerate(self._layers)
+                if all(name in each for each in (layer.lora_A, layer.lora_B, layer.scaling))}
 
     def _misfit(self, name: str) -> str | None:
         """Why the adapter cannot be in a place, or None."""
-        for i, layer in enumerate(self._layers):
-            if (why := self._misfit_of(i, layer, name)) is not None:
-                return f"{self._paths[i]}: {why}"
-        return None
+        return next((f"{path}: {why}" for i, (path, layer) in enumerate(zip(self._paths, self._layers, strict=True))
+                     if (why := self._misfit_of(i, layer, name)) is not None), None)
 
     def _misfit_of(self, number: int, layer: Any, name: str) -> str | None:
         has = [name in each for each in (layer.lora_A, layer.lora_B, layer.scaling)]
@@ -145,19 +142,15 @@ class AdapterPlaces:
         return None
 
     def _walk(self) -> tuple[list[str], list[int], list[torch.nn.Module], list[dict[str, float]]]:
-        """What the layers have now: the names of the adapters in each A and B, how many these are, their modules, and the
-        scaling of each layer."""
+        """Now: the names of the adapters in each A and B, how many these are, their modules, and the scaling of each layer."""
         parts = list(map(_MODULES, chain.from_iterable(map(_A_AND_B, map(_MODULES, self._layers)))))
         return (list(chain.from_iterable(parts)), list(map(len, parts)), list(chain.from_iterable(map(dict.values, parts))),
                 list(map(_SCALING, self._layers)))
 
     def _as_seen(self) -> bool:
-        """Whether the layers have the same adapters as before, with the same parameters and scaling.
-
-        All is walked again, from the layers to the parameters, so that no change can go around what was seen before. An adapter
-        that came, went or was renamed is another name, one that was replaced another module, in whichever ``lora_A`` the layer
-        has now. Modules are compared by ``==``, which may be their own; but what they hold as weight must be the same object as
-        before. Scaling is compared by value. What is written into a parameter, ``Copies`` sees.
+        """Whether the layers have the same adapters as before, with the same parameters and scaling. All is walked again, from
+        the layers to the parameters, so that no change can go around what was seen before. Modules are compared by ``==``,
+        which may be their own; but what they hold as weight must be the same object. What is written into it, ``Copies`` sees.
         """
         try:
             if (now := self._walk()) != self._known:
@@ -175,7 +168,7 @@ class AdapterPlaces:
         weights = [module._parameters.get("weight") for module in compress(modules, in_places)]
         seen = {name: self._of(name) for name in names}
         for place, name in enumerate(self.names):
-            if name is not None and not (name in seen and seen[name].same(before.get(name))):
+            if name is not None and not (name in seen and _same(seen[name], before.get(name))):
                 self._clear(place)
                 if name not in seen:
                     self.names[place] = None
@@ -184,15 +177,15 @@ class AdapterPlaces:
                 self.names[self.names.index(None)] = name
         originals, copies, factors = list[torch.Tensor](), list[torch.Tensor](), list[float]()
         for name in names:
-            for i, (a, b, factor) in seen[name].layers.items():
+            for i, (a, b, factor) in seen[name].items():
                 place_a, place_b = self.lora.pair(i, self.names.index(name))
                 originals += a, b
                 copies += place_a[: len(a)], place_b[:, : len(a)]
                 factors += 1.0, float(factor)
-        self._copies = Copies(originals, copies, factors, self._cast)
+        self.copies = Copies(originals, copies, factors, self._cast)
         # Last: if anything before has failed, the next call does it again.
         self._seen, self._known, self._in_places, self._weights = seen, known, in_places, weights
-        self._pairs = [(name, i) for name in names for i in seen[name].layers]
+        self._pairs = [(name, i) for name in names for i in seen[name]]
 
     def _clear(self, place: int) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -203,7 +196,7 @@ class AdapterPlaces:
     def change(self, everything: bool) -> str | None:
         """Let the places follow the model. Describes what the trace cannot take, or None. ``everything``: look at all of each
         adapter; else at a few."""
-        behind = self._copies.is_behind()
+        behind = self.copies.is_behind()
         if not everything and not behind and self._as_seen():
             return self._next_misfit()
         found = sorted({name for layer in self._layers for part in (layer.lora_A, layer.lora_B) for name in part})
@@ -219,13 +212,13 @@ class AdapterPlaces:
             before = self._seen
             new = [name for name in names if name not in before]
             self._place(names, before)
-            if any(not seen.same(self._seen.get(name)) for name, seen in before.items()):
+            if any(not _same(seen, self._seen.get(name)) for name, seen in before.items()):
                 self._stale = True
                 self.version += 1
             if new:
                 logger.info("new adapters in places of the trace: %s", ", ".join(new))
         elif behind:
-            self._copies.refresh(everything=True)
+            self.copies.refresh(everything=True)
         return None
 
     def _next_misfit(self) -> str | None:
@@ -241,11 +234,3 @@ class AdapterPlaces:
         of no use any more."""
         stale, self._stale = self._stale, False
         return stale
-
-    def refresh(self) -> None:
-        """Copy all adapters again, also what PyTorch has not counted."""
-        self._copies.refresh(everything=True)
-
-    def version_apart(self) -> tuple[int, Apart]:
-        """For ``PrefixCache.apart``."""
-        return self.version, self.apart

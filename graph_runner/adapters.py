@@ -55,17 +55,6 @@ def choose(made: Sequence[Request], adapter: str | None, model: torch.nn.Module,
     return "a request came with an adapter of its own"
 
 
-def _keep(requests: Iterable[Request], before: tuple[str, ...] | None, model: torch.nn.Module, traced: TokenAdapters) -> None:
-    """Give requests without adapters of their own the active ones; those that have drawn tokens get the ones that they drew
-    them with, ``before``, if the model still has them. What they have computed is forgotten."""
-    active = active_adapters(model)
-    if before is None or not set(before).issubset(traced.names):
-        before = active
-    for request in requests:
-        if request.adapters is None:
-            _assign([request], before if len(request.token_ids) > len(request.output.prompt_token_ids) else active)
-
-
 def _assign(requests: Iterable[Request], names: tuple[str, ...] | None) -> None:
     """Keys and values depend on the adapters: the requests have computed none, or they are forgotten."""
     for request in requests:
@@ -115,9 +104,12 @@ def after_change(requests: Iterable[Request], model: torch.nn.Module, traced: To
         _assign([r for r in own if r.adapters == active and not (merged and r.chose_adapters)], None)
         return [(r, "the model has changed, and adapters cannot be chosen for each request any more") for r in own
                 if r.adapters is not None]
-    _keep(requests, before, model, traced)
+    if before is None or not set(before).issubset(traced.names):
+        before = active
     found = []
     for request in requests:
+        if request.adapters is None:  # those that have drawn tokens keep the ones that they drew them with
+            _assign([request], before if len(request.token_ids) > len(request.output.prompt_token_ids) else active)
         names = request.adapters or ()
         if not set(names).issubset(traced.names):
             found.append((request, f"its adapter {', '.join(names)} was deleted"))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from quire.graph_runner.lockstep import DoesNotFit, Rows
+from quire.graph_runner.lockstep import Rows, in_parts
 from quire.graph_runner.prompts import Prompt, as_prompts, token_ids_of
 from quire.graph_runner.request import Logprob
 
@@ -146,18 +146,9 @@ def beam_search(engine: Engine, prompts: Prompt | Sequence[Prompt], params: Beam
         raise ValueError(f"beam_width={width}, and the engine runs {most} sequences at once; make it with max_num_seqs={width}")
     searches = [_Search(p, token_ids_of(p, tokenizer, limits.vocab_size, limits.max_model_len), params, engine._eos)
                 for p in as_prompts(prompts)]
-    at, together = 0, min(most // width, concurrency_limit or most)
-    while at < len(searches):
-        part = searches[at : at + together]
-        try:
-            rows = Rows(engine, [s.beams[0].tokens for s in part for _ in range(width)], params.max_tokens)
-        except DoesNotFit:
-            if len(part) == 1:
-                raise
-            together = len(part) // 2
-            continue
+    for part, rows in in_parts(searches, min(most // width, concurrency_limit or most), lambda some: Rows(
+            engine, [s.beams[0].tokens for s in some for _ in range(width)], params.max_tokens)):
         _run(part, rows, params, tokenizer)
-        at += len(part)
         for _ in part:
             done()
     return [search.best(tokenizer) for search in searches]

@@ -115,7 +115,7 @@ class EngineCalls:
             QueueFull: more requests would wait than ``max_waiting``.
         """
         asks = self._asks(prompts, params, sampling_params, request_id, priority, timeout, adapter)
-        return self._stream(asks, len(asks) == 1 if raise_on_error is None else raise_on_error)
+        return self._stream(asks, raise_on_error)
 
     def _asks(self, prompts: Prompt | Sequence[Prompt], params: _Params, sampling_params: _Params,
               request_id: str | Sequence[str] | None, priority: int | Sequence[int], timeout: float | None,
@@ -137,15 +137,15 @@ class EngineCalls:
                 for (prompt, p), name, number, own in zip(pairs, *options, strict=True)]
 
     def _params_of(self, prompt: Prompt, given: Any) -> SamplingParams:
-        """What was given as the params of a prompt. Raises ValueError for a ``GenerationConfig`` with what requests do not
-        have, or a prompt that cannot be served; TypeError for other types."""
+        """What was given as the params of a prompt. Raises ValueError for what requests do not have, else TypeError."""
         if not is_generation_config(given):
             return params_of(given)
         engine = cast("Engine", self)
         return for_engine(given, getattr(engine.model, "generation_config", None), lambda: len(
             token_ids_of(prompt, self.tokenizer, engine.runner.vocab_size, engine.max_model_len)))
 
-    def _stream(self, asks: Sequence[Ask], strict: bool) -> Generator[StreamEvent, None, None]:
+    def _stream(self, asks: Sequence[Ask], raise_on_error: bool | None) -> Generator[StreamEvent, None, None]:
+        strict = len(asks) == 1 if raise_on_error is None else raise_on_error
         inbox: deque[StreamEvent] = deque()
         ids: list[int] = []
         count = 0  # of outputs
@@ -184,6 +184,17 @@ class EngineCalls:
         finally:  # the caller may have stopped reading
             self.lock.when_free(lambda: self._abort(ids))
 
+    def _run(self, asks: Sequence[Ask], raise_on_error: bool | None, use_tqdm: bool | Callable[..., Any] | None
+             ) -> dict[int, RequestOutput]:
+        """The outputs by their index."""
+        done: dict[int, RequestOutput] = {}
+        with progress(sum(ask.params.n for ask in asks), use_tqdm) as advance:
+            for event in self._stream(asks, raise_on_error):
+                if event.finished:
+                    done[event.index] = event.output
+                    advance()
+        return done
+
     def generate(self, prompts: Prompt | Sequence[Prompt], params: _Params = None, *, sampling_params: _Params = None,
                  use_tqdm: bool | Callable[..., Any] | None = None, request_id: str | Sequence[str] | None = None,
                  priority: int | Sequence[int] = 0, timeout: float | None = None,
@@ -199,12 +210,7 @@ class EngineCalls:
         """
         _check_lora_request(lora_request)
         asks = self._asks(prompts, params, sampling_params, request_id, priority, timeout, adapter)
-        done: dict[int, RequestOutput] = {}
-        with progress(sum(ask.params.n for ask in asks), use_tqdm) as advance:
-            for event in self._stream(asks, len(asks) == 1 if raise_on_error is None else raise_on_error):
-                if event.finished:
-                    done[event.index] = event.output
-                    advance()
+        done = self._run(asks, raise_on_error, use_tqdm)
         found, at = [], 0
         for index, ask in enumerate(asks):
             found.append(RequestOutput.of_prompt(index, [done[i] for i in range(at, at + ask.params.n) if i in done]))
@@ -295,12 +301,7 @@ class EngineCalls:
         for prompt, continuation, own in zip(first, second, each_of("adapters", adapter, len(first)), strict=True):
             before, ids = self._joined(prompt, continuation)
             asks.append(Ask(ids, _SCORING, RequestOptions(score_from=before, adapter=own).check()))
-        outputs: dict[int, RequestOutput] = {}
-        with progress(len(asks), use_tqdm) as advance:
-            for event in self._stream(asks, strict=True):
-                if event.finished:
-                    outputs[event.index] = event.output
-                    advance()
+        outputs = self._run(asks, True, use_tqdm)
         return [_score(outputs[i], ask.options.score_from or 0) for i, ask in enumerate(asks)]
 
     def _joined(self, prompt: Prompt, continuation: Prompt) -> tuple[int, list[int]]:
@@ -343,11 +344,8 @@ def _score(output: RequestOutput, start: int) -> Score:
 def progress(total: int, use_tqdm: bool | Callable[..., Any] | None) -> Iterator[Callable[[], Any]]:
     """A progress bar over ``total`` requests, as ``use_tqdm`` of ``generate`` says; gives the function that advances it."""
     if callable(use_tqdm):
-        bar = use_tqdm(total=total, desc="Generating")
-        try:
+        with contextlib.closing(use_tqdm(total=total, desc="Generating")) as bar:
             yield lambda: bar.update(1)
-        finally:
-            bar.close()
         return
     if use_tqdm is False:
         yield lambda: None
@@ -359,17 +357,16 @@ def progress(total: int, use_tqdm: bool | Callable[..., Any] | None) -> Iterator
     if not (use_tqdm or console.is_terminal):
         yield lambda: None
         return
-    with contextlib.ExitStack() as stack:
-        shown: list[tuple[Progress, Any]] = []
-        done = 0
+    shown = Progress(console=console)
+    task = shown.add_task("Generating", total=total)
 
-        def advance() -> None:
-            nonlocal done
-            done += 1
-            if not shown and (use_tqdm or time.monotonic() - began > BAR_AFTER):
-                made = stack.enter_context(Progress(console=console))
-                shown.append((made, made.add_task("Generating", total=total)))
-            for made, task in shown:
-                made.update(task, completed=done)
+    def advance() -> None:
+        shown.advance(task)
+        if use_tqdm or time.monotonic() - began > BAR_AFTER:
+            shown.start()  # if it is not shown yet
 
+    try:
         yield advance
+    finally:
+        if shown.live.is_started:
+            shown.stop()

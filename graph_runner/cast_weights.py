@@ -4,9 +4,8 @@
 as ``from_pretrained(..., dtype=torch.bfloat16)`` loads them. Buffers that are in no checkpoint stay as they are: rope's
 frequencies, which ``model.to(torch.bfloat16)`` would round too. Only tensors whose dtype differs are copied: none of a model in
 bfloat16, and of LoRA on such a model at most the adapters. The model is traced, and its graphs are captured, with the copies in
-the places of its own tensors; after that it has those again, and steps get the copies (``PagedModel.stand_ins``).
-
-The copies follow the model: ``graph_runner/copies.py``.
+the places of its own tensors; after that it has those again, and steps get the copies (``PagedModel.stand_ins``), which follow
+the model (``graph_runner/copies.py``).
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from quire.passes.verify.quantized import holds_codes
 
 class CastWeights:
     """Copies in ``dtype`` of a model's floating-point parameters and persistent buffers that have another one. ``stand_ins``:
-    the copy of each tensor that has one, by the tensor's id. Raises UnsupportedAttention, with its name, for a weight that a
-    cast would not convert faithfully."""
+    the copy of each tensor that has one, by the tensor's id; ``copies`` lets them follow. Raises UnsupportedAttention, with its
+    name, for a weight that a cast would not convert faithfully."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         self.stand_ins: dict[int, torch.Tensor] = {}
@@ -44,12 +43,7 @@ class CastWeights:
                         _check(t, self._places[-1][-1], dtype)
                         self.stand_ins[id(t)] = _like(t, dtype)
                         originals.append(t)
-        self._copies = Copies(originals, [self.stand_ins[id(t)] for t in originals])
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the copies."""
-        return self._copies.num_bytes
+        self.copies = Copies(originals, [self.stand_ins[id(t)] for t in originals])
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -69,19 +63,12 @@ class CastWeights:
         self._places = [place for place in self._places if id(place[0]) in kept]
         originals = list({id(t): t for _, _, t, _ in self._places if id(t) in self.stand_ins}.values())
         self.stand_ins = {id(t): self.stand_ins[id(t)] for t in originals}
-        self._copies = Copies(originals, list(self.stand_ins.values()))
+        self.copies = Copies(originals, list(self.stand_ins.values()))
 
     def replaced(self) -> str | None:
         """A parameter or buffer that is another object now, as "name: replaced", or None. The copies follow in-place updates
         only."""
-        for holder, name, t, shown in self._places:
-            if holder.get(name) is not t:
-                return f"{shown}: replaced"
-        return None
-
-    def refresh(self, everything: bool) -> None:
-        """Write the copies again. ``everything`` False: only if a change of the originals was counted."""
-        self._copies.refresh(everything)
+        return next((f"{shown}: replaced" for holder, name, t, shown in self._places if holder.get(name) is not t), None)
 
 
 def _check(t: torch.Tensor, name: str, dtype: torch.dtype) -> None:

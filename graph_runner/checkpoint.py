@@ -12,6 +12,8 @@ import torch
 from safetensors import safe_open
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from quire.graph_runner.on_instance import class_of
+
 #: Settings of a config that weights alone do not show, and that the forward computes with.
 _FORWARD = ("rope_parameters", "sliding_window", "layer_types", "num_attention_heads", "num_key_value_heads", "hidden_act",
             "hidden_activation", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "attn_logit_softcapping",
@@ -115,7 +117,7 @@ def _lost(file: Path, path: Path) -> str | None:
 
 def _converted(path: Path, model: Any) -> dict[str, torch.Tensor]:
     """The state of a second model, which transformers loads with its renaming and merging of parameters."""
-    plain = type(model).__dict__.get("_plain_class", type(model))  # quire.paged puts a subclass in the place of the class
+    plain: Any = class_of(model)
     other, report = plain.from_pretrained(str(path), config=model.config, dtype=next(model.parameters()).dtype,
                                           output_loading_info=True)
     if unexpected := sorted(report.get("unexpected_keys") or ()):  # such as a bias, or the scales of codes

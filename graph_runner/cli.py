@@ -76,8 +76,7 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine options of ``quire generate``: those of --engine, --attention and --page-size. Raises ValueError for an
-    unknown option, a bad value, or two different values of one option."""
+    """Those of --engine, --attention and --page-size. Raises ValueError for a wrong one, or two values of one option."""
     from quire.graph_runner.config import check_options
 
     options = dict(args.engine)
@@ -264,12 +263,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _quieten() -> None:
-    """transformers imports torchao where it is installed, which logs the extensions that it cannot load."""
-    for name in ("torchao", "torch.utils._pytree", "quire.graph_runner.engine"):  # ours: failed prompts are reported at the end
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 @contextlib.contextmanager
 def _logging(verbose: int) -> Iterator[None]:
     """Log what quire does to stderr: 1: the main events, 2: more."""
@@ -287,7 +280,6 @@ def _logging(verbose: int) -> Iterator[None]:
 
 
 def _shortened(text: str) -> str:
-    """At most ``ERROR_LINES`` lines."""
     lines = text.splitlines()
     if len(lines) <= ERROR_LINES:
         return text
@@ -314,7 +306,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(argv)
     args.argv = argv
-    _quieten()
+    # transformers imports torchao where it is installed, which logs the extensions that it cannot load.
+    for name in ("torchao", "torch.utils._pytree", "quire.graph_runner.engine"):  # ours: failed prompts are reported at the end
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with _logging(args.verbose):
             code = int(args.run(args))

@@ -211,7 +211,6 @@ class EngineOptions(TypedDict, total=False):
 
 @functools.cache
 def _option_types() -> dict[str, Any]:
-    """The type of each option."""
     import torch
 
     return typing.get_type_hints(EngineConfig, localns={"torch": torch})

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import dataclasses
 import logging
 import operator
 import queue
@@ -17,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ def engine_options(config: Any, num_pages: int | None = None, workload_hints: An
         logger.warning("workload_hints has no effect in quire, which takes its sizes from the continuous_batching_config")
     found: dict[str, Any] = {}
     refused = []
-    for field in dataclasses.fields(config):
+    for field in fields(config):
         value = getattr(config, field.name)
         if value == field.default or field.name in _READ:
             continue
@@ -317,7 +316,7 @@ class Manager:
                     cancelled = "the request was cancelled" if result.finish_reason == "abort" else None
                     self._end(event.index, output, result.error or cancelled)
                 elif streaming:
-                    self._put(dataclasses.replace(  # with lists that do not grow
+                    self._put(replace(  # with lists that do not grow
                         output, generated_tokens=list(output.generated_tokens), logprobs=list(output.logprobs),
                         timestamps=None if output.timestamps is None else list(output.timestamps)))
             self._changed.notify_all()

@@ -18,7 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _VERSION = operator.attrgetter("_version")
 _count = 0
-_counting = _counting_hotswaps = False
 _COUNTED: set[type] = set()  # classes whose merges count
 
 
@@ -80,12 +79,8 @@ def uncounted_writes() -> int:
     """How often, since this was first called, something in the process has written parameters without increasing the version
     counters that PyTorch has for in-place changes: steps of all optimizers (those with ``fused=True``, and others with kernels
     of their own), and of PEFT ``hotswap_adapter`` and what ``count_merges`` names, which write through ``p.data``."""
-    global _counting, _counting_hotswaps
-    if not _counting:
-        _counting = True
-        register_optimizer_step_post_hook(_wrote)
-    if not _counting_hotswaps and "peft" in sys.modules:
-        _counting_hotswaps = True
+    _count_steps()
+    if "peft" in sys.modules:
         _count_hotswaps()
     return _count
 
@@ -104,6 +99,10 @@ def _wrote(*_: Any) -> None:
     _count += 1
 
 
+_count_steps = functools.cache(lambda: register_optimizer_step_post_hook(_wrote))
+
+
+@functools.cache
 def _count_hotswaps() -> None:
     """PEFT has no hook for it: the function that ``hotswap_adapter`` calls is replaced."""
     try:

@@ -14,12 +14,13 @@ and any other when the first batch of it comes. A decode step whose graph is the
 where captures then take less than LATE_SHARE of the time. So no step waits for more than one capture, and none with prompts for
 a graph that it does not need.
 
-What records and replays is the device's (``graph_runner/device_graph.py``). On a CPU there is nothing to capture; the same
-runner keeps one callable per bucket, so that buckets, padding and fallback are tested without a GPU.
+What records and replays is the device's (``graph_runner/device_graph.py``).
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import time
 from collections import Counter
@@ -186,10 +187,8 @@ class CudaGraphRunner:
             size = pick_bucket(sizes, shape.num_reqs)
             if size is not None:
                 return EncoderShape(size, size) if cross else BatchShape(size, size)
-        for bucket in mixed:  # sorted by tokens: the first that fits wastes least
-            if bucket.num_tokens >= shape.num_tokens and bucket.num_reqs >= shape.num_reqs:
-                return bucket
-        return None
+        # Sorted by tokens: the first that fits wastes least.
+        return next((b for b in mixed if b.num_tokens >= shape.num_tokens and b.num_reqs >= shape.num_reqs), None)
 
     def _no(self, shape: BatchShape, why: str, level: int = logging.WARNING) -> BatchShape | None:
         """Count and log why there is no graph; returns None."""
@@ -246,16 +245,9 @@ class CudaGraphRunner:
     def _capture_one(self, bucket: Bucket) -> None:
         if self._before is not None:
             self._before(bucket)
-
-        def run() -> Any:
-            return self._run(bucket)
-
-        def run_without_attention() -> Any:
-            with breaking(left_out):
-                return self._run(bucket)
-
-        cut = self._piecewise(bucket)
-        self._graphs.warm_up(run_without_attention if cut else run, WARMUPS if self._entries else FIRST_WARMUPS)
+        run, cut = functools.partial(self._run, bucket), self._piecewise(bucket)
+        with breaking(left_out) if cut else contextlib.nullcontext():
+            self._graphs.warm_up(run, WARMUPS if self._entries else FIRST_WARMUPS)
         record = self._graphs.record_in_segments if cut else self._graphs.record
         self._entries[bucket] = record(run, self._pool.handle(self._graphs))
         self.stats.pieces += self._entries[bucket].pieces

@@ -26,7 +26,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -45,9 +45,7 @@ class Recorded:
 
 
 class DeviceGraphs(Protocol):
-    """One device's graphs. ``verified``: whether this class has run on the hardware."""
-
-    verified: ClassVar[bool]
+    """One device's graphs."""
 
     def __init__(self, device: torch.device) -> None:
         """For one device."""
@@ -74,8 +72,6 @@ class DeviceGraphs(Protocol):
 
 class CpuGraphs:
     """Keeps callables. Their outputs are new at every replay."""
-
-    verified: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
         pass
@@ -111,8 +107,6 @@ def _recorded(graph: Any, recording: AbstractContextManager[Any], run: Callable[
 
 class CudaGraphs:
     """CUDA graphs, recorded on the side stream that quire's kernels know, in CAPTURE_MODE."""
-
-    verified: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -164,8 +158,6 @@ class NpuGraphs:
     """Ascend's graphs, by torch_npu's published names. Never run on hardware, and no attention backend here runs on an NPU yet:
     the class is for adding one. Lengths that a kernel reads from the host (``actual_seq_lengths_kv``) must be updated at each
     replay by that backend's ``plan``."""
-
-    verified: ClassVar[bool] = False
 
     def __init__(self, device: torch.device) -> None:
         try:
@@ -221,11 +213,10 @@ class GraphPool:
 
     def __init__(self) -> None:
         self._handle: Any = None
-        self._made = False
 
     def handle(self, graphs: DeviceGraphs) -> Any:
-        if not self._made:
-            self._handle, self._made = graphs.new_pool(), True
+        if self._handle is None:
+            self._handle = graphs.new_pool()
         return self._handle
 
 

@@ -96,8 +96,7 @@ class Engine(EngineCalls, WeightUpdates):
     @locked
     def _add(self, ask: Ask, inbox: deque[StreamEvent], request_ids: list[int], index: int | None = None) -> None:
         """Queue a prompt and append its request ids to ``request_ids``. ``index``: of the first output; None: the ids."""
-        if self._closed:
-            raise RuntimeError("the engine is closed; make a new one")
+        self._check_open()
         made = make_requests(ask, self._next_id, index, inbox, tokenizer=self.tokenizer, eos_token_ids=self._eos,
                              limits=self.limits, random=self._random)
         self._admission.check(ask.options, len(made), len(self.scheduler.waiting) - len(self.scheduler.free_slots))

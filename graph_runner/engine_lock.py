@@ -64,12 +64,20 @@ class EngineLock:
 
     @contextlib.contextmanager
     def _uninterrupted(self) -> Iterator[None]:
-        with _deferred_interrupts():
-            self._held = True
-            try:
-                yield
-            finally:
-                self._held = False
+        """Handle a Ctrl-C at the end of the block. Python handles signals in the main thread only."""
+        main = threading.current_thread() is threading.main_thread()
+        handler, received = signal.getsignal(signal.SIGINT) if main else None, list[Any]()
+        if callable(handler):
+            signal.signal(signal.SIGINT, lambda *signal_and_frame: received.append(signal_and_frame))
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+            if callable(handler):
+                signal.signal(signal.SIGINT, handler)
+                if received:
+                    handler(*received[-1])
 
 
 def locked(method: Callable[..., Any]) -> Any:
@@ -81,22 +89,6 @@ def locked(method: Callable[..., Any]) -> Any:
             return method(self, *args, **kwargs)
 
     return call
-
-
-@contextlib.contextmanager
-def _deferred_interrupts() -> Iterator[None]:
-    """Handle a Ctrl-C at the end of the block. Python handles signals in the main thread only."""
-    if threading.current_thread() is not threading.main_thread() or not callable(handler := signal.getsignal(signal.SIGINT)):
-        yield
-        return
-    received: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *signal_and_frame: received.append(signal_and_frame))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if received:
-            handler(*received[-1])
 
 
 def isolated(method: Callable[..., Any]) -> Callable[..., Any]:

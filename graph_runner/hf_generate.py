@@ -72,7 +72,7 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
                     "engine takes token ids")
         return f"{method} is the model's own, and not transformers'"
     if (found := reads_inputs(model, own_forward)) is not None:
-        return f"{found}, which an engine does not give it"
+        return found
     if torch.is_autocast_enabled(model.device.type):
         return "torch.autocast is on, and an engine computes in the model's own dtypes"
     if given.get("synced_gpus"):

@@ -91,17 +91,9 @@ def _never(value: Any) -> bool:
 # Options of GenerationConfig that change what `generate` returns and that SamplingParams do not have, each with a test of the
 # values (other than None) that have no effect. Read from transformers 5.23: `GenerationConfig.get_generation_mode`, and the
 # logits processors and stopping criteria that `GenerationMixin` makes of the config.
-_REFUSED: dict[str, Callable[[Any], bool]] = {
-    # other ways of decoding
+#: Those that transformers makes logits processors or stopping criteria of, or outputs of their scores, and its beam search.
+IN_LOCKSTEP: dict[str, Callable[[Any], bool]] = {
     "num_beams": lambda v: v == 1,
-    "num_beam_groups": lambda v: v == 1,
-    "diversity_penalty": lambda v: v == 0,
-    "constraints": _never,
-    "force_words_ids": _never,
-    "dola_layers": _never,
-    "penalty_alpha": lambda v: v == 0,
-    "assistant_ensemble_weight": _never,  # lossy speculation
-    "is_assistant": lambda v: not v,  # stops early, at an uncertain token
     # logits processors
     "repetition_penalty": lambda v: v == 1,
     "encoder_repetition_penalty": lambda v: v == 1,
@@ -127,18 +119,23 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     # stopping criteria
     "max_time": _never,
     # further outputs
-    "output_attentions": lambda v: not v,
-    "output_hidden_states": lambda v: not v,
     "output_scores": lambda v: not v,
     "output_logits": lambda v: not v,
 }
-#: Those that transformers makes logits processors or stopping criteria of, or outputs of their scores, and its beam search.
-IN_LOCKSTEP = frozenset((
-    "num_beams", "early_stopping", "length_penalty",
-    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
-    "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
-    "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "token_healing", "guidance_scale", "watermarking_config",
-    "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "max_time", "output_scores", "output_logits"))
+_REFUSED: dict[str, Callable[[Any], bool]] = IN_LOCKSTEP | {
+    # other ways of decoding
+    "num_beam_groups": lambda v: v == 1,
+    "diversity_penalty": lambda v: v == 0,
+    "constraints": _never,
+    "force_words_ids": _never,
+    "dola_layers": _never,
+    "penalty_alpha": lambda v: v == 0,
+    "assistant_ensemble_weight": _never,  # lossy speculation
+    "is_assistant": lambda v: not v,  # stops early, at an uncertain token
+    # further outputs
+    "output_attentions": lambda v: not v,
+    "output_hidden_states": lambda v: not v,
+}
 _WHEN_SAMPLING = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 _WITH_BEAMS = {"early_stopping", "length_penalty"}
 # Honoured, or without effect on the tokens.
@@ -175,17 +172,12 @@ def _is_set(option: Callable[..., Any], name: str, has_no_effect: Callable[[Any]
 
 
 def _unknown_options(generation_config: Any) -> list[str]:
-    """Options that are set and not in the tables above: those of a newer transformers.
-
-    Only what the config's class declares counts: ``generate`` does not read keys that model repositories add to
-    generation_config.json.
-    """
+    """Options that are set and not in the tables above: those of a newer transformers. Only what the config's class declares
+    counts: ``generate`` does not read keys that model repositories add to generation_config.json."""
     try:
         declared = vars(type(generation_config)())
     except TypeError:  # needs arguments, or has no __dict__
         return []
     known = _REFUSED.keys() | _ACCEPTED
-    return [
-        name for name, default in declared.items()
-        if not name.startswith("_") and name not in known and getattr(generation_config, name, default) != default
-    ]
+    return [name for name, default in declared.items() if not name.startswith("_") and name not in known
+            and getattr(generation_config, name, default) != default]

@@ -20,7 +20,6 @@ from quire.graph_runner.engine_lock import isolated
 from quire.graph_runner.model_guard import ModelGuard, buffer_versions
 from quire.graph_runner.model_runner import ModelRunner
 from quire.graph_runner.paged_forward import own_forward
-from quire.graph_runner.prefix_cache import nothing_apart
 from quire.graph_runner.scheduler import Scheduler
 from quire.graph_runner.window_pages import WindowPages, fit_requests
 from quire.passes.capture.evaluating import ChangedWhileTraced
@@ -173,9 +172,9 @@ class LiveModel:
     def refresh(self, everything: bool) -> None:
         """Let copies of the weights follow the model. ``everything``: also what PyTorch does not count."""
         if self.cast is not None:
-            self.cast.refresh(everything)
+            self.cast.copies.refresh(everything)
         if self.places is not None and everything:  # else ``change`` has done it
-            self.places.refresh()
+            self.places.copies.refresh(everything=True)
 
     def close(self) -> None:
         """Free graphs, cache and copies of weights, and restore the model."""
@@ -201,7 +200,7 @@ class LiveModel:
             scheduler.windows = WindowPages(runner.window_reach, pages, self.config.page_size)
         if scheduler.prefixes is not None:
             scheduler.prefixes.windows, scheduler.prefixes.others = scheduler.windows, runner.paged.other_tensors
-            scheduler.prefixes.apart = nothing_apart if self.places is None else self.places.version_apart
+            scheduler.prefixes.places = self.places
         return length
 
     def trace_again(self, change: str, own_adapters: bool = False) -> None:

@@ -43,7 +43,6 @@ def load(model: torch.nn.Module | str | Path, tokenizer: Any, dtype: torch.dtype
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     _check_checkpoint(path, AutoConfig.from_pretrained(str(path)))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     from safetensors import SafetensorError
 
     loader: Any = AutoModelForCausalLM
@@ -55,7 +54,7 @@ def load(model: torch.nn.Module | str | Path, tokenizer: Any, dtype: torch.dtype
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"the checkpoint at {path} lacks {len(missing)} of the weights of {type(loaded).__name__}, which "
                          f"would be random: {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}")
-    loaded = loaded.to(device).eval()
+    loaded = loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     if tokenizer is None and any((path / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")):
         tokenizer = AutoTokenizer.from_pretrained(str(path))
     return loaded, tokenizer

@@ -15,9 +15,9 @@ import itertools
 import os.path
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from quire.graph_runner.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from quire.graph_runner.engine import Engine
 
+T = TypeVar("T")
 _GREEDY = SamplingParams(temperature=0)
 
 
@@ -40,7 +41,7 @@ class _Turn:
     """Two calls that each hold half of the pages would wait for each other: one call at a time per engine."""
 
     def __init__(self) -> None:
-        self.lock, self.held, self.thread = threading.RLock(), False, 0
+        self.lock, self.thread = threading.RLock(), 0  # of the call; 0: there is none
 
 
 _turns: weakref.WeakKeyDictionary[Engine, _Turn] = weakref.WeakKeyDictionary()
@@ -49,7 +50,7 @@ _turns: weakref.WeakKeyDictionary[Engine, _Turn] = weakref.WeakKeyDictionary()
 def held_here(engine: Any) -> bool:
     """Whether this thread is inside a call that advances in lockstep: its processor or criterion runs."""
     turn = _turns.get(engine)
-    return turn is not None and turn.held and turn.thread == threading.get_ident()
+    return turn is not None and turn.thread == threading.get_ident()
 
 
 class Rows:
@@ -63,7 +64,8 @@ class Rows:
         starts = [i for i, p in enumerate(prompts) if i == 0 or p != prompts[i - 1]]
         self._groups = [slice(a, b) for a, b in itertools.pairwise([*starts, len(prompts)])]  # of rows with one prompt
         shared = sum((g.stop - g.start - 1) * (len(prompts[g.start]) // config.page_size) for g in self._groups)
-        pages = sum(pages_for(len(p) + max_tokens, config.page_size) for p in prompts) - shared
+        whole = [pages_for(len(p) + max_tokens, config.page_size) for p in prompts]
+        pages = sum(whole) - shared
         if longest > engine.max_model_len:
             raise DoesNotFit(f"it may make a sequence of {longest} tokens, and the engine holds {engine.max_model_len} (see "
                              "max_model_len and num_pages of quire.Engine)")
@@ -77,7 +79,6 @@ class Rows:
         self._version, self._active = engine._live.version, engine._live.active
         if (windows := engine.scheduler.windows) is not None:
             each = windows.reach.pages_held(0, config.page_size) + 1  # of a row that computes one token
-            whole = [pages_for(len(p) + max_tokens, config.page_size) for p in prompts]
             held, free = sum(min(n, each) for n in whole), windows.allocator.num_total
             if max(whole) > each:  # rows that compute more tokens hold as many more pages
                 self._budget = min(self._budget, (free - held) * config.page_size)
@@ -91,11 +92,11 @@ class Rows:
         self._turn = _turns.setdefault(self.engine, _Turn())
         self._turn.lock.acquire()
         try:
-            if self._turn.held:
+            if self._turn.thread:
                 raise DoesNotFit("it was called from a processor or a criterion of another call of generate on this engine")
             while not self._take_slots():
                 self.engine._step()  # until other requests have ended
-            self._turn.held, self._turn.thread = True, threading.get_ident()
+            self._turn.thread = threading.get_ident()
         except BaseException:
             self._turn.lock.release()
             raise
@@ -121,7 +122,7 @@ class Rows:
                 self.engine.scheduler.give_back(row)
                 self.engine.scheduler.free_slots.append(row.slot)
             self.engine.counters.ended_together(len(self.requests), bool(self.engine.requests))
-        self._turn.held = False
+        self._turn.thread = 0
         self._turn.lock.release()
 
     def append(self, tokens: Sequence[int]) -> None:
@@ -234,14 +235,12 @@ class Rows:
         return True
 
     def _keep_adapters(self) -> None:
-        """Rows keep the adapters that they have drawn tokens with, however often the model's are switched meanwhile. Raises
-        RuntimeError if they cannot."""
+        """Rows keep the adapters that they have drawn tokens with. Raises RuntimeError if they cannot."""
         for _, why in after_change(self.requests, self.engine.model, self._runner.adapters, self._active):
             raise RuntimeError(f"generate() cannot go on: {why}")
 
     def _schedule(self, most: int | None = None, scored: bool = False) -> ScheduledBatch:
-        """A step of new tokens, with pages for them, if need be those of the engine's other requests. ``most``: how many.
-        ``scored``: with logits for each of them."""
+        """A step of up to ``most`` new tokens, with pages for them. ``scored``: with logits for each of them."""
         scheduler, scheduled, budget = self.engine.scheduler, [], min(self._budget, most or self._budget)
         for row in self.requests:
             if scheduler.set_length_kind(row):  # all keys are others; pages behind windows are gone
@@ -271,6 +270,22 @@ class Rows:
             self.engine.scheduler.preempt_all()
             extended = self.engine.scheduler.extend(row, count)
             assert extended  # all rows fit: checked at the start
+
+
+def in_parts(items: Sequence[T], together: int, rows_of: Callable[[Sequence[T]], Rows]) -> Iterator[tuple[Sequence[T], Rows]]:
+    """The items, up to ``together`` at once, with their rows: fewer where those would not fit. Raises DoesNotFit if the rows of
+    a single item do not."""
+    at = 0
+    while part := items[at : at + together]:
+        try:
+            rows = rows_of(part)
+        except DoesNotFit:
+            if len(part) == 1:
+                raise
+            together = len(part) // 2
+            continue
+        yield part, rows
+        at += len(part)
 
 
 def sample(rows: Rows, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,

@@ -48,8 +48,7 @@ class LogitsEdits:
                    tuple(params.allowed_token_ids or ()), tuple(word for word in words if len(word) > 1),
                    tuple(map(_row_function, params.logits_processors or ())), None if penalties == (1, 0, 0) else penalties,
                    tuple(params.trace_decode_token_ids or ()))
-        asks = made.biased or made.reads_tokens or made.penalties or made.trace
-        return made if asks else None
+        return made if made.biased or made.reads_tokens or made.penalties or made.trace else None
 
     @property
     def biased(self) -> bool:

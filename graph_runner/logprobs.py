@@ -186,8 +186,7 @@ def step_logprobs(batch: ScheduledBatch, logits: torch.Tensor, tokens: torch.Ten
 
 def _more(asks: Sequence[tuple[int, int, Sequence[int] | None, float]], logits: torch.Tensor, threshold: torch.Tensor | None,
           to_host: Callable[[torch.Tensor], torch.Tensor]) -> _More | None:
-    """For each (row, k, ids, temperature): the k likeliest tokens of the row, and those with the ids. k = -1 is the whole
-    vocabulary."""
+    """For each (row, k, ids, temperature): the k likeliest tokens, all for k = -1, and those with the ids."""
     vocabulary = logits.shape[1]
     wanted = [(row, vocabulary if k < 0 else min(k, vocabulary), list(ids or ()), heat)
               for row, k, ids, heat in asks if k or ids]

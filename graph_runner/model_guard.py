@@ -25,10 +25,11 @@ from torch.nn.modules import module as global_hooks
 
 from quire.graph_runner.glance import CONTAINERS, Glance, Items, is_plain
 from quire.graph_runner.model_parts import Apart, children, entries, named_parts
-from quire.graph_runner.on_instance import OnInstance
+from quire.graph_runner.on_instance import OnInstance, class_of
 from quire.passes.capture.evaluating import only_marks
 from quire.passes.capture.hf_interface import NAME, functions_of
 from quire.passes.capture.own_masks import read_by_masks
+from quire.passes.capture.reads import is_code_of
 from quire.passes.verify.quantized import addresses as addresses_of
 
 _MAX_ENTRIES = 1000  # of a container and those inside it; larger ones are data, and slow to compare
@@ -45,9 +46,6 @@ _UNREAD_FIELDS = frozenset(("architectures", "auto_map", "dtype", "name_or_path"
                             "use_cache"))
 # Fields that choose an implementation; quire sets them to its own name while it traces.
 _IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_internal")
-# Hooks of transformers without effect on a forward of the engine: they record outputs when the caller asks for them
-# (output_hidden_states=True installs them for good).
-_HARMLESS_HOOKS = frozenset(("output_capturing_hook",))
 
 
 class _Same:
@@ -141,16 +139,13 @@ def _cell(cell: types.CellType) -> Any:
 
 
 def _hooks(hooks: dict[int, Any]) -> list[Any]:
-    return [(number, _Same(hook), _reached(hook)) for number, hook in hooks.items() if not _harmless(hook)]
+    return [(number, _Same(hook), _reached(hook)) for number, hook in hooks.items() if not harmless(hook)]
 
 
-def _harmless(hook: Any) -> bool:
-    return only_marks(hook) or (
-        getattr(hook, "__name__", None) in _HARMLESS_HOOKS and hook.__module__.startswith("transformers."))
-
-
-def _class_of(module: torch.nn.Module) -> type:
-    return type(module).__dict__.get("_plain_class", type(module))  # quire.paged puts a subclass in the place of the class
+def harmless(hook: Any) -> bool:
+    """Whether a hook does nothing without gradients, and where no hidden states are asked for: transformers records outputs by
+    one (output_hidden_states=True installs it for good)."""
+    return only_marks(hook) or (getattr(hook, "__name__", "") == "output_capturing_hook" and is_code_of(hook, "transformers"))
 
 
 def _global_hooks() -> dict[str, Any]:
@@ -204,7 +199,7 @@ class ModelGuard:
         self._then = {name: self._facts(module) for name, module, _ in self._modules}
         self._glances = {name: self._glance(module) for name, module, _ in self._modules}
         self._next = 0
-        self._classes = {cls for _, module, _ in self._modules for cls in _class_of(module).__mro__
+        self._classes = {cls for _, module, _ in self._modules for cls in class_of(module).__mro__
                          if cls not in torch.nn.Module.__mro__}
         found: dict[int, tuple[str, Any]] = {}
         for name, module, _ in self._modules:
@@ -232,7 +227,7 @@ class ModelGuard:
         if isinstance(forward, OnInstance):
             forward = forward.original
         return {
-            "class": _Same(_class_of(module)), "forward hooks": _hooks(module._forward_hooks),
+            "class": _Same(class_of(module)), "forward hooks": _hooks(module._forward_hooks),
             "forward pre-hooks": _hooks(module._forward_pre_hooks),
             "forward": None if forward is None else (_Same(forward), _reached(forward)),
             **{k: f for k, v in own.items() if k not in _OWN and k != "forward" and self._read(k)
@@ -286,7 +281,6 @@ class ModelGuard:
         return tuple(found)
 
     def _as_before(self, name: str, module: torch.nn.Module) -> bool:
-        """Whether the module's facts are what they were."""
         glance = self._glances[name]
         if (glance is not None and not module._forward_hooks and not module._forward_pre_hooks
                 and glance.holds(vars(module)) and self._tensors(module) == glance.tensors):

@@ -223,7 +223,6 @@ class ModelRunner:
 
     @property
     def _largest(self) -> BatchShape:
-        """The largest step."""
         return BatchShape(max(self.config.max_num_batched_tokens, self.config.max_num_seqs), self.config.max_num_seqs)
 
     def _buckets(self, backend: AttentionBackend | None = None) -> list[BatchShape]:
@@ -423,7 +422,6 @@ class ModelRunner:
         if hasattr(self, "graphs"):
             self.graphs.clear()
         for name in ("cache", "_states", "_replaying", "_capture_steps", "places"):
-            if hasattr(self, name):
-                delattr(self, name)
+            vars(self).pop(name, None)
         if hasattr(self, "paged"):
             self.paged.close()

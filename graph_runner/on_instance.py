@@ -24,11 +24,15 @@ class OnInstance:
     init_continuous_batching: Callable[..., Any]
     forward_logits: Callable[[dict[str, Any], Any], torch.Tensor | None]
 
-    def of(self, model: torch.nn.Module) -> OnInstance:
-        """The same for another model."""
-        made = copy.copy(self)
-        made.model = model
-        return made
+
+def _decoding_loop(name: str) -> Callable[..., Any]:
+    """A method: the class's own of that name, or what ``SAMPLING`` says for the model."""
+
+    def decode(model: Any, *args: Any, **kwargs: Any) -> Any:
+        plain, standing = getattr(super(OwnCopies, model), name), SAMPLING.get()
+        return standing[1](plain, *args, **kwargs) if standing is not None and standing[0] is model else plain(*args, **kwargs)
+
+    return decode
 
 
 class OwnCopies:
@@ -44,17 +48,9 @@ class OwnCopies:
         _bind(replica)
         return replica
 
-    def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        """The decoding loop, which transformers' ``generate`` calls by this name when it has prepared everything."""
-        return _decode(self, super()._sample, args, kwargs)  # type: ignore[misc]
-
-    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        """The loop of ``generate`` with beams."""
-        return _decode(self, super()._beam_search, args, kwargs)  # type: ignore[misc]
-
-    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        """The loop of ``generate`` that speculates, without a change of the distribution: the engine samples each token."""
-        return _decode(self, super()._assisted_decoding, args, kwargs)  # type: ignore[misc]
+    # Transformers' ``generate`` calls one of these by its name when it has prepared everything; the last with assistants, which
+    # do not change the distribution: the engine samples each token.
+    _sample, _beam_search, _assisted_decoding = map(_decoding_loop, ("_sample", "_beam_search", "_assisted_decoding"))
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """The manager behind transformers' ``generate_batch``: on the engine of ``quire.paged``."""
@@ -72,11 +68,6 @@ class OwnCopies:
         return (_new, (plain, *made[1][1:]), *made[2:])
 
 
-def _decode(model: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    standing = SAMPLING.get()
-    return standing[1](plain, *args, **kwargs) if standing is not None and standing[0] is model else plain(*args, **kwargs)
-
-
 def _new(plain: type, *arguments: Any) -> Any:
     made = _with_own_copies(plain)
     return made.__new__(made, *arguments)
@@ -85,7 +76,9 @@ def _new(plain: type, *arguments: Any) -> Any:
 def _bind(model: Any) -> None:
     for name, standing in list(vars(model).items()):
         if isinstance(standing, OnInstance) and standing.model is not model:
-            object.__setattr__(model, name, standing.of(model))
+            own = copy.copy(standing)
+            own.model = model
+            object.__setattr__(model, name, own)
 
 
 def _with_own_copies(plain: type) -> type:
@@ -96,6 +89,11 @@ def _with_own_copies(plain: type) -> type:
             return known
     body = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__, "_plain_class": plain}
     return types.new_class(plain.__name__, (OwnCopies, plain), exec_body=lambda namespace: namespace.update(body))
+
+
+def class_of(model: torch.nn.Module) -> type:
+    """The model's class, or that in whose place ``quire.paged`` has put a subclass."""
+    return type(model).__dict__.get("_plain_class", type(model))
 
 
 def set_own_copies(model: torch.nn.Module, own: bool) -> None:

@@ -38,7 +38,7 @@ def reads_inputs(model: torch.nn.Module, own_forward: Any) -> str | None:
                 names = _NOT_GIVEN & {*plain.__code__.co_varnames, *map(str, plain.__code__.co_consts)}
                 read = sorted(name for name in names if not _passed_on(plain, name, model))
                 if read:
-                    return f"{plain.__qualname__} reads {read[0]}"
+                    return f"{plain.__qualname__} reads {read[0]}, which an engine does not give it"
     return None
 
 

@@ -102,8 +102,7 @@ class AdaptedGenerate:
     @property
     def engine(self) -> Engine:
         """See ``PagedGenerate.engine``."""
-        engine: Engine = adapted_model(self.wrapper).generate.engine
-        return engine
+        return adapted_model(self.wrapper).generate.engine
 
     def close(self) -> None:
         """See ``PagedGenerate.close``."""
@@ -288,10 +287,8 @@ class PagedGenerate(OnInstance):
             if output.finish_reason == "abort":  # the engine was closed meanwhile: the row is incomplete
                 raise RuntimeError(f"row {output.index // params.n} was aborted after {len(output.token_ids)} tokens: the "
                                    "engine was closed or replaced while generate() ran")
-        longest = max(len(o.token_ids) for o in outputs)
-        new = torch.full((len(outputs), longest), job.pad)
-        for i, output in enumerate(outputs):
-            new[i, : len(output.token_ids)] = torch.tensor(output.token_ids)
+        rows = [torch.tensor(output.token_ids, dtype=torch.int64) for output in outputs]
+        new = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=job.pad)
         sequences = torch.cat([ids.repeat_interleave(params.n, 0), new.to(ids.device)], dim=1)
         return lockstep.output_dict(sequences) if job.return_dict else sequences
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from quire.graph_runner.adapter_places import AdapterPlaces
 from quire.graph_runner.block_allocator import BlockAllocator, KeptPages
 from quire.graph_runner.copies import uncounted_writes
 from quire.graph_runner.model_parts import Apart
@@ -61,9 +62,9 @@ class PrefixStats:
 
 class PrefixCache(KeptPages):
     """Which pages hold which tokens. Follows the weights of ``model``, and the tensors that ``others`` gives: what it reads
-    beside its parameters and buffers. ``apart`` gives a number that changes with what is read in the place of some parts of the
-    model, and these parts. ``lasting``: keep pages of finished requests for later ones, see NOTE [No older than the request].
-    ``windows``: pages of layers with a window, beside the others'; None: all layers have the same."""
+    beside its parameters and buffers. ``places``: of the trace, if adapters are in places and not read from the model.
+    ``lasting``: keep pages of finished requests for later ones, see NOTE [No older than the request]. ``windows``: pages of
+    layers with a window, beside the others'; None: all layers have the same."""
 
     def __init__(self, allocator: BlockAllocator, page_size: int, model: torch.nn.Module | None = None, *,
                  lasting: bool = False) -> None:
@@ -71,7 +72,7 @@ class PrefixCache(KeptPages):
         self.page_size, self.model, self.lasting = page_size, model, lasting
         self.windows: WindowPages | None = None
         self.others: Callable[[], Iterable[torch.Tensor | None]] = tuple
-        self.apart: Callable[[], tuple[int, Apart | None]] = nothing_apart
+        self.places: AdapterPlaces | None = None
         self._weights = weights_version(model)
         self.stats, self.epoch = PrefixStats(), 0  # the epoch: how often it was cleared
         self._since: dict[int, int] = {}  # page -> the first step that computed something in it or before it
@@ -80,7 +81,8 @@ class PrefixCache(KeptPages):
 
     def follow_weights(self) -> None:
         """Forget all pages if the weights have changed."""
-        if (now := weights_version(self.model, self.others(), *self.apart())) != self._weights:
+        number, apart = (0, None) if self.places is None else (self.places.version, self.places.apart)
+        if (now := weights_version(self.model, self.others(), number, apart)) != self._weights:
             self._weights = now
             self.clear()
 
@@ -204,10 +206,6 @@ class PrefixCache(KeptPages):
 def _root(request: Request) -> bytes:
     """Root of the key of a first page: requests of different kinds share nothing."""
     return request.root + (b"\0\0%d" % request.length_kind if request.length_kind else b"")
-
-
-def nothing_apart() -> tuple[int, Apart | None]:
-    return 0, None
 
 
 def weights_version(model: torch.nn.Module | None, others: Iterable[torch.Tensor | None] = (), number: int = 0,

@@ -32,18 +32,16 @@ def _rows(encoding: Mapping[str, Any]) -> list[Prompt]:
     if encoding.get("attention_mask") is None:
         return ids
     masks: list[Any] = as_prompts(encoding["attention_mask"])
+    if list(map(len, masks)) != list(map(len, ids)):
+        raise ValueError("input_ids and attention_mask have different shapes")
     found: list[Prompt] = []
-    for row, mask in zip(ids, masks, strict=False):
+    for row, mask in zip(ids, masks, strict=True):
         keep = [bool(m) for m in mask]
-        if len(masks) != len(ids) or len(keep) != len(row):
-            break
         first, count = (keep.index(True) if any(keep) else 0), sum(keep)
         if not all(keep[first : first + count]):
             raise ValueError(f"the attention_mask of row {len(found)} has zeros between ones; only padding at the ends can be "
                              "masked")
         found.append(list(row)[first : first + count])  # type: ignore[arg-type]
-    if len(found) != len(ids):
-        raise ValueError("input_ids and attention_mask have different shapes")
     return found
 
 

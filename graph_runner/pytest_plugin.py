@@ -59,12 +59,6 @@ def _rewrite(actual: str, expected: str) -> None:
         from expecttest import assert_expected_inline
     except ModuleNotFoundError:
         pytest.fail("--quire-accept (or EXPECTTEST_ACCEPT) needs the package expecttest: pip install expecttest", pytrace=False)
-    before = os.environ.get(_ACCEPT)
-    os.environ[_ACCEPT] = "1"
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_ACCEPT, "1")
         assert_expected_inline(actual, expected, skip=2)
-    finally:
-        if before is None:
-            del os.environ[_ACCEPT]
-        else:
-            os.environ[_ACCEPT] = before

@@ -84,11 +84,10 @@ def compare(model: Any, tokenizer: Any, texts: Sequence[Sequence[int]], backends
     """
     run = _prefill if prefill else _decode
     runs = [run(model, tokenizer, texts, name, options) for name in backends]
-    first, found = runs[0], []
-    for name, (logprobs, likeliest) in zip(backends, runs, strict=True):
-        found.append(Quality(name, math.exp(-logprobs.mean()), (likeliest == first[1]).float().mean().item(),
-                             (logprobs - first[0]).abs().mean().item(), len(logprobs), prefill))
-    return found
+    first = runs[0]
+    return [Quality(name, math.exp(-logprobs.mean()), (likeliest == first[1]).float().mean().item(),
+                    (logprobs - first[0]).abs().mean().item(), len(logprobs), prefill)
+            for name, (logprobs, likeliest) in zip(backends, runs, strict=True)]
 
 
 def _decode(model: Any, tokenizer: Any, texts: Sequence[Sequence[int]], attention: str, options: dict[str, Any]

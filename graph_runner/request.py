@@ -269,14 +269,12 @@ class RequestOptions(NamedTuple):
 
     def check(self) -> RequestOptions:
         """Raises TypeError or ValueError for values that cannot be served."""
-        if not isinstance(self.request_id, str | None):
-            raise TypeError(f"request_id must be a string or None, got {self.request_id!r}")
-        if not isinstance(self.adapter, str | None):
-            raise TypeError(f"adapter must be the name of an adapter or None, got {self.adapter!r}")
-        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
-            raise TypeError(f"priority must be an integer, got {self.priority!r}")
-        if self.timeout is not None and (isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float)):
-            raise TypeError(f"timeout must be a number of seconds or None, got {self.timeout!r}")
+        for name, kind, what in (("request_id", str | None, "a string or None"), ("priority", int, "an integer"),
+                                 ("adapter", str | None, "the name of an adapter or None"),
+                                 ("timeout", int | float | None, "a number of seconds or None")):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise TypeError(f"{name} must be {what}, got {value!r}")
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"timeout must be more than 0 seconds, got {self.timeout}")
         return self

@@ -159,10 +159,8 @@ def _top_k_threshold(logits: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _top_p_threshold(logits: Tensor, temperature: Tensor, top_p: Tensor, threshold: Tensor) -> Tensor:
-    """(B,) float32: the least likely logit that top_p keeps of those at or above `threshold`.
-
-    That is the largest pivot such that the tokens at or above it have at least `top_p` of the probability.
-    """
+    """(B,) float32: the least likely logit that top_p keeps of those at or above `threshold`: the largest pivot such that the
+    tokens at or above it have at least `top_p` of the probability."""
     x, _ = chunks(logits)
     peak = x.amax((1, 2))
 
@@ -188,9 +186,7 @@ def _min_p_threshold(logits: Tensor, temperature: Tensor, min_p: Tensor, thresho
 _BITS_PER_PASS = 2
 
 
-def _largest_pivot(
-    measure: Callable[[Tensor, Tensor], Tensor], target: Tensor, floor: Tensor, dtype: torch.dtype
-) -> Tensor:
+def _largest_pivot(measure: Callable[[Tensor, Tensor], Tensor], target: Tensor, floor: Tensor, dtype: torch.dtype) -> Tensor:
     """(B,) float32: the largest value of `dtype`, at least `floor`, that measures at least `target`; else `floor`.
 
     A radix search from the highest bit down. Floats of one sign compare as their bits do as integers, so each float has a rank

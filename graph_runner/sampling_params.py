@@ -16,7 +16,7 @@ _UNSUPPORTED = ("best_of", "extra_args", "output_kind", "spaces_between_special_
 #: Of which distribution log probabilities are: the model's, or the one that tokens are drawn from. vLLM's names.
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 _MAX_FLOAT32 = 3.4028234663852886e38  # the sampler reads float32
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_OR_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 _TOKENS = ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "trace_decode_token_ids")
 
 
@@ -119,12 +119,12 @@ class SamplingParams:
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name in ("n", "top_k", "min_tokens"):
-            _check_int(name, getattr(self, name))
-        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), "an integer or None")
-        for name in ("temperature", "top_p", "min_p", *_PENALTIES):
+        for name in ("n", "top_k", "min_tokens", *_OR_NONE):
+            value = getattr(self, name)
+            if value is not None or name not in _OR_NONE:
+                _check_int(name, value, "an integer or None" if name in _OR_NONE else "an integer")
+                object.__setattr__(self, name, int(value))  # numpy's integers overflow
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             _check_number(name, getattr(self, name))
         self._normalize()
         self._check_ranges()
@@ -132,24 +132,24 @@ class SamplingParams:
     def _refuse_unsupported(self) -> None:
         for option in fields(self):
             value = getattr(self, option.name)
-            if option.name not in _UNSUPPORTED:
-                continue
-            if not isinstance(value, Sized) and value == option.default:  # arrays are compared item by item
-                continue
-            raise ValueError(
-                f"{option.name}={value!r}: quire does not support {option.name}; leave it at its default, {option.default!r}. "
-                f"Supported: {', '.join(f.name for f in fields(self) if f.name not in _UNSUPPORTED)}")
+            # Arrays are compared item by item.
+            if option.name in _UNSUPPORTED and (isinstance(value, Sized) or value != option.default):
+                raise ValueError(
+                    f"{option.name}={value!r}: quire does not support {option.name}; leave it at its default, "
+                    f"{option.default!r}. Supported: {', '.join(f.name for f in fields(self) if f.name not in _UNSUPPORTED)}")
 
     def _normalize(self) -> None:
         """Store one form of values that have several spellings."""
-        stop = self.stop
-        stop = (stop,) if isinstance(stop, str) else _as_tuple("stop", stop, "a string or a list of strings")
-        words = _as_tuple("bad_words", self.bad_words, "a list of strings")
-        for name, texts in (("stop", stop), ("bad_words", words)):
-            for text in texts:
-                if not isinstance(text, str):
-                    raise TypeError(f"{name} must be {'a string or ' * (name == 'stop')}a list of strings, got {text!r} in it")
         set_field = object.__setattr__  # the dataclass is frozen
+        kinds: Any = (("stop", "a string or a list of strings", str), ("bad_words", "a list of strings", str),
+                      ("logits_processors", "a list of functions", Callable))
+        for name, expected, kind in kinds:
+            value = getattr(self, name)
+            items = (value,) if name == "stop" and isinstance(value, str) else _as_tuple(name, value, expected)
+            for item in items:
+                if not isinstance(item, kind):
+                    raise TypeError(f"{name} must be {expected}, got {item!r} in it")
+            set_field(self, name, items)
         for name in _TOKENS:
             ids = _as_tuple(name, getattr(self, name), "a list of token ids")
             for token in ids:
@@ -163,17 +163,6 @@ class SamplingParams:
                 _check_int("every key of logit_bias", token)
                 _check_number("every value of logit_bias", number)
             set_field(self, "logit_bias", {int(t): float(x) for t, x in self.logit_bias.items()} or None)
-        functions = _as_tuple("logits_processors", self.logits_processors, "a list of functions")
-        for function in functions:
-            if not callable(function):
-                raise TypeError(f"logits_processors must be a list of functions, got {function!r} in it")
-        set_field(self, "stop", stop)
-        set_field(self, "bad_words", words)
-        set_field(self, "logits_processors", functions)
-        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs",
-                     "truncate_prompt_tokens"):
-            value = getattr(self, name)
-            set_field(self, name, value if value is None else int(value))  # numpy's integers overflow
         set_field(self, "top_k", max(self.top_k, 0) if self.top_k >= -1 else self.top_k)
         set_field(self, "seed", None if self.seed == -1 else self.seed)
 

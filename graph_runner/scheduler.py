@@ -12,6 +12,7 @@ so preemption does not change the tokens.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 
 from quire.attn_ops.kv_cache import pages_for
@@ -58,19 +59,14 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        """Queue a request, behind those of its priority."""
+        """Queue a request."""
         request.arrived_at = self.num_steps
         self._queue(request, behind=True)
 
     def _queue(self, request: Request, behind: bool) -> None:
-        at = len(self.waiting) if behind else 0
-        if behind:
-            while at and self.waiting[at - 1].priority > request.priority:
-                at -= 1
-        else:
-            while at < len(self.waiting) and self.waiting[at].priority < request.priority:
-                at += 1
-        self.waiting.insert(at, request)
+        """Queue a request behind or before those of its priority; the queue is sorted by it."""
+        find = bisect_right if behind else bisect_left
+        self.waiting.insert(find(self.waiting, request.priority, key=lambda waiting: waiting.priority), request)
 
     def schedule(self) -> ScheduledBatch | None:
         """Rows of the next step, with pages allocated and ``num_computed`` advanced; None if nothing can run now. Raises

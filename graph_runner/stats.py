@@ -121,7 +121,8 @@ def stats_of(engine: Any) -> EngineStats:
     on_gpu = runner.device.type == "cuda"
     counts = PrefixStats() if prefixes is None else prefixes.stats
     tensors = {id(t): t for t in (*engine.model.parameters(), *engine.model.buffers())}
-    copies = sum(copies.num_bytes for copies in (engine._live.cast, engine._live.places) if copies is not None)
+    cast, places = engine._live.cast, engine._live.places
+    copies = (0 if cast is None else cast.copies.num_bytes) + (0 if places is None else places.num_bytes)
     return EngineStats(
         running=len(scheduler.running) + past.rows, waiting=len(scheduler.waiting), finished=past.finished,
         preemptions=scheduler.num_preemptions, pages=allocator.num_total,

@@ -8,8 +8,8 @@ the host packs step n + 1 while the copy of step n may still run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,57 +40,36 @@ class BatchShape(NamedTuple):
     num_reqs: int
 
 
-def _fields(shape: BatchShape, page_size: int, windows: bool, total_lens: bool, adapters: bool
-            ) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(name, type, shape) of each field. ``windows``, ``total_lens``, ``adapters``: see StepBuffers."""
-    t, b = shape
-    changes = change_capacity(t, b, page_size)
-    of_windows = [("window_slot_mapping", "i8", (t,)), ("window_change_at", "i8", (changes,)),
-                  ("window_change_page", "i4", (changes,))]
-    return [
-        ("input_ids", "i8", (t,)), ("positions", "i8", (t,)), ("slot_mapping", "i8", (t,)), ("token_source", "i8", (t,)),
-        ("logits_indices", "i8", (b,)), ("row_slot", "i8", (b,)), ("sample_slot", "i8", (b,)), ("seed", "i8", (b,)),
-        ("sample_position", "i8", (b,)), ("change_at", "i8", (changes,)), ("change_page", "i4", (changes,)),
-        ("query_start_loc", "i4", (b + 1,)), ("seq_lens", "i4", (b,)), ("top_k", "i4", (b,)), ("temperature", "f4", (b,)),
-        ("top_p", "f4", (b,)), ("min_p", "f4", (b,)), ("resample", "i4", (b,)), ("logprob_temperature", "f4", (b,)),
-        *(of_windows if windows else ()), *([("total_lens", "i4", (b,))] if total_lens else ()),
-        *([("adapters", "i8", (t,))] if adapters else ()),
-    ]
+class StepLayout(NamedTuple):
+    """The fields of a batch shape in the flat buffer: name -> (byte offset, type, length)."""
 
-
-@dataclass(frozen=True)
-class StepLayout:
-    """The fields of a batch shape in the flat buffer: name -> (byte offset, type, shape)."""
-
-    shape: BatchShape
-    fields: dict[str, tuple[int, str, tuple[int, ...]]]
+    fields: dict[str, tuple[int, str, int]]
     num_bytes: int
 
     @classmethod
-    def of(cls, shape: BatchShape, page_size: int, windows: bool = False, total_lens: bool = False, adapters: bool = False
-           ) -> StepLayout:
-        """``page_size`` bounds the number of new pages in a step."""
+    def of(cls, shape: BatchShape, page_size: int, windows: bool, total_lens: bool, adapters: bool) -> StepLayout:
+        """``page_size`` bounds the number of new pages in a step. The others: see StepBuffers."""
+        t, b = shape
+        changes = change_capacity(t, b, page_size)
+        of_windows = [(f"window_{name}", kind, size) for name, kind, size in (
+            ("slot_mapping", "i8", t), ("change_at", "i8", changes), ("change_page", "i4", changes))]
         fields, at = {}, 0
-        for name, kind, size in _fields(shape, page_size, windows, total_lens, adapters):
-            fields[name] = (at, kind, size)
-            at += -(-int(np.prod(size)) * int(kind[1]) // ALIGNMENT) * ALIGNMENT
-        return cls(shape, fields, at)
+        for name, kind, size in (
+                ("input_ids", "i8", t), ("positions", "i8", t), ("slot_mapping", "i8", t), ("token_source", "i8", t),
+                ("logits_indices", "i8", b), ("row_slot", "i8", b), ("sample_slot", "i8", b), ("seed", "i8", b),
+                ("sample_position", "i8", b), ("change_at", "i8", changes), ("change_page", "i4", changes),
+                ("query_start_loc", "i4", b + 1), ("seq_lens", "i4", b), ("top_k", "i4", b), ("temperature", "f4", b),
+                ("top_p", "f4", b), ("min_p", "f4", b), ("resample", "i4", b), ("logprob_temperature", "f4", b),
+                *(of_windows if windows else ()), *([("total_lens", "i4", b)] if total_lens else ()),
+                *([("adapters", "i8", t)] if adapters else ())):
+            fields[name] = at, kind, size
+            at += -(-size * int(kind[1]) // ALIGNMENT) * ALIGNMENT
+        return cls(fields, at)
 
-
-class HostArrays:
-    """One pinned staging buffer, viewed as numpy arrays per layout."""
-
-    def __init__(self, num_bytes: int, pin: bool) -> None:
-        self.tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pin)
-        self._bytes = self.tensor.numpy()
-        self._views: dict[BatchShape, dict[str, np.ndarray]] = {}
-
-    def view(self, layout: StepLayout) -> dict[str, np.ndarray]:
-        if layout.shape not in self._views:
-            self._views[layout.shape] = {
-                name: self._bytes[at : at + int(np.prod(size)) * int(kind[1])].view(kind).reshape(size)
-                for name, (at, kind, size) in layout.fields.items()}
-        return self._views[layout.shape]
+    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The fields in a buffer of bytes."""
+        return {name: buffer[at : at + length * int(kind[1])].view(_TORCH[kind])
+                for name, (at, kind, length) in self.fields.items()}
 
 
 class StepBuffers:
@@ -117,7 +96,7 @@ class StepBuffers:
         # The largest mixed shape has both the most tokens and the most rows, so it bounds every layout.
         num_bytes = StepLayout.of(max_shape, page_size, windows, total_lens, adapters is not None).num_bytes
         pin = device.type == "cuda"
-        self.host = [HostArrays(num_bytes, pin) for _ in range(2)]
+        self.host = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
         self.device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.table = BlockTable(max_num_seqs, max_shape.num_reqs, max_pages_per_seq, device)
@@ -131,34 +110,32 @@ class StepBuffers:
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
         self._views: dict[BatchShape, dict[str, torch.Tensor]] = {}
+        self._host_views: list[dict[BatchShape, dict[str, np.ndarray]]] = [{}, {}]
 
     def layout(self, shape: BatchShape) -> StepLayout:
         if shape not in self._layouts:
             if len(self._layouts) > 4096:  # eager steps have many shapes; captured ones are added again
-                self._layouts.clear()
-                self._views.clear()
-                for host in self.host:
-                    host._views.clear()
+                caches: list[dict[BatchShape, Any]] = [self._layouts, self._views, *self._host_views]
+                for cache in caches:
+                    cache.clear()
             self._layouts[shape] = StepLayout.of(shape, self.page_size, self.window_table is not None, self.total_lens,
                                                  self.adapters is not None)
         return self._layouts[shape]
 
     def views(self, shape: BatchShape) -> dict[str, torch.Tensor]:
         """The fields on the device, at fixed addresses per shape."""
-        layout = self.layout(shape)
         if shape not in self._views:
-            self._views[shape] = {
-                name: self.device_bytes[at : at + int(np.prod(size)) * int(kind[1])].view(_TORCH[kind]).view(size)
-                for name, (at, kind, size) in layout.fields.items()}
+            self._views[shape] = self.layout(shape).views(self.device_bytes)
         return self._views[shape]
 
     def fill(self, batch: ScheduledBatch, shape: BatchShape) -> dict[str, np.ndarray]:
         """Pack ``batch``, padded to ``shape``, into the next host buffer. See NOTE [Padding]. Returns its arrays."""
-        host = self.host[self._turn]
-        event = self._copied[self._turn]
+        event, views = self._copied[self._turn], self._host_views[self._turn]
         if event is not None:
             event.synchronize()  # the copy of two steps ago, normally done
-        a = host.view(self.layout(shape))
+        if shape not in views:
+            views[shape] = {name: t.numpy() for name, t in self.layout(shape).views(self.host[self._turn]).items()}
+        a = views[shape]
         rows, page, n, t = batch.rows, self.page_size, len(batch.rows), batch.num_tokens
         slots, start, num_pages, first_id = self._columns(batch)
         if batch.is_decode:
@@ -247,7 +224,7 @@ class StepBuffers:
     def upload(self, shape: BatchShape) -> None:
         """Copy the buffer packed last to the device, asynchronously, and switch to the other one."""
         num_bytes = self.layout(shape).num_bytes
-        self.device_bytes[:num_bytes].copy_(self.host[self._turn].tensor[:num_bytes], non_blocking=True)
+        self.device_bytes[:num_bytes].copy_(self.host[self._turn][:num_bytes], non_blocking=True)
         if self.device.type == "cuda":
             event = self._copied[self._turn] or torch.cuda.Event()
             event.record()

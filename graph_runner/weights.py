@@ -53,15 +53,10 @@ def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
     return found
 
 
-def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's parameters and persistent buffers themselves, by their names in ``state_dict``, tied ones under each name."""
-    return model.state_dict(keep_vars=True)
-
-
 def check_specs(model: torch.nn.Module, specs: Iterable[WeightSpec]) -> dict[str, torch.Tensor]:
     """The parameters that an update would write, by name. Raises WeightUpdateError for a name that the model has not, or twice;
     another shape; a dtype that is not converted; a parameter that is not a plain tensor."""
-    state, found = state_of(model), {}
+    state, found = model.state_dict(keep_vars=True), {}  # the tensors themselves, tied ones under each name
     for name, dtype, shape in specs:
         if name not in state:
             near = difflib.get_close_matches(name, state, 3)
@@ -92,7 +87,7 @@ def _converts(dtype: torch.dtype) -> bool:
 
 def missing_names(model: torch.nn.Module, given: Iterable[str]) -> list[str]:
     """Names of the model that ``given`` does not cover, neither itself nor by a name tied to it."""
-    state = state_of(model)
+    state = model.state_dict(keep_vars=True)
     covered = {id(state[name]) for name in given if name in state}
     return [name for name, tensor in state.items() if id(tensor) not in covered]
 
@@ -124,8 +119,7 @@ def write(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor
 
 
 def _plain(name: str, value: Any) -> torch.Tensor:
-    """A given value as a tensor of numbers; a distributed one gathered from all its ranks. Raises WeightUpdateError if it is
-    none."""
+    """A value as a tensor of numbers, gathered from all ranks. Raises WeightUpdateError if it is none."""
     gather = getattr(value, "full_tensor", None)
     value = gather() if callable(gather) else value
     if not isinstance(value, torch.Tensor) or holds_codes(value) or value.layout is not torch.strided or (
@@ -245,12 +239,11 @@ class WeightUpdates:
     @locked
     def get_weights_by_name(self, name: str, truncate_size: int | None = None) -> torch.Tensor:
         """A copy of a parameter, or of its first ``truncate_size`` rows. Raises KeyError if the model has no such parameter."""
-        state = state_of(self.model)
+        state = self.model.state_dict()
         if name not in state:
             near = difflib.get_close_matches(name, state, 3)
             raise KeyError(f"{type(self.model).__name__} has no parameter {name!r}; near names are {', '.join(near) or 'none'}")
-        tensor = state[name].detach()
-        return (tensor if truncate_size is None else tensor[:truncate_size]).clone()
+        return (state[name] if truncate_size is None else state[name][:truncate_size]).clone()
 
     @locked
     def save_sharded_model(self, path: str | Path, max_size: int | str = "5GB") -> None:

@@ -40,8 +40,7 @@ class WeightsGroup:
         backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is outside a group of {world_size}: ranks are 0 to {world_size - 1}")
-        wait = timedelta(seconds=timeout)
-        self._wait = wait
+        self._wait = wait = timedelta(seconds=timeout)
         try:
             store = dist.PrefixStore(group_name, dist.TCPStore(master_address, master_port, world_size, rank == 0, wait))
             self._group: Any = _process_group(backend, store, rank, world_size, wait)

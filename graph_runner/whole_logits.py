@@ -12,17 +12,16 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules import module as torch_module
 
 from quire.attn_ops.kv_cache import pages_for
-from quire.graph_runner.lockstep import DoesNotFit, Rows
+from quire.graph_runner.lockstep import Rows, in_parts
+from quire.graph_runner.model_guard import harmless
 from quire.graph_runner.own_forward import reads_inputs, training_difference
-from quire.passes.capture.evaluating import only_marks
-from quire.passes.capture.reads import is_code_of
 
 if TYPE_CHECKING:
     from quire.graph_runner.engine import Engine
@@ -39,7 +38,7 @@ def reads_logits_alone(frame: types.FrameType | None) -> bool:
         return False
     while frame is not None and (name := str(frame.f_globals.get("__name__"))).startswith(("torch.nn.modules.module", "peft.")):
         owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.nn.Module) and not all(map(_harmless, owner._forward_hooks.values())):
+        if isinstance(owner, torch.nn.Module) and not all(map(harmless, owner._forward_hooks.values())):
             return False
         frame = frame.f_back
     return frame is not None and name.partition(".")[0] == "lm_eval" and _takes_logits(frame.f_code, frame.f_lasti)
@@ -73,16 +72,9 @@ def difference(model: Any, given: Mapping[str, Any], own_forward: Any) -> str | 
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "modules have global hooks"
     for name, module in model.named_modules():
-        if any(not _harmless(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())):
+        if any(not harmless(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())):
             return f"{name or type(model).__name__} has a hook"
-    if (found := reads_inputs(model, own_forward)) is not None:
-        return f"{found}, which an engine does not give it"
-    return None
-
-
-def _harmless(hook: Any) -> bool:
-    """Whether a forward hook does nothing without gradients, and where no hidden states are asked for."""
-    return only_marks(hook) or (getattr(hook, "__name__", "") == "output_capturing_hook" and is_code_of(hook, "transformers"))
+    return reads_inputs(model, own_forward)
 
 
 def limits_of(engine: Engine, ids: torch.Tensor) -> str | None:
@@ -110,31 +102,21 @@ def limits_of(engine: Engine, ids: torch.Tensor) -> str | None:
 def whole_logits(engine: Engine, ids: torch.Tensor) -> torch.Tensor:
     """The logits at every token: of ids (B, L) int, (B, L, V) in the model's dtype. Equal rows are computed once. Raises
     DoesNotFit if a row needs more pages than there are."""
-    prompts, length = ids.tolist(), ids.shape[1]
-    rows = list(dict.fromkeys(map(tuple, prompts)))
+    prompts, length = list(map(tuple, ids.tolist())), ids.shape[1]
+    rows = list(dict.fromkeys(prompts))
+    index = {row: i for i, row in enumerate(rows)}
     out: torch.Tensor | None = None
 
-    def take(before: int, row: int, start: int, logits: torch.Tensor) -> None:
+    def take(some: Sequence[tuple[int, ...]], row: int, start: int, logits: torch.Tensor) -> None:
         nonlocal out
         if out is None:
             out = logits.new_empty(len(rows), length, logits.shape[1])
-        out[before + row, start : start + len(logits)] = logits
+        out[index[some[row]], start : start + len(logits)] = logits
 
     pages = engine.scheduler.allocator.num_total // pages_for(length, engine.config.page_size)
-    together, first = max(1, min(engine.config.max_num_seqs, pages, -(-STEP_TOKENS // length))), 0
-    while first < len(rows):
-        try:
-            some = Rows(engine, rows[first : first + together], 0)
-        except DoesNotFit:
-            if together == 1:
-                raise
-            together //= 2
-            continue
-        with some:
-            some.every_logits(functools.partial(take, first), STEP_TOKENS)
-        first += together
+    together = max(1, min(engine.config.max_num_seqs, pages, -(-STEP_TOKENS // length)))
+    for part, of_part in in_parts(rows, together, lambda some: Rows(engine, some, 0)):
+        with of_part:
+            of_part.every_logits(functools.partial(take, part), STEP_TOKENS)
     assert out is not None
-    if len(rows) == len(prompts):
-        return out
-    index = {row: i for i, row in enumerate(rows)}
-    return out[[index[tuple(prompt)] for prompt in prompts]]
+    return out if len(rows) == len(prompts) else out[[index[prompt] for prompt in prompts]]

@@ -425,7 +425,7 @@ def test_in_another_dtype() -> None:
             assert torch.equal(b[:, :4], layer.lora_B["two"].weight.bfloat16().float() * 1.25) and b.dtype == torch.float32
         assert id(layer.lora_A["two"].weight) not in live.cast.stand_ins
         memory = it.engine.stats().weight_bytes
-        assert memory > live.cast.num_bytes + live.places.num_bytes > live.places.num_bytes > 0
+        assert memory > live.cast.copies.num_bytes + live.places.num_bytes > live.places.num_bytes > 0
 
 
 def test_what_a_place_cannot_hold_any_more(caplog) -> None:
