@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from quire.passes.fusions.base import Fusion
-from quire.passes.fx import MUL, erase_dead, is_method, only_user, operands, placeholders, target_name, value
+from quire.passes.fx import MUL, is_method, only_user, operands, placeholders, replace_node, target_name, value
 
 
 def real_products(fusion: Fusion) -> int:
@@ -41,9 +41,7 @@ def real_products(fusion: Fusion) -> int:
             real = graph.call_function(operator.sub, (times(a, c), times(b, d)))
             imaginary = graph.call_function(operator.add, (times(a, d), times(b, c)))
             new = graph.call_function(torch.stack, ([real, imaginary], -1))
-        new.meta.update(node.meta)
-        node.replace_all_uses_with(new)
-    erase_dead(graph, [node for node, _ in found])
+        replace_node(node, new)
     return len(found)
 
 

@@ -238,9 +238,3 @@ def _replace(node: fx.Node, out: fx.Node, batch: Any, site: AttentionSite) -> No
     out.meta = {k: v for k, v in node.meta.items() if k != "quire_route"}
     node.replace_all_uses_with(out)
     graph.erase_node(node)
-
-
-def set_paged_arguments(node: fx.Node, **changes: Any) -> None:
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    node.args = tuple(changes.get(name, a) for name, a in zip(names, node.args, strict=False))
-    node.kwargs = {name: changes.get(name, a) for name, a in node.kwargs.items()}
