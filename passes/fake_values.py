@@ -47,8 +47,8 @@ class _Odd(Exception):
 
 
 @dataclass(frozen=True)
-class _At:
-    """Stands for an input of a node."""
+class At:
+    """Stands for a node, by its place among the inputs of another or in a graph."""
 
     index: int
 
@@ -166,7 +166,7 @@ def _key(node: fx.Node, of: Callable[[fx.Node], Any], inputs: list[Any]) -> Any:
     if node.op not in ("call_function", "call_method") or written_by(node) or not any(
             isinstance(x, torch.Tensor) for x in inputs) or torch._C._functorch.maybe_current_level() is not None:
         raise _Odd
-    number: dict[fx.Node, Any] = {x: _At(i) for i, x in enumerate(node.all_input_nodes)}
+    number: dict[fx.Node, Any] = {x: At(i) for i, x in enumerate(node.all_input_nodes)}
     # As text: True is not 1, 0.0 is not -0.0.
     spelled = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: number[n]))
     nested = tuple(repr(tree_structure(of(x))) for x in node.all_input_nodes)

@@ -141,11 +141,8 @@ class TracedCall:
         if model is not None:
             route.enter_context(interface_active(model))
             route.enter_context(experts_active(model))
-        try:
-            with route, sizes, torch.no_grad():
-                torch.compile(function, backend=first)(*arguments, **options)
-        except Traced:
-            pass
+        with contextlib.suppress(Traced), route, sizes, torch.no_grad():
+            torch.compile(function, backend=first)(*arguments, **options)
 
 
 class AnyLength:

@@ -29,7 +29,7 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.step import Step
 from quire.passes.fake_values import made_like
-from quire.passes.fx import erase_dead, is_function, is_method, is_tensor, replace_node, source_name, value, written_by
+from quire.passes.fx import erase_dead, is_function, is_method, is_tensor, source_name, value, written_by
 
 LIMITS = "quire_length_limits"  # in the meta of a graph: lengths beyond which sequences have other frequencies
 
@@ -132,12 +132,8 @@ def _split(graph: fx.Graph, copy: fx.Node, limit: int, positions: fx.Node, token
 
 def lower_lengths(gm: fx.GraphModule, query_start_loc: fx.Node, total_lens: fx.Node) -> None:
     """Compute each ``longer_than`` from the tables of a step: (B + 1,) int32 and (B,) int32."""
-    graph = gm.graph
-    for node in [n for n in graph.nodes if n.target is longer_than]:
-        positions, limit = node.args
-        with graph.inserting_before(node):
-            made = graph.call_function(_longer, (query_start_loc, total_lens, positions, limit))
-        replace_node(node, made)
+    for node in gm.graph.find_nodes(op="call_function", target=longer_than):
+        node.target, node.args = _longer, (query_start_loc, total_lens, *node.args)
 
 
 def _longer(query_start_loc: torch.Tensor, total_lens: torch.Tensor, position_ids: torch.Tensor, limit: int) -> torch.Tensor:

@@ -94,13 +94,10 @@ def _rewrite(match: MlaSite) -> None:
     with graph.inserting_before(node):
         rows = [graph.call_method("reshape", (x, (1, -1, n)))
                 for x, n in zip((match.c, match.k_rope), match.latent, strict=True)]
-        new = graph.call_function(mla_attention, (q, *rows, match.kv_b), {
-            "layer": node.kwargs["layer"], "scale": node.kwargs["scale"]})
     for row in rows:
         compute_value(row)
-    new.meta = dict(node.meta)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+    node.target, node.args = mla_attention, (q, *rows, match.kv_b)
+    node.kwargs = {name: node.kwargs[name] for name in ("layer", "scale")}
     read = [n for write in match.writes for n in write.all_input_nodes if n not in match.writes]
     for write in reversed(match.writes):
         graph.erase_node(write)
