@@ -37,9 +37,9 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _KEEPS_STATE = (operator.setitem, torch._C._log_api_usage_once)
 #: Makes a result like another one, of inputs like its inputs. It holds no fake, which would keep the mode.
-_Make = Callable[[list[Any], FakeTensorMode], Any]
+Make = Callable[[list[Any], FakeTensorMode], Any]
 #: None: a node has perhaps changed the state of PyTorch.
-_made: weakref.WeakKeyDictionary[FakeTensorMode, dict[Any, _Make] | None] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[FakeTensorMode, dict[Any, Make] | None] = weakref.WeakKeyDictionary()
 
 
 class _Odd(Exception):
@@ -113,15 +113,15 @@ def computed(node: fx.Node, of: Callable[[fx.Node], Any], mode: FakeTensorMode, 
         return made[key](inputs, mode)
     with disable_fake_tensor_cache(mode):
         result = compute(node)
-    if (again := _again(result, inputs)) is not None:
-        made[key] = again
+    if (make := again(result, inputs)) is not None:
+        made[key] = make
     return result
 
 
-def _again(result: Any, inputs: list[Any]) -> _Make | None:
+def again(result: Any, inputs: list[Any]) -> Make | None:
     """Makes a result like this one; None: only computing it does."""
     if (kind := type(result)) in (tuple, list):
-        each = [_again(x, inputs) if isinstance(x, torch.Tensor) else None for x in result]
+        each = [again(x, inputs) if isinstance(x, torch.Tensor) else None for x in result]
         if None in each:
             return None
         own = [storage_of(x) for x in result if _place(x, inputs) is None]

@@ -34,12 +34,8 @@ def real_products(fusion: Fusion) -> int:
         with graph.inserting_before(node):
             places: list[Any] = [(x, (..., part)) for x in (pairs, table) for part in (0, 1)]
             a, b, c, d = (graph.call_function(operator.getitem, place) for place in places)
-
-            def times(x: fx.Node, y: fx.Node) -> fx.Node:
-                return graph.call_function(operator.mul, (x, y))
-
-            real = graph.call_function(operator.sub, (times(a, c), times(b, d)))
-            imaginary = graph.call_function(operator.add, (times(a, d), times(b, c)))
+            ac, bd, ad, bc = (graph.call_function(operator.mul, of) for of in ((a, c), (b, d), (a, d), (b, c)))
+            real, imaginary = graph.call_function(operator.sub, (ac, bd)), graph.call_function(operator.add, (ad, bc))
             new = graph.call_function(torch.stack, ([real, imaginary], -1))
         replace_node(node, new)
     return len(found)
