@@ -29,7 +29,7 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.step import Step
 from quire.passes.fake_values import made_like
-from quire.passes.fx import erase_dead, is_function, is_method, is_tensor, source_name, value, written_by
+from quire.passes.fx import erase_dead, is_function, is_method, is_tensor, replace_node, source_name, value, written_by
 
 LIMITS = "quire_length_limits"  # in the meta of a graph: lengths beyond which sequences have other frequencies
 
@@ -93,8 +93,7 @@ def use_short_frequencies(gm: fx.GraphModule, config: Any, max_length: int) -> N
     for node, positions in found:
         with gm.graph.inserting_before(node):
             never = made_like(gm.graph.call_method("new_zeros", (positions, ()), {"dtype": torch.bool}), node)
-        node.replace_all_uses_with(never)
-        erase_dead(gm.graph, [node])
+        replace_node(node, never)
     if found:
         gm.recompile()
 

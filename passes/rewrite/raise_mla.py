@@ -33,19 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from quire.attn_ops.attention import AttentionSite, Latent
 from quire.attn_ops.mla import mla_attention
 from quire.passes.fake_values import compute_value
-from quire.passes.fx import (
-    LINEAR,
-    ancestors,
-    erase_dead,
-    evaluate,
-    is_function,
-    is_method,
-    is_tensor,
-    only_user,
-    symbolic,
-    value,
-    written_by,
-)
+from quire.passes.fx import LINEAR, ancestors, erase_dead, evaluate, is_method, is_tensor, only_user, value, written_by
 from quire.passes.verify.sites import site_nodes, site_of
 
 logger = logging.getLogger(__name__)
@@ -112,11 +100,12 @@ def _match(node: fx.Node) -> MlaSite | None:
     assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
     tokens = value(q).shape[2]
     plain = site.causal and not site.sinks and (site.window, site.softcap, site.chunk) == (None, None, None)
-    if not plain or site.num_heads != site.num_kv_heads or not symbolic(tokens) or str(value(q).shape[0]) != "1":
+    if not plain or site.num_heads != site.num_kv_heads or not isinstance(tokens, torch.SymInt) \
+            or str(value(q).shape[0]) != "1":
         return None
     _, sources = _moved(v, lambda n: False, ())
     product = next(iter(sources))
-    if len(sources) > 1 or not is_function(product, LINEAR) or not all(map(is_tensor, product.args[:2])):
+    if len(sources) > 1 or product.target not in LINEAR or not all(map(is_tensor, product.args[:2])):
         return None
     c, kv_b, *bias = (*product.args, *product.kwargs.values())
     assert isinstance(c, fx.Node) and isinstance(kv_b, fx.Node)
