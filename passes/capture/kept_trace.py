@@ -66,8 +66,7 @@ class _Globals(dict[str, Any]):
 
 
 class Taken(NamedTuple):
-    """A graph from the disk: its inputs, the context of its fake values, how to read the inputs from a call's arguments by
-    name, the globals of the trace, and what ``Reads.restore`` needs."""
+    """A graph from the disk. ``read``: gives its inputs, of a call's arguments by name. ``reads``: for ``Reads.restore``."""
 
     gm: fx.GraphModule
     inputs: list[Any]
@@ -305,8 +304,7 @@ class TraceFile:
             return None
 
     def note_graph(self, gm: fx.GraphModule, held: Sequence[str]) -> None:
-        """Note the graph of a trace, as Dynamo gives it to the backend: compiling it may add conditions on sizes. ``held``: of
-        ``check_side_effects``."""
+        """Note the graph of a trace, before compiling it adds conditions on sizes. ``held``: of ``check_side_effects``."""
         self._held = held
         at, mode = {node: i for i, node in enumerate(gm.graph.nodes)}, fake_mode(gm.graph)
         with _unless_it_fails():

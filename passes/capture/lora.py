@@ -44,8 +44,7 @@ def adapter_names(model: torch.nn.Module) -> list[str]:
 
 
 def active_adapters(model: torch.nn.Module) -> tuple[str, ...] | None:
-    """The adapters that the model's own forward applies, by the weights if they are merged; None where no request could have
-    the same: ``_check_active``."""
+    """The adapters that the model's own forward applies, or has merged; None if no request could: ``_check_active``."""
     layers = adapter_layers(model).values()
     try:
         _check_active(layers)
@@ -55,8 +54,7 @@ def active_adapters(model: torch.nn.Module) -> tuple[str, ...] | None:
 
 
 def merged_adapters(model: torch.nn.Module) -> tuple[str, ...]:
-    """The names, sorted, of the adapters that are merged into weights, but those of layers that are disabled:
-    their forward takes them out."""
+    """The adapters, sorted, that are merged into weights; not those of disabled layers, whose forward takes them out."""
     return _all_merged(adapter_layers(model).values())
 
 

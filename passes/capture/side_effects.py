@@ -99,8 +99,7 @@ def _name(variable: Any) -> str:
 
 
 def _is_harmless(source: str, variable: Any, output: Any) -> bool:
-    """Whether transformers itself makes this change (its context variables, and a rotary module with its config), or nothing
-    changes: the object has these values."""
+    """Whether transformers itself makes this change (context variables, rotary modules with their config), or it is none."""
     try:
         found = _resolve(source, output)
     except Exception:

@@ -205,8 +205,9 @@ def copies(outputs: Sequence[Any], read: Sequence[tuple[Any, Any]]) -> list[torc
     numbers = ([(*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else (x,) for x in pair] for pair in read)
     same = [a for here, there in numbers for a, b in zip(here, there, strict=True)
             if isinstance(a, torch.SymInt) and str(a) == str(b)]
+    mode: Any = next((t.fake_mode for t in outputs), None)
     make = again(list(outputs), same)
-    return None if make is None else make(same, outputs[0].fake_mode if outputs else None)
+    return None if make is None else make(same, mode)
 
 
 def _of_any_size(tensor: torch.Tensor, name: str, fake: Any) -> torch.Tensor:

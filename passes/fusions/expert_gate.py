@@ -113,8 +113,7 @@ def _casts(node: Any) -> list[Any]:
 
 
 def _is_closed(found: _Gate, down: fx.Node) -> bool:
-    """Whether nothing else reads or changes what is between the products, which have the same pairs, weights of fitting shapes
-    and one dtype that the kernels know."""
+    """Whether nothing else reads or changes what is between the products, and their pairs, shapes and dtypes go together."""
     product, nodes = found.product, {*found.inner, found.product}
     if len(product.args) != 5 or product.kwargs or product.args[3:] != down.args[3:] or type(down.args[4]) is not bool:
         return False

@@ -47,8 +47,7 @@ _LENGTHS = (5, 7)  # tokens of the probes
 
 @dataclass(frozen=True)
 class MlaSite:
-    """Sources of an attention node's keys and values: latent vectors c, the rotary key shared by all heads, the weight; and
-    the nodes that write into a key made by new_empty."""
+    """What an attention node's keys and values are made of. ``writes``: the nodes that fill a key made by new_empty."""
 
     node: fx.Node
     c: fx.Node
@@ -187,8 +186,7 @@ def _changed(made: tuple[fx.Node, fx.Node], product: fx.Node, last: fx.Node, wri
 
 def _same(chain: set[fx.Node], node: fx.Node, sources: dict[fx.Node, int], length: int, site: AttentionSite, latent: Latent
           ) -> bool:
-    """Run ``chain`` on numbers that all differ: do those of the product (1, 2, ...) and of the rotary key (-1, -2, ...) arrive
-    in k and v where MLA has them?"""
+    """Whether ``chain`` brings the numbers of product (1, 2, ...) and rotary key (-1, -2, ...) to where MLA has them."""
     q, k, v = node.args[:3]
     assert isinstance(k, fx.Node) and isinstance(v, fx.Node)
     tokens = value(q).shape[2].node

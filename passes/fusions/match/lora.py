@@ -115,8 +115,7 @@ def _term(node: Any, dtype: torch.dtype, fusion: Fusion) -> _Term | None:
 
 
 def _casts(x: Any, dtype: torch.dtype) -> list[fx.Node]:
-    """From x back to the tensor of this dtype that it holds the numbers of: casts to float32, and from there back (of a second
-    adapter). Empty if there is none."""
+    """From x back to the tensor of this dtype behind its casts to float32, and (of a second adapter) back; empty if none."""
     path = [before_dropout(x)]
     while is_method(path[-1], "to"):
         before = before_dropout(path[-1].args[0])
