@@ -72,12 +72,8 @@ def compute_value(node: fx.Node) -> fx.Node:
         evaluate([node], inputs)
         return inputs[node]
 
-    with torch.no_grad(), enable_python_dispatcher():
-        if mode is None:
-            node.meta["example_value"] = compute(node)
-        else:
-            with mode:
-                node.meta["example_value"] = computed(node, value, mode, compute)
+    with torch.no_grad(), enable_python_dispatcher(), mode or contextlib.nullcontext():
+        node.meta["example_value"] = compute(node) if mode is None else computed(node, value, mode, compute)
     return node
 
 

@@ -58,8 +58,7 @@ ADDED_INPUTS = "quire_added_inputs"
 class LoweringTarget:
     """What to lower to: the backend, and the static facts of the cache. ``latent``: MLA layers are on latent vectors.
     ``window_tables``: layers with a window or chunk have slots and a block table of their own, if others have neither.
-    ``shared``: layers that attend to another layer's keys and values read its cache, and store nothing. ``fixed_scale``: the
-    cache has fixed scales."""
+    ``shared``: layers that attend to another layer's keys and values read its cache, and store nothing."""
 
     backend: AttentionBackend
     page_size: int
