@@ -189,13 +189,12 @@ def any_sizes(fake: FakeTensorMode) -> contextlib.AbstractContextManager[Any]:
 def fake_input(fake: FakeTensorMode, name: str, like: torch.Tensor, dynamic: Sequence[bool], device: torch.device
                ) -> torch.Tensor:
     """A fake of ``like`` on ``device`` whose sizes marked ``dynamic`` are symbols."""
-    sizes: Any = like.shape
-    strides: Any = like.stride()
+    form: Any = (like.shape, like.stride())
     if fake.shape_env is not None:
-        sizes, strides, _ = fake.shape_env.create_symbolic_sizes_strides_storage_offset(
+        *form, _ = fake.shape_env.create_symbolic_sizes_strides_storage_offset(
             like, ConstantSource(name), symbolic_context=symbolic_sizes(dynamic))
     with fake, disable_fake_tensor_cache(fake):
-        return torch.empty_strided(sizes, strides, dtype=like.dtype, device=device)
+        return torch.empty_strided(*form, dtype=like.dtype, device=device)
 
 
 def fake_beside(first: FakeTensor, like: torch.Tensor) -> torch.Tensor:
