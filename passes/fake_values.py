@@ -15,18 +15,14 @@ import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    disable_fake_tensor_cache,
-    in_kernel_invocation_manager,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache, in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from torch.utils._pytree import tree_leaves, tree_structure
 
@@ -36,19 +32,20 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _KEEPS_STATE = (operator.setitem, torch._C._log_api_usage_once)
 #: Makes a result like another one, of inputs like its inputs. It holds no fake, which would keep the mode.
-_Make = Callable[[list[Any], FakeTensorMode], Any]
+Make = Callable[[list[Any], FakeTensorMode], Any]
 #: None: a node has perhaps changed the state of PyTorch.
-_made: weakref.WeakKeyDictionary[FakeTensorMode, dict[Any, _Make] | None] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[FakeTensorMode, dict[Any, Make] | None] = weakref.WeakKeyDictionary()
 
 
 class _Odd(Exception):
     """A node of which nothing is taken from another."""
 
 
-class _At(NamedTuple):
-    """Stands for an input of a node."""
+@dataclass(frozen=True)
+class At:
+    """Stands for a node, by its place among the inputs of another or in a graph."""
 
-    number: int
+    index: int
 
 
 class Replay(fx.Interpreter):
@@ -76,7 +73,7 @@ def compute_value(node: fx.Node) -> fx.Node:
         return inputs[node]
 
     with torch.no_grad(), enable_python_dispatcher(), mode or contextlib.nullcontext():
-        node.meta["example_value"] = computed(node, value, mode, compute) if mode is not None else compute(node)
+        node.meta["example_value"] = compute(node) if mode is None else computed(node, value, mode, compute)
     return node
 
 
@@ -107,15 +104,15 @@ def computed(node: fx.Node, of: Callable[[fx.Node], Any], mode: FakeTensorMode, 
         return made[key](inputs, mode)
     with disable_fake_tensor_cache(mode):
         result = compute(node)
-    if (again := _again(result, inputs)) is not None:
-        made[key] = again
+    if (make := again(result, inputs)) is not None:
+        made[key] = make
     return result
 
 
-def _again(result: Any, inputs: list[Any]) -> _Make | None:
+def again(result: Any, inputs: list[Any]) -> Make | None:
     """Makes a result like this one; None: only computing it does."""
     if (kind := type(result)) in (tuple, list):
-        each = [_again(x, inputs) if isinstance(x, torch.Tensor) else None for x in result]
+        each = [again(x, inputs) if isinstance(x, torch.Tensor) else None for x in result]
         if None in each:
             return None
         own = [storage_of(x) for x in result if _place(x, inputs) is None]
@@ -160,7 +157,7 @@ def _key(node: fx.Node, of: Callable[[fx.Node], Any], inputs: list[Any]) -> Any:
     if node.op not in ("call_function", "call_method") or written_by(node) or not any(
             isinstance(x, torch.Tensor) for x in inputs) or torch._C._functorch.maybe_current_level() is not None:
         raise _Odd
-    number: dict[fx.Node, Any] = {x: _At(i) for i, x in enumerate(node.all_input_nodes)}
+    number: dict[fx.Node, Any] = {x: At(i) for i, x in enumerate(node.all_input_nodes)}
     # As text: True is not 1, 0.0 is not -0.0.
     spelled = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: number[n]))
     nested = tuple(repr(tree_structure(of(x))) for x in node.all_input_nodes)
@@ -192,13 +189,12 @@ def any_sizes(fake: FakeTensorMode) -> contextlib.AbstractContextManager[Any]:
 def fake_input(fake: FakeTensorMode, name: str, like: torch.Tensor, dynamic: Sequence[bool], device: torch.device
                ) -> torch.Tensor:
     """A fake of ``like`` on ``device`` whose sizes marked ``dynamic`` are symbols."""
-    sizes: Any = like.shape
-    strides: Any = like.stride()
+    form: Any = (like.shape, like.stride())
     if fake.shape_env is not None:
-        sizes, strides, _ = fake.shape_env.create_symbolic_sizes_strides_storage_offset(
+        *form, _ = fake.shape_env.create_symbolic_sizes_strides_storage_offset(
             like, ConstantSource(name), symbolic_context=symbolic_sizes(dynamic))
     with fake, disable_fake_tensor_cache(fake):
-        return torch.empty_strided(sizes, strides, dtype=like.dtype, device=device)
+        return torch.empty_strided(*form, dtype=like.dtype, device=device)
 
 
 def fake_beside(first: FakeTensor, like: torch.Tensor) -> torch.Tensor:

@@ -288,8 +288,7 @@ def _of_layout(guard: Any) -> bool:
 
 
 def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
-    """A module for ``graph`` whose code is written when it is first run, or by ``written``: most graphs of a model are only
-    read, rewritten and given to Inductor."""
+    """A module for ``graph`` whose code is written when it runs, or by ``written``: most are only rewritten and compiled."""
     return _LazyGraphModule(root, graph)
 
 

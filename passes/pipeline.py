@@ -120,9 +120,8 @@ def compile_graph(lowered: Lowered, compiler: str, context: TracingContext | Non
     inputs = [value(n) for n in placeholders(lowered.gm.graph)]
     dynamic = [size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape
                if isinstance(size, torch.SymInt) and not _settled(size)]
-    within: Any = contextlib.nullcontext()
-    if context is not None and TracingContext.try_get() is not context:  # inside a backend's call it is active
-        within = tracing(context)
+    active = context is None or TracingContext.try_get() is context  # as inside a backend's call
+    within: Any = contextlib.nullcontext() if active else tracing(context)
     with torch.no_grad(), within, watched(lowered.gm.graph, earlier) as assumed, timed("compile"):
         look = None if ahead is None else functools.partial(ahead.start, roles=assumed.roles, fits=fits)
         run = compile_lowered(lowered, compiler, look)

@@ -132,9 +132,9 @@ def _attribute(guard: Any) -> tuple[str, str]:
 
 def _look(source: str, kind: str, name: Any, scope: Mapping[str, Any]) -> Any:
     try:
-        held = eval(_compiled(source), dict(scope))
+        held = eval(compiled(source), dict(scope))
         if kind == "DUPLICATE_INPUT":
-            return held is eval(_compiled(name), dict(scope))
+            return held is eval(compiled(name), dict(scope))
     except Exception as error:
         raise NotPortable(f"{source} cannot be evaluated ({type(error).__name__}: {error})") from error
     if kind == "TYPE_MATCH":  # whether a container is empty is read, and not always guarded
@@ -151,7 +151,7 @@ def _look(source: str, kind: str, name: Any, scope: Mapping[str, Any]) -> Any:
 
 
 @functools.lru_cache(maxsize=16384)
-def _compiled(source: str) -> types.CodeType:
+def compiled(source: str) -> types.CodeType:
     return compile(source, "<guard>", "eval")
 
 

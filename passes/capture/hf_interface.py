@@ -115,12 +115,8 @@ def uses_interface(model: torch.nn.Module) -> bool:
 
 def configs_of(model: torch.nn.Module) -> list[Any]:
     """Every distinct transformers config that a module of the model holds (a composite model has several)."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
-    return list(found.values())
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(c): c for c in configs if hasattr(c, "_attn_implementation_internal")}.values())
 
 
 def functions_of(name: str | None, model: torch.nn.Module | None = None) -> dict[str, Any]:

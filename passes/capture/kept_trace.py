@@ -35,7 +35,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from quire.attn_ops.tuning.store import cache_folder
 from quire.passes.capture.facts import TORCH_VALUES, Check, NotPortable, checks, difference, environment
-from quire.passes.fake_values import Replay, symbolic_sizes
+from quire.passes.fake_values import At, Replay, symbolic_sizes
 from quire.passes.fx import fake_mode, graph_module, source_name, source_of, text_of, value
 
 logger = logging.getLogger(__name__)
@@ -56,11 +56,6 @@ class _Node(NamedTuple):
     source: Any = None  # Dynamo's, of a placeholder
 
 
-@dataclass(frozen=True)
-class _At:
-    index: int  # of the node that it stands for
-
-
 class _Globals(dict[str, Any]):
     """Of the traced module. Dynamo adds the built-in functions, under a name that it counts up from trace to trace."""
 
@@ -71,8 +66,7 @@ class _Globals(dict[str, Any]):
 
 
 class Taken(NamedTuple):
-    """A graph from the disk: its inputs, the context of its fake values, how to read the inputs from a call's arguments by
-    name, the globals of the trace, and what ``Reads.restore`` needs."""
+    """A graph from the disk. ``read``: gives its inputs, of a call's arguments by name. ``reads``: for ``Reads.restore``."""
 
     gm: fx.GraphModule
     inputs: list[Any]
@@ -110,7 +104,7 @@ class KeptTrace:
         mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=False)
         graph, made = fx.Graph(), list[fx.Node]()
         for kept in self.nodes:
-            args, kwargs = _mapped(kept, lambda a: made[a.index] if isinstance(a, _At) else a)
+            args, kwargs = _mapped(kept, lambda a: made[a.index] if isinstance(a, At) else a)
             target = _resolve(kept.target) if kept.op == "call_function" else kept.target
             node = graph.create_node(kept.op, target, args, kwargs, name=kept.name)
             if node.name != kept.name:
@@ -185,7 +179,7 @@ def _node(node: fx.Node, at: Mapping[fx.Node, int]) -> _Node:
 
     def kept(x: Any) -> Any:
         if isinstance(x, fx.Node):
-            return _At(at[x])
+            return At(at[x])
         if x is None or x is ... or isinstance(x, (bool, int, float, complex, str, *TORCH_VALUES)):
             return x
         raise NotPortable(f"an argument of type {type(x).__name__}")
@@ -310,8 +304,7 @@ class TraceFile:
             return None
 
     def note_graph(self, gm: fx.GraphModule, held: Sequence[str]) -> None:
-        """Note the graph of a trace, as Dynamo gives it to the backend: compiling it may add conditions on sizes. ``held``: of
-        ``check_side_effects``."""
+        """Note the graph of a trace, before compiling it adds conditions on sizes. ``held``: of ``check_side_effects``."""
         self._held = held
         at, mode = {node: i for i, node in enumerate(gm.graph.nodes)}, fake_mode(gm.graph)
         with _unless_it_fails():

@@ -22,7 +22,7 @@ import torch
 
 from quire.attn_ops.ops.experts import expert_swiglu
 
-_CLASSES = (("transformers.models.longcat_flash.modeling_longcat_flash", "LongcatFlashExperts"),)
+_MODULE, _CLASS = "transformers.models.longcat_flash.modeling_longcat_flash", "LongcatFlashExperts"
 #: SHA-256 of the source of forwards that ``experts_forward`` computes: of transformers 5.17 to 5.23.
 _SOURCES = frozenset(("d59d2a7326e9fadd766992c19cab2f4d9d94ba6c47df9f494a47faa2f383d0be",))
 _LOCK = threading.RLock()
@@ -62,22 +62,18 @@ def _same(module: Any, own: Any) -> bool:
             and plain(module.act_fn, torch.nn.SiLU, SiLUActivation) and plain(module.identity_expert, torch.nn.Identity))
 
 
-def _known(model: torch.nn.Module) -> set[type]:
-    """The classes all of whose modules in ``model`` can be computed by ``experts_forward``."""
-    kinds = {getattr(sys.modules[path], name, None) for path, name in _CLASSES if path in sys.modules}
-    modules = [m for m in model.modules() if type(m) in kinds] if kinds else []  # most processes have no such class
-    good, bad = set[type](), set[type]()
-    for module in modules:
-        kind: Any = type(module)
-        own = _ACTIVE[kind][1] if kind in _ACTIVE else kind.forward
-        (good if _same(module, own) else bad).add(kind)
-    return good - bad
+def _known(model: torch.nn.Module) -> list[Any]:
+    """The class, if ``model`` has modules of it, and ``experts_forward`` can compute all of them."""
+    kind: Any = getattr(sys.modules.get(_MODULE), _CLASS, None)
+    modules = [m for m in model.modules() if type(m) is kind] if kind else []  # most processes have no such class
+    own = _ACTIVE[kind][1] if kind in _ACTIVE else getattr(kind, "forward", None)
+    return [kind] if modules and all(_same(m, own) for m in modules) else []
 
 
 @contextlib.contextmanager
 def looped_experts_active(model: torch.nn.Module) -> Iterator[None]:
     """While inside, such experts of ``model`` run by quire's op; afterwards the classes have their own forward."""
-    kinds: Any = _known(model)
+    kinds = _known(model)
     with _LOCK:
         for kind in kinds:
             count, own = _ACTIVE.get(kind, (0, kind.forward))

@@ -44,8 +44,7 @@ def adapter_names(model: torch.nn.Module) -> list[str]:
 
 
 def active_adapters(model: torch.nn.Module) -> tuple[str, ...] | None:
-    """The adapters that the model's own forward applies, by the weights if they are merged; None where no request could have
-    the same: ``_check_active``."""
+    """The adapters that the model's own forward applies, or has merged; None if no request could: ``_check_active``."""
     layers = adapter_layers(model).values()
     try:
         _check_active(layers)
@@ -55,8 +54,7 @@ def active_adapters(model: torch.nn.Module) -> tuple[str, ...] | None:
 
 
 def merged_adapters(model: torch.nn.Module) -> tuple[str, ...]:
-    """The names, sorted, of the adapters that are merged into weights, but those of layers that are disabled:
-    their forward takes them out."""
+    """The adapters, sorted, that are merged into weights; not those of disabled layers, whose forward takes them out."""
     return _all_merged(adapter_layers(model).values())
 
 
@@ -229,19 +227,11 @@ def _forward(layer: Any, names: list[str], doras: list[str], places: LoraPlaces 
         rows = _forward(layer, names, doras, places, number, x.flatten(0, -2)[None], *args, **kwargs)[0]
         return rows.view(*x.shape[:-1], rows.shape[-1])
     base = layer.base_layer(x, *args, **kwargs)
-    a, b, scaling, bits = [], [], [], []
-    for i, name in enumerate(names):
-        if name in layer.lora_A and name not in doras:
-            a.append(layer.lora_A[name].weight)
-            b.append(layer.lora_B[name].weight)
-            scaling.append(float(layer.scaling[name]))
-            bits.append(1 << i)
-    for place in range(0 if places is None else places.count):
-        a.append(getattr(places, f"a{number}_{place}"))
-        b.append(getattr(places, f"b{number}_{place}"))
-        scaling.append(1.0)
-        bits.append(1 << len(names) + place)
-    result = lora_rows(base, x, a, b, scaling, bits) if a else base
+    adapters = [(layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name]), 1 << i)
+                for i, name in enumerate(names) if name in layer.lora_A and name not in doras]
+    adapters += [(getattr(places, f"a{number}_{place}"), getattr(places, f"b{number}_{place}"), 1.0, 1 << len(names) + place)
+                 for place in range(0 if places is None else places.count)]
+    result = lora_rows(base, x, *[[*each] for each in zip(*adapters, strict=True)]) if adapters else base
     for i, name in enumerate(names):
         if name in doras:
             own = layer.lora_A[name].weight.dtype

@@ -275,8 +275,7 @@ class PagedModel:
         return self.graph.sites
 
     def other_tensors(self) -> list[torch.Tensor | None]:
-        """What the graph reads now beside parameters and buffers: tensors that are other attributes of modules, or that hooks
-        and globals hold; None for one that is not found."""
+        """Other tensors than parameters and buffers that the graph reads, as they are now; None for one that is gone."""
         found = [self.reads.now(source_name(node)) for node in self._other_inputs]
         return [x for x in found if x is None or isinstance(x, torch.Tensor)]
 

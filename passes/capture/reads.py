@@ -8,6 +8,8 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from quire.passes.capture.facts import compiled
+
 #: Guards on one attribute of a module, of its class, or of a config: whoever compares modules compares these.
 _PART = r"self\._call(\._modules\['[^']*'\])*"
 _OF_MODULE = re.compile(rf"{_PART}|{_PART}\.\w+(\['\w+'\])?|{_PART}\.\w*config\b.*|dict\(type\({_PART}\)\.__dict__\).*|"
@@ -40,7 +42,7 @@ class Reads:
             if not source or _OF_MODULE.fullmatch(source) or _OURS.match(source) or _PLACES.match(source):
                 continue
             try:
-                code = compile(source, "<guard>", "eval")
+                code = compiled(source)
             except SyntaxError:  # what Dynamo says of no variable
                 continue
             if guard.guard_type == _ABSENT:
@@ -51,7 +53,7 @@ class Reads:
     def now(self, source: str) -> Any:
         """What an input of the graph is now, by Dynamo's name of it; None if it is gone."""
         try:
-            return eval(_compiled(source), {"L": {"self": self._scope["self"]}, "G": self._scope["G"]})
+            return eval(compiled(source), {"L": {"self": self._scope["self"]}, "G": self._scope["G"]})
         except Exception:
             return None
 
@@ -63,7 +65,7 @@ class Reads:
         """Take over what ``stored`` gave for a trace of the same. Arguments: of ``add``."""
         names, sources = stored
         self.names, self._scope = set(names), {"self": owner, "G": scope}
-        self._sources = {(source, what): (shown, compile(source, "<guard>", "eval")) for source, what, shown in sources}
+        self._sources = {(source, what): (shown, compiled(source)) for source, what, shown in sources}
 
     def values(self) -> dict[str, Any]:
         """Current values of what was read outside modules and configs, by the name users know: plain values, functions, classes
@@ -90,11 +92,6 @@ class Reads:
                 name += "'"
             found[name] = fact
         return found
-
-
-@functools.lru_cache(maxsize=1024)
-def _compiled(source: str) -> types.CodeType:
-    return compile(source, "<input>", "eval")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import inspect
 import re
 import types
 import weakref
@@ -116,16 +117,11 @@ class TracedCall:
             return {k: real(v) for k, v in x.items()} if type(x) is dict else x
 
         names = {name: real(get()) for name, get in self._names.items()}
-        code, at = self.code, self.code.co_argcount + self.code.co_kwonlyargcount
+        code, at, of = self.code, self.code.co_argcount, inspect.getargs(self.code)
         cells = tuple(types.CellType(names[name]) for name in code.co_freevars)
         function = with_own_code(types.FunctionType(code, self._scope, code.co_name, None, cells))
-        arguments = [names[n] for n in code.co_varnames[: code.co_argcount]]
-        options = {n: names[n] for n in code.co_varnames[code.co_argcount : at]}
-        if code.co_flags & 0x04:  # *args
-            arguments += names[code.co_varnames[at]]
-            at += 1
-        if code.co_flags & 0x08:  # **kwargs
-            options |= names[code.co_varnames[at]]
+        arguments = [*(names[n] for n in of.args[:at]), *(names[of.varargs] if of.varargs else ())]
+        options = {n: names[n] for n in of.args[at:]} | (names[of.varkw] if of.varkw else {})
 
         def first(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
             if translator().output.root_tx.f_code is function.__code__:
@@ -141,11 +137,8 @@ class TracedCall:
         if model is not None:
             route.enter_context(interface_active(model))
             route.enter_context(experts_active(model))
-        try:
-            with route, sizes, torch.no_grad():
-                torch.compile(function, backend=first)(*arguments, **options)
-        except Traced:
-            pass
+        with contextlib.suppress(Traced), route, sizes, torch.no_grad():
+            torch.compile(function, backend=first)(*arguments, **options)
 
 
 class AnyLength:

@@ -99,8 +99,7 @@ def _name(variable: Any) -> str:
 
 
 def _is_harmless(source: str, variable: Any, output: Any) -> bool:
-    """Whether transformers itself makes this change (its context variables, and a rotary module with its config), or nothing
-    changes: the object has these values."""
+    """Whether transformers itself makes this change (context variables, rotary modules with their config), or it is none."""
     try:
         found = _resolve(source, output)
     except Exception:
@@ -122,23 +121,17 @@ def _is_harmless(source: str, variable: Any, output: Any) -> bool:
 
 
 def _holds_all(source: str, variable: Any, output: Any) -> bool:
-    """Whether what the trace does with an object is to store in its attributes what they hold."""
+    """Whether all that the trace does with an object is to store in its attributes the plain values that they hold."""
     stores = output.side_effects.store_attr_mutations.get(variable, {})
     if not stores or getattr(variable, "items", None):
         return False
     try:
-        found = _resolve(source, output)
-        return all(_holds(found, name, stored) for name, stored in stores.items())
+        held = vars(_resolve(source, output))
+        values = {name: stored.as_python_constant() for name, stored in stores.items() if stored.is_python_constant()}
+        return len(values) == len(stores) and all(
+            type(x) in _PLAIN and type(x) is type(held.get(name, _ABSENT)) and x == held[name] for name, x in values.items())
     except Exception:
         return False
-
-
-def _holds(found: Any, name: str, stored: Any) -> bool:
-    """Whether an object has in an attribute, a plain one, the value that the trace stores there."""
-    if not stored.is_python_constant():
-        return False
-    value, now = stored.as_python_constant(), vars(found).get(name, _ABSENT)
-    return type(value) is type(now) and type(value) in _PLAIN and value == now
 
 
 def _resolve(source: str, output: Any) -> Any:

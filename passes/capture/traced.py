@@ -240,21 +240,16 @@ class TracedGraph:
 
     @functools.cached_property
     def _row(self) -> int | None:
-        q = self._query
-        for i, node in enumerate(placeholders(self.gm.graph)):
-            x = value(node)
-            if isinstance(x, torch.Tensor) and not x.is_floating_point() and x.dim() == 2 \
-                    and str(x.shape) == str(torch.Size((q.shape[0], q.shape[2]))):
-                return i
-        return None
+        shape = str(torch.Size((self._query.shape[0], self._query.shape[2])))
+        return next((i for i, x in enumerate(map(value, placeholders(self.gm.graph))) if isinstance(x, torch.Tensor)
+                     and not x.is_floating_point() and str(x.shape) == shape), None)
 
     def compiled(self, step: Step | None = None, fusions: bool = True) -> CompiledGraph:
         """The graph compiled for ``step``, or without one for the options. ``fusions`` False: for parameters that are not the
         fused ones. Raises UnsupportedAttention if no backend, or not the chosen one, can serve it, ValueError if the options
         and the step's cache differ."""
         target, selection = self._target(step)
-        key = (target.backend.name, target.page_size, target.kv_dtype or self.sites[0].dtype, target.fixed_scale, target.layout,
-               fusions, target.latent, target.shared)
+        key = (*replace(target, kv_dtype=target.kv_dtype or self.sites[0].dtype).key, fusions)
         if key not in self.compilations:  # by the backend's name: "auto" and that name share a compilation
             self.compilations[key] = self._compile(target, selection, self.options.fusions if fusions else "none")
         return self.compilations[key]

@@ -116,9 +116,8 @@ def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str]
 def as_inductor_will(device: torch.device) -> None:
     """Set the environment variables that Inductor sets when it first compiles a kernel, unless the user has: the folder of
     Triton's cache, and the assembler, whose version is part of each kernel's name there. Set half-way through a start, they
-    would hide what was compiled before. The digests of Triton's files (half a gigabyte), another part of the name, and of
-    PyTorch's, a part of each key of Inductor's caches, are computed in threads: most of that is reading and hashing, during
-    which this one goes on."""
+    would hide what was compiled before. The digests of the files of Triton (half a gigabyte) and PyTorch, parts of the keys of
+    these caches, are computed in threads: reading and hashing does not hold this one up."""
     with _left_to_launches():  # private functions, which a later Inductor may not have
         from torch._inductor.runtime import cache_dir_utils, compile_tasks, triton_compat
 

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from quire.passes.compile.size_guards import SYMBOL
-from quire.passes.fake_values import any_sizes, computed, fake_input
+from quire.passes.fake_values import At, again, any_sizes, computed, fake_input
 from quire.passes.fx import ancestors, evaluate, placeholders, storage_of, value, written_by
 from quire.passes.rewrite.lower import Lowered
 
@@ -43,7 +43,7 @@ Look = Callable[[list[fx.Node], dict[fx.Node, Any]], None]
 _BEFORE = -1  # the place of what runs uncompiled, before all pieces
 _SIZES = itertools.count(1009, 2)  # all different, so that no two symbols are taken for one
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
-_CONSTANTS = (bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class _Whole(Exception):
@@ -199,19 +199,15 @@ def copies(outputs: Sequence[Any], read: Sequence[tuple[Any, Any]]) -> list[torc
     """Fakes for the outputs of a piece, like the ``outputs`` of an equal one. None where fresh tensors might be wrong: outputs
     that share memory, are not plain fakes, or have sizes for which the inputs of this piece have other symbols. ``read``:
     (input of the piece, input of the equal piece)."""
-    if any(type(t) is not FakeTensor or t.requires_grad or t.storage_offset() != 0 for t in outputs):
+    if any(type(t) is not FakeTensor for t in outputs) or not {storage_of(t) for t in outputs}.isdisjoint(
+            s for _, there in read for s in _storages(there)):
         return None
-    made = {storage_of(t) for t in outputs}
-    if len(made) < len(outputs) or not made.isdisjoint(s for _, there in read for s in _storages(there)):
-        return None
-    same: set[Any] = set()
-    for here, there in read:
-        numbers = [(*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else (x,) for x in (here, there)]
-        same |= {s for a, b in zip(*numbers, strict=True) if isinstance(a, torch.SymInt) and str(a) == str(b)
-                 for s in a.node.expr.free_symbols}
-    if any(not _symbols(t) <= same for t in outputs):
-        return None
-    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in outputs]
+    numbers = ([(*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else (x,) for x in pair] for pair in read)
+    same = [a for here, there in numbers for a, b in zip(here, there, strict=True)
+            if isinstance(a, torch.SymInt) and str(a) == str(b)]
+    mode: Any = next((t.fake_mode for t in outputs), None)
+    make = again(list(outputs), same)
+    return None if make is None else make(same, mode)
 
 
 def _of_any_size(tensor: torch.Tensor, name: str, fake: Any) -> torch.Tensor:
@@ -267,21 +263,14 @@ def _signature(piece: _Piece, values: _Values) -> Any:
 
     def argument(a: Any) -> Any:
         if isinstance(a, fx.Node):
-            return fx.Node, number[a]
-        if isinstance(a, (list, tuple)):
-            return (type(a), *map(argument, a))
-        if isinstance(a, dict):
-            return (dict, *((k, argument(x)) for k, x in a.items()))
-        if isinstance(a, slice):
-            return slice, argument(a.start), argument(a.stop), argument(a.step)
-        if isinstance(a, float):
-            return float, a.hex()  # 0.0 is not -0.0
+            return At(number[a])
         if a is None or a is Ellipsis or isinstance(a, _CONSTANTS):
-            return type(a), a
+            return a
         raise _Whole(f"an operation has an argument of type {type(a).__name__}")
 
     inputs = tuple(described(values.of[n]) for n in piece.inputs)
-    nodes = tuple((n.op, n.target, argument(n.args), argument(n.kwargs)) for n in piece.nodes)
+    # As text: True is not 1, 0.0 is not -0.0.
+    nodes = tuple((n.op, n.target, repr(fx.node.map_aggregate((n.args, n.kwargs), argument))) for n in piece.nodes)
     return inputs, nodes, tuple(number[n] for n in piece.outputs)
 
 

@@ -132,9 +132,8 @@ class FusedInputs:
 
 
 class Fusion:
-    """What a fusion pass works on: the ``graph``, the real tensors (or numbers) behind the placeholders of a raised one,
-    ``real``, the ``weights`` that passes make of parameters, and the ``backend`` that the graph is lowered to; None before
-    lowering. ``added``: the tensors given to ``add_weight``."""
+    """What a fusion pass works on: the ``graph``, the values behind the placeholders of a raised one, ``real``, the ``weights``
+    made of parameters, the ``backend`` of a lowered one, and the tensors given to ``add_weight``, ``added``."""
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any] = (), weights: FusedWeights | None = None,
                  backend: AttentionBackend | None = None) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from quire.passes.fusions.base import Fusion
-from quire.passes.fx import MUL, erase_dead, is_method, only_user, operands, placeholders, target_name, value
+from quire.passes.fx import MUL, is_method, only_user, operands, placeholders, replace_node, target_name, value
 
 
 def real_products(fusion: Fusion) -> int:
@@ -34,16 +34,10 @@ def real_products(fusion: Fusion) -> int:
         with graph.inserting_before(node):
             places: list[Any] = [(x, (..., part)) for x in (pairs, table) for part in (0, 1)]
             a, b, c, d = (graph.call_function(operator.getitem, place) for place in places)
-
-            def times(x: fx.Node, y: fx.Node) -> fx.Node:
-                return graph.call_function(operator.mul, (x, y))
-
-            real = graph.call_function(operator.sub, (times(a, c), times(b, d)))
-            imaginary = graph.call_function(operator.add, (times(a, d), times(b, c)))
+            ac, bd, ad, bc = (graph.call_function(operator.mul, of) for of in ((a, c), (b, d), (a, d), (b, c)))
+            real, imaginary = graph.call_function(operator.sub, (ac, bd)), graph.call_function(operator.add, (ad, bc))
             new = graph.call_function(torch.stack, ([real, imaginary], -1))
-        new.meta.update(node.meta)
-        node.replace_all_uses_with(new)
-    erase_dead(graph, [node for node, _ in found])
+        replace_node(node, new)
     return len(found)
 
 

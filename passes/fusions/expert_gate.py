@@ -24,18 +24,7 @@ from torch import fx
 
 from quire.attn_ops.ops.experts import KERNEL_DTYPES, expert_clamped_swiglu, expert_linear
 from quire.passes.fusions.base import Fusion
-from quire.passes.fx import (
-    ADD,
-    MUL,
-    is_function,
-    is_method,
-    named_arguments,
-    operands,
-    replace_node,
-    torch_name,
-    value,
-    written_between,
-)
+from quire.passes.fx import ADD, MUL, is_function, named_arguments, operands, replace_node, torch_name, value, written_between
 
 
 class _Gate(NamedTuple):
@@ -116,7 +105,7 @@ def _half(node: Any, first: int) -> tuple[Any, fx.Node | None]:
 def _casts(node: Any) -> list[Any]:
     """The node, and what it is cast from to the dtype that it has already."""
     found = [node]
-    while (is_method(node, "to") and node.op == "call_method" and len(node.args) == 2 and not node.kwargs
+    while (_calls(node, "to") and node.op == "call_method" and len(node.args) == 2 and not node.kwargs
            and node.args[1] == value(node.args[0]).dtype):
         node = node.args[0]
         found.append(node)
@@ -124,8 +113,7 @@ def _casts(node: Any) -> list[Any]:
 
 
 def _is_closed(found: _Gate, down: fx.Node) -> bool:
-    """Whether nothing else reads or changes what is between the products, which have the same pairs, weights of fitting shapes
-    and one dtype that the kernels know."""
+    """Whether nothing else reads or changes what is between the products, and their pairs, shapes and dtypes go together."""
     product, nodes = found.product, {*found.inner, found.product}
     if len(product.args) != 5 or product.kwargs or product.args[3:] != down.args[3:] or type(down.args[4]) is not bool:
         return False

@@ -23,19 +23,9 @@ from torch import fx
 from quire.attn_ops.ops.lora_linear import lora_linear
 from quire.attn_ops.ops.lora_rows import lora_group
 from quire.passes.fake_values import made_like
-from quire.passes.fusions.base import Fusion, part_of
+from quire.passes.fusions.base import Fusion, bias_of, part_of
 from quire.passes.fusions.small_linear import fold, is_half
-from quire.passes.fx import (
-    LINEAR,
-    argument,
-    erase_dead,
-    is_function,
-    only_user,
-    replace_node,
-    schema_arguments,
-    value,
-    written_between,
-)
+from quire.passes.fx import LINEAR, erase_dead, is_function, only_user, replace_node, schema_arguments, value, written_between
 
 
 def fuse_lora_linear(fusion: Fusion) -> int:
@@ -60,7 +50,7 @@ def _join(fusion: Fusion, node: fx.Node) -> bool:
     starts = [part.start for part in parts if part]
     with fusion.graph.inserting_before(product):
         new = fusion.graph.call_function(lora_linear, (
-            product.args[0], product.args[1], argument(product, 2, "bias"), None, 0.0, None, False, given["a"], given["b"],
+            product.args[0], product.args[1], bias_of(product), None, 0.0, None, False, given["a"], given["b"],
             [starts[layer] for layer in layers], given["scaling"], given["bits"], given["counters"]))
         made_like(new, product)
     replace_node(product, new)
@@ -91,6 +81,3 @@ def _results(node: fx.Node, number: int) -> list[fx.Node] | None:
         return None
     found = {user.args[1]: user for user in split.users if is_function(user, (operator.getitem,))}
     return [found[i] for i in range(number)] if len(found) == len(split.users) == number else None
-
-
-__all__ = ["fuse_lora_linear"]

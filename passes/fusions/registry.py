@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FusionPass:
-    """``batches``: "small": only in a graph of its own for batches of at most ``MAX_TOKENS`` tokens; "large": not in that
-    graph."""
+    """``batches``: "small": only in a graph of its own, for at most ``MAX_TOKENS`` tokens; "large": not in that graph."""
 
     name: str  # by which ``QuireOptions.fusions`` chooses it
     run: Callable[[Fusion], int]  # rewrites the graph and returns the number of matches

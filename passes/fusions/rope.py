@@ -35,8 +35,7 @@ from quire.attn_ops.ops.rope import PLAIN, RopeForm, rope_kv_write
 from quire.passes.fusions.base import Fusion
 from quire.passes.fusions.match.norm import RMSNorm, match_rms_norm
 from quire.passes.fusions.match.rope import Rotation, Table, match_rotation
-from quire.passes.fx import erase_dead, is_method, schema_arguments, value, written_between, written_by
-from quire.passes.rewrite.lower import set_paged_arguments
+from quire.passes.fx import erase_dead, is_method, replace_node, schema_arguments, value, written_between, written_by
 
 
 class _Heads(NamedTuple):
@@ -77,7 +76,6 @@ def fuse_rope(fusion: Fusion) -> int:
                 or any(written_between(heads.x, node) for heads in (q, k)):  # the op reads them where it stands
             continue
         _rewrite(fusion, node, q, k, shared)
-        erase_dead(fusion.graph, [args["q"], args["k"]])
         count += 1
     return count
 
@@ -94,14 +92,13 @@ def _rewrite(fusion: Fusion, node: fx.Node, q: _Heads, k: _Heads, shared: _Share
         ragged = [graph.call_method("flatten", (x, 0, 1)) for x in rows]
         rope = (*ragged, args["v"], cos, sin, *weights, norm.eps if norm else 0.0)
         if backend.rope_op is not None and (backend.rope_forms or form == PLAIN):  # type: ignore[union-attr]
-            new = graph.call_function(backend.rope_op, (*rope, *node.args[3:]), {**node.kwargs, **form.options()})  # type: ignore
-            new.meta = dict(node.meta)
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
+            options = {**node.kwargs, **form.options()}
+            replace_node(node, graph.call_function(backend.rope_op, (*rope, *node.args[3:]), options))  # type: ignore
         else:
             caches = (args[name] for name in ("k_cache", "v_cache", "k_scale", "v_scale"))
             rotated = graph.call_function(rope_kv_write, (*rope, *caches, args["slot_mapping"]), {**form.options()})
-            set_paged_arguments(node, q=rotated, k=None, v=None)
+            node.args = (rotated, None, None, *node.args[3:])
+            erase_dead(graph, [args["q"], args["k"]])
 
 
 class _Shared:

@@ -33,18 +33,7 @@ from quire.attn_ops.ops.routing import KERNEL_DTYPES, MAX_GROUPS, MAX_K, MAX_ROW
 from quire.passes.fake_values import made_like
 from quire.passes.fusions import routing
 from quire.passes.fusions.base import Fusion
-from quire.passes.fx import (
-    ADD,
-    argument,
-    erase_dead,
-    is_function,
-    is_method,
-    only_user,
-    operands,
-    replace_node,
-    value,
-    written_between,
-)
+from quire.passes.fx import ADD, argument, erase_dead, is_method, only_user, operands, replace_node, value, written_between
 
 DIV = (operator.truediv, torch.div, torch.true_divide, operator.itruediv)
 
@@ -116,13 +105,13 @@ def _rewrite(graph: fx.Graph, topk: fx.Node, found: _Router, k: int) -> None:
 
 def _item(node: fx.Node, index: int) -> fx.Node | None:
     """``node[index]``, if that is one node."""
-    found = [n for n in node.users if is_function(n, (operator.getitem,)) and n.args[1] == index]
+    found = [n for n in node.users if n.target is operator.getitem and n.args[1] == index]
     return found[0] if len(found) == 1 else None
 
 
 def _is_item(node: Any, index: int, *names: str) -> fx.Node | None:
     """The call of one of ``names`` whose result ``index`` this is."""
-    if is_function(node, (operator.getitem,)) and node.args[1] == index and is_method(node.args[0], *names):
+    if getattr(node, "target", None) is operator.getitem and node.args[1] == index and is_method(node.args[0], *names):
         return node.args[0]
     return None
 
@@ -202,7 +191,7 @@ def _division(weights: fx.Node) -> tuple[fx.Node, float] | None:
         if a is total and isinstance(b, (int, float)):
             below, eps = added, float(b)  # type: ignore[assignment]
     quotient = only_user(below)
-    if quotient is None or not is_function(quotient, DIV) or tuple(quotient.args) != (weights, below) or quotient.kwargs \
+    if quotient is None or quotient.target not in DIV or tuple(quotient.args) != (weights, below) or quotient.kwargs \
             or set(weights.users) != {total, quotient}:
         return None
     return quotient, eps
@@ -213,7 +202,7 @@ def _masked(node: Any, fill: tuple[float, ...]) -> tuple[fx.Node, _Groups] | Non
     if not is_method(node, "masked_fill") or len(node.args) != 3 or node.args[2] not in fill:
         return None
     choice, inverted = node.args[:2]
-    flag: Any = inverted.args[0] if is_function(inverted, (operator.invert,)) else None
+    flag: Any = inverted.args[0] if getattr(inverted, "target", None) is operator.invert else None
     flat: Any = flag.args[0] if is_method(flag, "bool") else None
     wide: Any = flat.args[0] if is_method(flat, "reshape", "view") else None
     column: Any = wide.args[0] if is_method(wide, "expand") else None

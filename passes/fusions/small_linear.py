@@ -31,7 +31,7 @@ from quire.attn_ops.ops.small_linear import small_linear
 from quire.attn_ops.ops.small_linear_wide import is_int4, rows_of
 from quire.attn_ops.tuning.launch_config import INT4
 from quire.attn_ops.tuning.small_linear import LinearShape
-from quire.passes.fusions.base import Fusion
+from quire.passes.fusions.base import Fusion, bias_of
 from quire.passes.fusions.match.norm import RMSNorm, match_rms_norm
 from quire.passes.fx import (
     ADD,
@@ -59,7 +59,7 @@ def fuse_small_linear(fusion: Fusion) -> int:
             given = schema_arguments(node)
             fold(fusion, node, given["weight"], given["bias"], given["scale"], given.get("widths", ()))
         elif is_function(node, LINEAR) and len(node.args) > 1 and is_half(fusion.tensor(node.args[1])):
-            fold(fusion, node, node.args[1], argument(node, 2, "bias"))
+            fold(fusion, node, node.args[1], bias_of(node))
         else:
             continue
         count += 1

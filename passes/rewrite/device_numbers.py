@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from quire.passes.fx import erase_dead, is_function, is_method, value
+from quire.passes.fx import is_function, is_method, replace_node, value
 
 
 def numbers_on_device(gm: fx.GraphModule) -> None:
@@ -28,6 +28,4 @@ def numbers_on_device(gm: fx.GraphModule) -> None:
     for node, user in moved:
         with graph.inserting_before(user):
             number = graph.call_function(torch.full, ((), node.args[0]), {"dtype": value(node).dtype, "device": user.args[1]})
-        number.meta.update(user.meta)
-        user.replace_all_uses_with(number)
-    erase_dead(graph, [user for _, user in moved])
+        replace_node(user, number)

@@ -93,8 +93,7 @@ def use_short_frequencies(gm: fx.GraphModule, config: Any, max_length: int) -> N
     for node, positions in found:
         with gm.graph.inserting_before(node):
             never = made_like(gm.graph.call_method("new_zeros", (positions, ()), {"dtype": torch.bool}), node)
-        node.replace_all_uses_with(never)
-        erase_dead(gm.graph, [node])
+        replace_node(node, never)
     if found:
         gm.recompile()
 
@@ -132,12 +131,8 @@ def _split(graph: fx.Graph, copy: fx.Node, limit: int, positions: fx.Node, token
 
 def lower_lengths(gm: fx.GraphModule, query_start_loc: fx.Node, total_lens: fx.Node) -> None:
     """Compute each ``longer_than`` from the tables of a step: (B + 1,) int32 and (B,) int32."""
-    graph = gm.graph
-    for node in [n for n in graph.nodes if n.target is longer_than]:
-        positions, limit = node.args
-        with graph.inserting_before(node):
-            made = graph.call_function(_longer, (query_start_loc, total_lens, positions, limit))
-        replace_node(node, made)
+    for node in gm.graph.find_nodes(op="call_function", target=longer_than):
+        node.target, node.args = _longer, (query_start_loc, total_lens, *node.args)
 
 
 def _longer(query_start_loc: torch.Tensor, total_lens: torch.Tensor, position_ids: torch.Tensor, limit: int) -> torch.Tensor:

@@ -58,8 +58,7 @@ ADDED_INPUTS = "quire_added_inputs"
 class LoweringTarget:
     """What to lower to: the backend, and the static facts of the cache. ``latent``: MLA layers are on latent vectors.
     ``window_tables``: layers with a window or chunk have slots and a block table of their own, if others have neither.
-    ``shared``: layers that attend to another layer's keys and values read its cache, and store nothing. ``fixed_scale``: the
-    cache has fixed scales."""
+    ``shared``: layers that attend to another layer's keys and values read its cache, and store nothing."""
 
     backend: AttentionBackend
     page_size: int
@@ -238,9 +237,3 @@ def _replace(node: fx.Node, out: fx.Node, batch: Any, site: AttentionSite) -> No
     out.meta = {k: v for k, v in node.meta.items() if k != "quire_route"}
     node.replace_all_uses_with(out)
     graph.erase_node(node)
-
-
-def set_paged_arguments(node: fx.Node, **changes: Any) -> None:
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    node.args = tuple(changes.get(name, a) for name, a in zip(names, node.args, strict=False))
-    node.kwargs = {name: changes.get(name, a) for name, a in node.kwargs.items()}

@@ -21,9 +21,8 @@ from quire.passes.rewrite.length_rope import LIMITS
 _PASSED_ON = frozenset({"view", "reshape", "unsqueeze", "squeeze", "expand", "flatten", "to", "long", "int", "contiguous",
                         "clone", "detach", "type", "transpose", "permute", "repeat_interleave", "expand_as", "view_as"})
 #: Those that index a dimension: where the dimension and the index stand among the arguments.
-_PICKING = {"index_select": (1, 2), "gather": (1, 2), "scatter": (1, 2), "scatter_": (1, 2), "scatter_add": (1, 2),
-            "scatter_add_": (1, 2), "index_add": (1, 2), "index_add_": (1, 2), "index_copy": (1, 2), "index_copy_": (1, 2),
-            "index_fill": (1, 2), "take_along_dim": (2, 1)}
+_PICKING = {**dict.fromkeys(("index_select", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_add",
+                             "index_add_", "index_copy", "index_copy_", "index_fill"), (1, 2)), "take_along_dim": (2, 1)}
 _OWN = "quire_own_positions"
 
 

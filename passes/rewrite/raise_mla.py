@@ -33,19 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from quire.attn_ops.attention import AttentionSite, Latent
 from quire.attn_ops.mla import mla_attention
 from quire.passes.fake_values import compute_value
-from quire.passes.fx import (
-    LINEAR,
-    ancestors,
-    erase_dead,
-    evaluate,
-    is_function,
-    is_method,
-    is_tensor,
-    only_user,
-    symbolic,
-    value,
-    written_by,
-)
+from quire.passes.fx import LINEAR, ancestors, erase_dead, evaluate, is_method, is_tensor, only_user, value, written_by
 from quire.passes.verify.sites import site_nodes, site_of
 
 logger = logging.getLogger(__name__)
@@ -59,8 +47,7 @@ _LENGTHS = (5, 7)  # tokens of the probes
 
 @dataclass(frozen=True)
 class MlaSite:
-    """Sources of an attention node's keys and values: latent vectors c, the rotary key shared by all heads, the weight; and
-    the nodes that write into a key made by new_empty."""
+    """What an attention node's keys and values are made of. ``writes``: the nodes that fill a key made by new_empty."""
 
     node: fx.Node
     c: fx.Node
@@ -94,13 +81,10 @@ def _rewrite(match: MlaSite) -> None:
     with graph.inserting_before(node):
         rows = [graph.call_method("reshape", (x, (1, -1, n)))
                 for x, n in zip((match.c, match.k_rope), match.latent, strict=True)]
-        new = graph.call_function(mla_attention, (q, *rows, match.kv_b), {
-            "layer": node.kwargs["layer"], "scale": node.kwargs["scale"]})
     for row in rows:
         compute_value(row)
-    new.meta = dict(node.meta)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+    node.target, node.args = mla_attention, (q, *rows, match.kv_b)
+    node.kwargs = {name: node.kwargs[name] for name in ("layer", "scale")}
     read = [n for write in match.writes for n in write.all_input_nodes if n not in match.writes]
     for write in reversed(match.writes):
         graph.erase_node(write)
@@ -115,11 +99,12 @@ def _match(node: fx.Node) -> MlaSite | None:
     assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
     tokens = value(q).shape[2]
     plain = site.causal and not site.sinks and (site.window, site.softcap, site.chunk) == (None, None, None)
-    if not plain or site.num_heads != site.num_kv_heads or not symbolic(tokens) or str(value(q).shape[0]) != "1":
+    if not plain or site.num_heads != site.num_kv_heads or not isinstance(tokens, torch.SymInt) \
+            or str(value(q).shape[0]) != "1":
         return None
     _, sources = _moved(v, lambda n: False, ())
     product = next(iter(sources))
-    if len(sources) > 1 or not is_function(product, LINEAR) or not all(map(is_tensor, product.args[:2])):
+    if len(sources) > 1 or product.target not in LINEAR or not all(map(is_tensor, product.args[:2])):
         return None
     c, kv_b, *bias = (*product.args, *product.kwargs.values())
     assert isinstance(c, fx.Node) and isinstance(kv_b, fx.Node)
@@ -201,8 +186,7 @@ def _changed(made: tuple[fx.Node, fx.Node], product: fx.Node, last: fx.Node, wri
 
 def _same(chain: set[fx.Node], node: fx.Node, sources: dict[fx.Node, int], length: int, site: AttentionSite, latent: Latent
           ) -> bool:
-    """Run ``chain`` on numbers that all differ: do those of the product (1, 2, ...) and of the rotary key (-1, -2, ...) arrive
-    in k and v where MLA has them?"""
+    """Whether ``chain`` brings the numbers of product (1, 2, ...) and rotary key (-1, -2, ...) to where MLA has them."""
     q, k, v = node.args[:3]
     assert isinstance(k, fx.Node) and isinstance(v, fx.Node)
     tokens = value(q).shape[2].node

@@ -127,8 +127,7 @@ def _raise_one(node: fx.Node, layer: int, prover: MaskProver) -> None:
         new = result = node.graph.call_function(attention, (q, k, v, None), {
             "layer": layer, "scale": float(scale), "window": kind.window, "softcap": None, "chunk": kind.chunk,
             "causal": kind.causal})
-        new.meta = dict(node.meta)
-        new.meta["quire_route"] = "raised"
+        new.meta = {**node.meta, "quire_route": "raised"}
         if missing:
             compute_value(new)
         for _ in range(missing):

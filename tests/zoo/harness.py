@@ -12,7 +12,6 @@ import torch
 from quire import AttentionSite, CommonAttentionMetadata, Step
 from quire.attn_ops.kv_cache import PagedKVCache, pages_for
 from quire.passes.capture.paged_model import PagedModel
-from quire.passes.rewrite.lower import set_paged_arguments
 from tests.steps import serve as in_steps
 
 LENGTHS = (11, 6, 21)
@@ -93,7 +92,9 @@ def mutated(model: PagedModel, step: Step, change: dict[str, Any]) -> Iterator[N
     run = paged.run
     if change:
         for node in before:
-            set_paged_arguments(node, **change)
+            names = [a.name for a in node.target._schema.arguments]
+            node.args = tuple(change.get(name, a) for name, a in zip(names, node.args, strict=False))
+            node.kwargs = {name: change.get(name, a) for name, a in node.kwargs.items()}
         graph.recompile()
         paged.run = run._replace(call=graph.forward)
     try:

@@ -19,20 +19,8 @@ import torch
 from torch import fx
 
 from quire.attn_ops.ops.lora_rows import MAX_KERNEL_ADAPTERS, MAX_RANK
-from quire.passes.fusions.base import Fusion, before_dropout
-from quire.passes.fx import (
-    ADD,
-    LINEAR,
-    MUL,
-    argument,
-    is_function,
-    is_method,
-    is_tensor,
-    only_user,
-    operands,
-    same_shape,
-    value,
-)
+from quire.passes.fusions.base import Fusion, before_dropout, bias_of
+from quire.passes.fx import ADD, LINEAR, MUL, is_function, is_method, is_tensor, only_user, operands, same_shape, value
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -114,7 +102,7 @@ def _term(node: Any, dtype: torch.dtype, fusion: Fusion) -> _Term | None:
     if not is_function(down, LINEAR):
         return None
     for product in (up, down):
-        if only_user(product) is None or len(product.args) < 2 or argument(product, 2, "bias") is not None:
+        if only_user(product) is None or len(product.args) < 2 or bias_of(product) is not None:
             return None
         real = fusion.tensor(product.args[1])
         if real is None or type(real) not in (torch.Tensor, torch.nn.Parameter) or real.dim() != 2 \
@@ -127,8 +115,7 @@ def _term(node: Any, dtype: torch.dtype, fusion: Fusion) -> _Term | None:
 
 
 def _casts(x: Any, dtype: torch.dtype) -> list[fx.Node]:
-    """From x back to the tensor of this dtype that it holds the numbers of: casts to float32, and from there back (of a second
-    adapter). Empty if there is none."""
+    """From x back to the tensor of this dtype behind its casts to float32, and (of a second adapter) back; empty if none."""
     path = [before_dropout(x)]
     while is_method(path[-1], "to"):
         before = before_dropout(path[-1].args[0])
