@@ -15,7 +15,6 @@ import importlib.util
 import os
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -105,15 +104,14 @@ class Matrix(Run):
                     self.take(row)
             return
         models = iter(self.models)  # all lanes take from it
-        with ThreadPoolExecutor(self.gpus) as pool:
-            for lane in [pool.submit(self._lane, gpu, models) for gpu in range(self.gpus)]:
-                lane.result()
 
-    def _lane(self, gpu: int, models: Iterator[str]) -> None:
-        """Work of one GPU. The rivals of a model follow it at once: on the same GPU, with the same load."""
-        for model in models:
-            for system in self.systems:
-                self._work(model, system, gpu)
+        def lane(gpu: int) -> None:
+            for model in models:
+                for system in self.systems:  # the rivals follow at once: on the same GPU, with the same load
+                    self._work(model, system, gpu)
+
+        with ThreadPoolExecutor(self.gpus) as pool:
+            list(pool.map(lane, range(self.gpus)))
 
     def _job(self, model: str, system: str) -> Job:
         ours = system == "quire"
