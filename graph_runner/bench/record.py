@@ -49,8 +49,8 @@ class Record:
         self.show: Callable[[Row], str] = functools.partial(json.dumps, default=str)
         self.interrupts = interrupts
         self._key, self._known = tuple[str, ...](), set[tuple[Any, ...]]()
-        self._end = None if deadline is None else deadline - _age()
-        self._began, self._armed = time.monotonic(), False
+        self._end = time.monotonic() + (float("inf") if deadline is None else deadline - _age())
+        self._armed = False
 
     @functools.cached_property
     def environment(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Record:
     @property
     def left(self) -> float:
         """Seconds until the deadline."""
-        return float("inf") if self._end is None else self._end - (time.monotonic() - self._began)
+        return self._end - time.monotonic()
 
     def go_on(self, files: Sequence[Path], key: Sequence[str], drop: Callable[[Row], bool] = lambda row: False) -> None:
         """Take over the rows of the record's own file and of ``files``: the first of those that agree in the columns ``key``,
@@ -110,7 +110,7 @@ class Record:
         if self.left <= max(needs, 1.0):
             self.keep({"row": name, "error": f"left out: {max(self.left, 0):.0f} s are left of the time"})
             return False
-        outermost = self.interrupts and self._end is not None and not self._armed  # measurements may be nested
+        outermost = self.interrupts and self._end < float("inf") and not self._armed  # measurements may be nested
         if outermost:
             previous, self._armed = signal.signal(signal.SIGALRM, self._interrupt), True
             last = threading.Timer(min(self.left, most) + PATIENCE, self._exit, [name])

@@ -181,8 +181,7 @@ class HfEager(System):
         with torch.no_grad():
             out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens[0],
                                       eos_token_id=None, pad_token_id=0, **_sampling(temperature), **self.options)
-            tokens = out[:, ids.shape[1]:].cpu()
-        return tokens.numel()
+        return out[:, ids.shape[1]:].cpu().numel()
 
     def close(self) -> None:
         self.model = None
@@ -197,8 +196,7 @@ class HfStatic(HfEager):
 
     def close(self) -> None:
         for name in ("_cache", "_compiled_call"):  # generate keeps both on the model
-            if name in self.model.__dict__:
-                delattr(self.model, name)
+            self.model.__dict__.pop(name, None)
         torch.compiler.reset()
         super().close()
 
@@ -218,10 +216,9 @@ class HfContinuousBatching(HfEager):
         super().__init__(models, attention, limits, options)
         if not hasattr(self.model, "init_continuous_batching"):
             raise NotMeasured("this model has no continuous batching in the installed transformers")
-        self.options = {"use_cuda_graph": True} if models.spec.device.type == "cuda" else {}
-        if models.spec.device.type != "cuda":
-            pages = limits.max_num_seqs * -(-limits.max_model_len // 256) + 8
-            self.options.update(num_blocks=pages, max_batch_tokens=1024)
+        pages = limits.max_num_seqs * -(-limits.max_model_len // 256) + 8
+        self.options = ({"use_cuda_graph": True} if models.spec.device.type == "cuda" else
+                        {"num_blocks": pages, "max_batch_tokens": 1024})
         self._manager: Any = None
         self._temperature: float | None = None
 
@@ -330,8 +327,7 @@ class Vllm(SteppedSystem):
             source = {"model": self._folder.name, "load_format": "dummy"}
         logging.getLogger("vllm").setLevel(logging.WARNING)
         self._submitted = 0
-        self.llm: Any = LLM(**source, skip_tokenizer_init=True, dtype=dtype_name(models.spec.dtype),
-                            **self.options)
+        self.llm: Any = LLM(**source, skip_tokenizer_init=True, dtype=dtype_name(models.spec.dtype), **self.options)
         if not models.spec.is_path and has_experts(models.skeleton):
             self.llm.apply_model(spread_tokens)
 
