@@ -126,15 +126,14 @@ def collecting() -> Iterator[list[str]]:
         yield found
 
 
-def programs(model: torch.nn.Module, *, small: bool, attention: str = "triton", page_size: int = 16,
-             own_experts: bool = False) -> list[str]:
+def programs(model: torch.nn.Module, *, small: bool, own_experts: bool) -> list[str]:
     """Inductor's program for each distinct piece of the model's lowered graph: source code, in the order of the pieces.
     ``small``: the graph for few tokens, else the one for many. ``own_experts``: keep transformers' experts instead of
     quire's."""
     with _paged(model, own_experts) as paged:
         with mock.patch("quire.passes.fusions.routing.DEVICES", ("cpu",)):
             latent = any(site.latent is not None for site in paged.graph.sites)
-            lowered, _ = paged.graph.lowered(LoweringTarget(get_backend(attention), page_size, latent=latent), "all", small)
+            lowered, _ = paged.graph.lowered(LoweringTarget(get_backend("triton"), 16, latent=latent), "all", small)
         with collecting() as found, torch.no_grad():
             compile_by_regions(lowered, generate)
     return found
@@ -152,11 +151,11 @@ def _paged(model: torch.nn.Module, own_experts: bool = False) -> Iterator[PagedM
         paged.close()
 
 
-def compile_ahead(model: torch.nn.Module, ahead: CompileAhead, *, attention: str = "triton", page_size: int = 16) -> None:
+def compile_ahead(model: torch.nn.Module, ahead: CompileAhead) -> None:
     """Pass both graphs of the model to ``ahead``, as if compiled on an H200."""
     with _paged(model) as paged:
         for small in (False, True):
-            lowered, _ = paged.graph.lowered(LoweringTarget(get_backend(attention), page_size), "all", small)
+            lowered, _ = paged.graph.lowered(LoweringTarget(get_backend("triton"), 16), "all", small)
             with watched(lowered.gm.graph, []) as assumed:
                 pass
 
@@ -209,8 +208,7 @@ def main() -> None:
                        autocast_adapter_dtype=args.lora_dtype == "float32")
     for i, program in enumerate(programs(model, small=not args.large, own_experts=args.own_experts)):
         calls = launches(program)
-        print(f"piece {i}: {len(calls)} launches: {', '.join(calls)}")
-        print(f"         {dict(Counter(calls))}")
+        print(f"piece {i}: {len(calls)} launches: {', '.join(calls)}\n         {dict(Counter(calls))}")
         if args.code:
             print(program)
 

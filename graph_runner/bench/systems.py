@@ -134,7 +134,7 @@ class Quire(SteppedSystem):
         from quire.graph_runner.engine import Engine
 
         self.options = {"max_num_seqs": limits.max_num_seqs, "max_model_len": limits.max_model_len, **options}
-        self.engine = Engine(models.get(), attention=attention, **self.options)
+        self.engine = Engine(models.model, attention=attention, **self.options)
         self.attention = self.engine.runner.backend.name
         self.kv_cache_dtype = self.engine.runner.cache.dtype
         self.capture_s = self.engine.runner.graphs.stats.capture_seconds
@@ -170,7 +170,7 @@ class HfEager(System):
     name = "hf-eager"
 
     def __init__(self, models: Models, attention: str, limits: Limits, options: dict[str, Any]) -> None:
-        self.model: Any = models.get()
+        self.model: Any = models.model
         self.attention = str(getattr(self.model.config, "_attn_implementation", ""))
         self.options = {}
 
