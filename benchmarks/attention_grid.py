@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import importlib.util
 import json
@@ -107,13 +108,11 @@ def grid(args: argparse.Namespace) -> list[Cell]:
 # -- rivals: (cell, batch) -> a function of the number of the call, which returns the output ----------------------------------
 
 Run = Callable[[int], torch.Tensor]
-WORKSPACES: dict[str, torch.Tensor] = {}
 
 
+@functools.cache
 def _workspace(name: str) -> torch.Tensor:
-    if name not in WORKSPACES:
-        WORKSPACES[name] = torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
-    return WORKSPACES[name]
+    return torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
 
 
 def _no_codes(cell: Cell, formats: tuple[str, ...] = ("bfloat16",)) -> None:

@@ -153,14 +153,12 @@ def _unrotated(backend: AttentionBackend, batch: OpBatch) -> float:
 
     longest, (chunk, local) = int(lens.max()), map(int, backend.name.split(":")[1:3])
     with torch.no_grad():
-        for length in (*range(chunk + 1, longest, chunk - local), longest):
+        for length in range(chunk + 1, longest, chunk - local):
             with planned(backend, at(length), states=states):
-                if length < longest:
-                    for i in range(len(batch.caches)):
-                        call(i)
-                else:
-                    return timed(call, device).us
-    raise AssertionError
+                for i in range(len(batch.caches)):
+                    call(i)
+        with planned(backend, at(longest), states=states):
+            return timed(call, device).us
 
 
 def _overlap(backend: AttentionBackend, batch: OpBatch) -> float | None:

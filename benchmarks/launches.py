@@ -56,23 +56,18 @@ def _as_if_on_an_h200() -> Iterator[None]:
     def always(result: Any) -> Any:
         return lambda *args: result
 
-    replaced: list[tuple[Any, str, Any]] = [
-        (scheduler, "has_triton", always(True)),
-        (torch.cuda, "_exchange_device", always(0)), (torch.cuda, "_maybe_exchange_device", always(0)),
-        (torch.cuda, "get_rng_state", lambda *args: torch.zeros(16, dtype=torch.uint8)),
-        (torch.cuda, "set_rng_state", always(None)), (torch.cuda, "synchronize", always(None)),
-        (torch.cuda, "_lazy_init", always(None)), (torch.cuda, "is_available", always(True)),
-        (torch.cuda, "current_device", always(0)), (torch.cuda, "device_count", always(1)),
-        (torch.cuda, "get_device_properties", always(H200)), (torch.cuda, "get_device_capability", always((9, 0))),
-        (torch.cuda, "get_device_name", always(H200.name)),
-        *((CudaInterface, name, staticmethod(always(result))) for name, result in (
-            ("is_available", True), ("get_device_properties", H200), ("get_compute_capability", 90), ("current_device", 0))),
-        *((CudaInterface.Worker, name, staticmethod(always(result))) for name, result in (
-            ("get_device_properties", H200), ("current_device", 0))),
-    ]
+    device = {"get_device_properties": H200, "current_device": 0}
+    replaced: dict[Any, dict[str, Any]] = {
+        torch.cuda: device | {
+            "_exchange_device": 0, "_maybe_exchange_device": 0, "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+            "set_rng_state": None, "synchronize": None, "_lazy_init": None, "is_available": True, "device_count": 1,
+            "get_device_capability": (9, 0), "get_device_name": H200.name},
+        scheduler: {"has_triton": True}, CudaInterface.Worker: device,
+        CudaInterface: device | {"is_available": True, "get_compute_capability": 90}}
     with without_a_gpu(), contextlib.ExitStack() as stack:
-        for where, name, what in replaced:
-            stack.enter_context(mock.patch.object(where, name, what, create=True))
+        for where, results in replaced.items():
+            made = {name: staticmethod(always(result)) for name, result in results.items()}
+            stack.enter_context(mock.patch.multiple(where, create=True, **made))
         yield
 
 

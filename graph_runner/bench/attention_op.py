@@ -58,14 +58,12 @@ def extend_point(text: str, divisor: int = 1) -> Point:
     return Point("extend", f"{batch}x{new}" + (f"+{before}" if before else ""), (new,) * batch, (new + before,) * batch)
 
 
-EXTENDS = ("1x4096", "8x1024+4096", "1x960", "1x64+8128", "1x8192+8192", "4x2048+30720")
-
-
 def extend_points(divisor: int = 1) -> list[Point]:
     """Prefills of prompts and of chunks, and a mixed batch: 63 decodes and a chunk of 448. ``divisor`` shortens them."""
-    points = [extend_point(text, divisor) for text in EXTENDS]
+    texts = ("1x4096", "8x1024+4096", "1x960", "1x64+8128", "1x8192+8192", "4x2048+30720")
     chunk, length = max(2, 448 // divisor), max(2, 2048 // divisor)
-    return [*points, Point("extend", f"63x1,{chunk}", (1,) * 63 + (chunk,), (length,) * 64)]
+    return [*(extend_point(text, divisor) for text in texts),
+            Point("extend", f"63x1,{chunk}", (1,) * 63 + (chunk,), (length,) * 64)]
 
 
 def without_graphs(points: list[Point]) -> list[Point]:

@@ -134,7 +134,7 @@ class Matrix(Run):
                 if len(self._left(model, system)) == len(left):
                     self.take(complete({
                         "system": system, "model": self._label(model), "dtype": dtype_name(self.dtype),
-                        **left[0].row, "error": str(error)}, None))
+                        **left[0]._asdict(), "error": str(error)}, None))
 
     def _environment(self, system: str, gpu: int) -> dict[str, str]:
         made = workers.of_gpu(gpu)

@@ -47,10 +47,6 @@ class Cell(NamedTuple):
     def name(self) -> str:
         return self.workload if self.context is None else f"{self.workload}/{self.batch}x{self.context}"
 
-    @property
-    def row(self) -> Row:
-        return {"workload": self.workload, "batch": self.batch, "context": self.context}
-
 
 def cells(scale: int = 1) -> list[Cell]:
     """The whole matrix. ``scale`` divides lengths, for a dry run."""
@@ -118,7 +114,7 @@ class Worker:
         dtype = self.job.options.get("kv_cache_dtype", "auto")
         return complete({"system": self.job.system, "attention": self.job.attention, "model": self.spec.label,
                          "dtype": self.job.dtype, "kv_cache_dtype": self.job.dtype if dtype == "auto" else str(dtype),
-                         **cell.row, **row}, self.bandwidth)
+                         **cell._asdict(), **row}, self.bandwidth)
 
     def late(self, group: list[Cell]) -> bool:
         return self.job.deadline is not None and time.time() + self.seconds(group) > self.job.deadline
@@ -249,7 +245,7 @@ class Worker:
                     for prompt, new in lengths)
         flops = roofline.prefill_flops(self.counted, [prompt for prompt, _ in lengths])
         row = workloads.mixed256(system, self.sizes, self.prompts)
-        yield group[0], {**row, **group[0].row, "floor_ms": self._floor(flops, size)}
+        yield group[0], {**row, **group[0]._asdict(), "floor_ms": self._floor(flops, size)}
 
     def online(self, system: SteppedSystem, group: list[Cell]) -> Iterator[tuple[Cell, Row]]:
         rng, scale = random.Random(0), self.job.scale

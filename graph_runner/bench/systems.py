@@ -28,9 +28,6 @@ from quire.attn_ops.backend import dtype_name
 from quire.graph_runner.bench.models import Models, ModelSpec, config_of, free_memory
 from quire.graph_runner.bench.roofline import has_experts
 
-#: Every system by name, filled in as the classes are defined.
-SYSTEMS: dict[str, type[System]] = {}
-
 
 class NotMeasured(Exception):
     """A system cannot run here, or cannot run this workload; the message says why. Becomes a row of the result."""
@@ -45,10 +42,9 @@ class Limits:
 
 
 class System(ABC):
-    """One system, ready to generate; see ``open_system``. A subclass with a ``name`` is registered in SYSTEMS. Raises
-    NotMeasured where it cannot run."""
+    """One system, ready to generate; see ``open_system``. Raises NotMeasured where it cannot run."""
 
-    name: ClassVar[str] = ""
+    name: ClassVar[str]
     #: memory is allocated by this process
     in_process: ClassVar[bool] = True
     #: compiles for each batch size and length, so the warm-up must have the measured ones
@@ -65,11 +61,6 @@ class System(ABC):
     #: non-default options, for the record
     options: dict[str, Any]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "name" in cls.__dict__:
-            SYSTEMS[cls.name] = cls
-
     @abstractmethod
     def __init__(self, models: Models, attention: str, limits: Limits, options: dict[str, Any]) -> None: ...
 
@@ -80,19 +71,15 @@ class System(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
-    def peak_memory_gib(self, device: torch.device) -> float | None:
-        """Peak GPU memory since the system was opened, as reserved by the allocator; of another process, what is in use."""
-        if device.type != "cuda":
-            return None
-        if self.in_process:
-            return torch.cuda.max_memory_reserved(device) / 2**30
-        free, total = torch.cuda.mem_get_info(device)
-        return (total - free) / 2**30
-
     def facts(self, device: torch.device) -> dict[str, Any]:
-        """Columns of a row that say how the system ran."""
+        """Columns of a row that say how the system ran; memory of the GPU is the peak since the system was opened, as reserved
+        by the allocator; of another process, what is in use."""
+        peak = None
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            peak = (torch.cuda.max_memory_reserved(device) if self.in_process else total - free) / 2**30
         return {"attention": self.attention, "capture_s": self.capture_s, "engine_options": self.options,
-                "peak_memory_gib": self.peak_memory_gib(device)}
+                "peak_memory_gib": peak}
 
 
 class SteppedSystem(System):
@@ -361,6 +348,10 @@ class Vllm(SteppedSystem):
 
 class VllmTransformers(Vllm):
     name, model_impl = "vllm-transformers", "transformers"
+
+
+SYSTEMS: dict[str, type[System]] = {
+    system.name: system for system in (Quire, HfEager, HfStatic, HfContinuousBatching, Vllm, VllmTransformers)}
 
 
 @contextlib.contextmanager

@@ -75,12 +75,6 @@ def run_seconds(system: System, prompts: list[list[int]], new_tokens: Sequence[i
     return seconds
 
 
-def decode_limits(sizes: Sizes) -> Limits:
-    if sizes.context <= MARGIN:
-        raise ValueError(f"--context must be more than {MARGIN}, got {sizes.context}")
-    return Limits(max(sizes.batches), sizes.context - MARGIN + LONG + 1)
-
-
 def decode(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> Iterator[Row]:
     """One row per batch size; one that fails does not stop the others."""
     for batch in sizes.batches:
@@ -151,7 +145,7 @@ class Workload:
 
 
 WORKLOADS: dict[str, Workload] = {
-    "decode": Workload(decode_limits, decode, lambda s: len(s.batches)),
+    "decode": Workload(lambda s: Limits(max(s.batches), s.context - MARGIN + LONG + 1), decode, lambda s: len(s.batches)),
     "mixed256": Workload(lambda s: Limits(s.requests, 2 * s.lengths[1] + 1),
                          lambda system, models, sizes, prompts: iter([mixed256(system, sizes, prompts)]), lambda s: 1),
     "prefill": Workload(lambda s: Limits(s.prefills[0][0], s.prefills[0][1] + SHORT + 1),
