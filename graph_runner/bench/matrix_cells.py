@@ -202,8 +202,7 @@ class Worker:
             taken += 1
             if taken >= new or not system.busy:  # the first may have ended
                 raise NotMeasured("the batch did not run together: it does not fit in the KV cache")
-        made = 0
-        for cell in group:
+        for i, cell in enumerate(group):
             keep = cell.batch or 1
             system.abort(requests[:-keep])
             del requests[:-keep]
@@ -217,8 +216,7 @@ class Worker:
                     if calls > 2 * steps:
                         raise NotMeasured(f"{tokens} tokens in {calls} steps: the batch does not fit in the KV cache")
                 times.append((time.perf_counter() - began) / tokens)
-            mean = length + keep * context // 16384 + made + self.warm + self.blocks * steps // 2
-            made += each
+            mean = length + keep * context // 16384 + i * each + self.warm + self.blocks * steps // 2
             step = statistics.median(times)
             yield cell, {"ms_per_step": step * 1e3, "tokens_per_s": keep / step, "repeats_ms": [t * 1e3 for t in times],
                          "mean_context": mean,
@@ -258,9 +256,8 @@ class Worker:
         everything = lengths(max(4, SEQUENCES // scale))
         rate = self.job.rate
         if rate is None:
-            before, new = zip(*everything, strict=True)
-            run_seconds(system, self.prompts(before[:32]), new[:32], 0.6)  # warm-up
-            rate = LOAD * len(new) / run_seconds(system, self.prompts(before), new, 0.6)
+            run_seconds(system, self.prompts, everything[:32], 0.6)  # warm-up
+            rate = LOAD * len(everything) / run_seconds(system, self.prompts, everything, 0.6)
         asked = lengths(count)
         prompts, due = self.prompts([prompt for prompt, _ in asked]), 0.0
         arrivals = [due := due + rng.expovariate(rate) for _ in asked]
