@@ -390,7 +390,7 @@ def main() -> None:
             parser.error(f"{package} is not installed")
     if args.json.is_file() and args.resume is None:
         parser.error(f"{args.json} exists: continue it with --resume, or give another --out")
-    record = started(args, interrupts=False)
+    record = started(args)
     bandwidth, record.show = record.copy_bandwidth(), line
     free_memory()  # it is the other processes'
     record.environment |= {"page_size": PAGE, "kv_heads": KV_HEADS}

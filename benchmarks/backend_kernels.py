@@ -296,7 +296,7 @@ def main() -> int:
         return 0
     systems = (args.systems or SYSTEMS[args.piece]).split(",")
     args.page_size = args.page_size or (64 if args.piece == "mla" else 16)
-    record = started(args, interrupts=False)
+    record = started(args)
     record.go_on(args.resume, ("piece", "shape", "system"),
                  drop=lambda row: args.retry and "error" in row and row["system"] in systems)
     args = argparse.Namespace(**{**vars(args), "device": record.device, "dtype": dtype_of(args)})

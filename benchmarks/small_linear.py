@@ -200,7 +200,7 @@ def main() -> None:
     kernels = kernels_of([*work], args.wide)
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         pool.map(compile_share, [(i, args.processes, kernels) for i in range(args.processes)])
-    record = started(args, interrupts=False)
+    record = started(args)
     bandwidth, device = record.copy_bandwidth(), record.device
     print(f"{len(kernels)} kernels compiled, {record.left:.0f} s left", flush=True)
     table: dict[str, Config | None] = {}
