@@ -30,6 +30,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -93,15 +94,13 @@ class Cell(NamedTuple):
 def grid(args: argparse.Namespace) -> list[Cell]:
     """The cells asked for; those of one kernel (group, dim, format) together, small ones first."""
     found = []
-    for dim in args.dims:
-        for group in args.groups:
-            for kv in args.kv:
-                windows = [(None, c) for c in args.contexts] + [(w, max(CONTEXTS)) for w in args.windows]
-                found += [Cell("decode", group, dim, kv, b, c, w) for w, c in windows for b in args.batches]
-                if args.prefill and (kv == "bfloat16" or args.prefills is not PREFILLS):
-                    for point in map(extend_point, args.prefills):
-                        length, new = point.seq_lens[0], point.query_lens[0]
-                        found.append(Cell("extend", group, dim, kv, len(point.seq_lens), length, None, length - new or None))
+    windows = [(None, c) for c in args.contexts] + [(w, max(CONTEXTS)) for w in args.windows]
+    for dim, group, kv in itertools.product(args.dims, args.groups, args.kv):
+        found += [Cell("decode", group, dim, kv, b, c, w) for w, c in windows for b in args.batches]
+        if args.prefill and (kv == "bfloat16" or args.prefills is not PREFILLS):
+            for point in map(extend_point, args.prefills):
+                length, new = point.seq_lens[0], point.query_lens[0]
+                found.append(Cell("extend", group, dim, kv, len(point.seq_lens), length, None, length - new or None))
     return [cell for cell in found if not args.only or cell.kind == args.only]
 
 
