@@ -55,9 +55,7 @@ def step_ms(engine: quire.Engine, batch: int, names: list[str | None], context: 
     """The time of a decode step of ``batch`` requests: the median of ROUNDS times STEPS steps."""
     prompt = random_tokens(engine.runner.vocab_size)
     params = quire.SamplingParams(temperature=0, max_tokens=(ROUNDS + 1) * STEPS, ignore_eos=True)
-    ids: list[int] = []
-    for i in range(batch):
-        ids += engine.add_request(prompt(context), params, adapter=names[i % len(names)])
+    ids = [one for i in range(batch) for one in engine.add_request(prompt(context), params, adapter=names[i % len(names)])]
     until_decoding(engine)
     for _ in range(8):
         engine.step()

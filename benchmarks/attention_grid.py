@@ -27,8 +27,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import importlib.util
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -92,28 +94,24 @@ class Cell(NamedTuple):
 def grid(args: argparse.Namespace) -> list[Cell]:
     """The cells asked for; those of one kernel (group, dim, format) together, small ones first."""
     found = []
-    for dim in args.dims:
-        for group in args.groups:
-            for kv in args.kv:
-                windows = [(None, c) for c in args.contexts] + [(w, max(CONTEXTS)) for w in args.windows]
-                found += [Cell("decode", group, dim, kv, b, c, w) for w, c in windows for b in args.batches]
-                if args.prefill and (kv == "bfloat16" or args.prefills is not PREFILLS):
-                    for point in map(extend_point, args.prefills):
-                        length, new = point.seq_lens[0], point.query_lens[0]
-                        found.append(Cell("extend", group, dim, kv, len(point.seq_lens), length, None, length - new or None))
+    windows = [(None, c) for c in args.contexts] + [(w, max(CONTEXTS)) for w in args.windows]
+    for dim, group, kv in itertools.product(args.dims, args.groups, args.kv):
+        found += [Cell("decode", group, dim, kv, b, c, w) for w, c in windows for b in args.batches]
+        if args.prefill and (kv == "bfloat16" or args.prefills is not PREFILLS):
+            for point in map(extend_point, args.prefills):
+                length, new = point.seq_lens[0], point.query_lens[0]
+                found.append(Cell("extend", group, dim, kv, len(point.seq_lens), length, None, length - new or None))
     return [cell for cell in found if not args.only or cell.kind == args.only]
 
 
 # -- rivals: (cell, batch) -> a function of the number of the call, which returns the output ----------------------------------
 
 Run = Callable[[int], torch.Tensor]
-WORKSPACES: dict[str, torch.Tensor] = {}
 
 
+@functools.cache
 def _workspace(name: str) -> torch.Tensor:
-    if name not in WORKSPACES:
-        WORKSPACES[name] = torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
-    return WORKSPACES[name]
+    return torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
 
 
 def _no_codes(cell: Cell, formats: tuple[str, ...] = ("bfloat16",)) -> None:
@@ -391,7 +389,7 @@ def main() -> None:
             parser.error(f"{package} is not installed")
     if args.json.is_file() and args.resume is None:
         parser.error(f"{args.json} exists: continue it with --resume, or give another --out")
-    record = started(args, interrupts=False)
+    record = started(args)
     bandwidth, record.show = record.copy_bandwidth(), line
     free_memory()  # it is the other processes'
     record.environment |= {"page_size": PAGE, "kv_heads": KV_HEADS}

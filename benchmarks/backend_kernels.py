@@ -153,14 +153,12 @@ def _unrotated(backend: AttentionBackend, batch: OpBatch) -> float:
 
     longest, (chunk, local) = int(lens.max()), map(int, backend.name.split(":")[1:3])
     with torch.no_grad():
-        for length in (*range(chunk + 1, longest, chunk - local), longest):
+        for length in range(chunk + 1, longest, chunk - local):
             with planned(backend, at(length), states=states):
-                if length < longest:
-                    for i in range(len(batch.caches)):
-                        call(i)
-                else:
-                    return timed(call, device).us
-    raise AssertionError
+                for i in range(len(batch.caches)):
+                    call(i)
+        with planned(backend, at(longest), states=states):
+            return timed(call, device).us
 
 
 def _overlap(backend: AttentionBackend, batch: OpBatch) -> float | None:
@@ -298,7 +296,7 @@ def main() -> int:
         return 0
     systems = (args.systems or SYSTEMS[args.piece]).split(",")
     args.page_size = args.page_size or (64 if args.piece == "mla" else 16)
-    record = started(args, interrupts=False)
+    record = started(args)
     record.go_on(args.resume, ("piece", "shape", "system"),
                  drop=lambda row: args.retry and "error" in row and row["system"] in systems)
     args = argparse.Namespace(**{**vars(args), "device": record.device, "dtype": dtype_of(args)})

@@ -66,8 +66,8 @@ def main() -> int:
     args = script(__doc__, None, hidden=256, layers=14, shared=(6, "last layers that have the keys and values of earlier ones"),
                   prompt=(1024, "tokens of a prompt"), prompts=7,
                   attention=("auto", "on a GPU one that plans nothing on the host, such as triton")).parse_args()
-    record = started(args, model="gemma3n, random weights", hidden=args.hidden, layers=args.layers, shared=args.shared,
-                     prompt=args.prompt)
+    record = started(args)
+    record.facts["model"] = "gemma3n, random weights"
     done = record.measure("fast_prefill", lambda: measure(args, record))
     return int(not done or not all(row["tokens_equal"] for row in record.rows))
 

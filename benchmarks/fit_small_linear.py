@@ -43,16 +43,11 @@ def read(paths: list[Path]) -> dict[tuple[str, tuple[int, ...]], Times]:
 
 def fitted(parameters: tuple[int, ...], times: Times) -> tuple[float, Tile]:
     """(mean error, tile)."""
-    best: tuple[float, Tile] | None = None
     grid = itertools.product((1, 2, 3, 4), (2.5, 3.5, 4.5, 5.5), RATES, (1, 1.3, 1.6, 2, 2.5, 3, 4))
-    for at_once, fixed, rate, ratio in grid:
-        if ratio <= at_once + 1:
-            tile = Tile(*parameters, round(rate, 3), round(rate * ratio, 3), at_once, fixed)  # type: ignore[call-arg,arg-type]
-            error = sum(abs(math.log(time_of(tile, s, m, n, k) / us)) for m, n, k, s, us in times) / len(times)
-            if best is None or error < best[0]:
-                best = error, tile
-    assert best is not None
-    return best
+    tiles = (Tile(*parameters, round(rate, 3), round(rate * ratio, 3), at_once, fixed)  # type: ignore[call-arg,arg-type]
+             for at_once, fixed, rate, ratio in grid if ratio <= at_once + 1)
+    return min(((sum(abs(math.log(time_of(tile, s, m, n, k) / us)) for m, n, k, s, us in times) / len(times), tile)
+                for tile in tiles), key=lambda each: each[0])
 
 
 def measured(codes: str, found: dict[tuple[str, tuple[int, ...]], Times]) -> Shapes:

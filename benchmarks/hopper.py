@@ -41,21 +41,15 @@ class Compiled:
     races: bool = False
 
 
-@contextlib.contextmanager
-def without_a_gpu() -> Iterator[None]:
+def without_a_gpu() -> contextlib.AbstractContextManager[Any]:
     """Inside, Triton compiles for compute capability 9.0."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    before = driver._active
-    driver._active = SimpleNamespace(
+    return mock.patch.object(driver, "_active", SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0,
         get_current_stream=lambda device: 0, get_active_torch_device=lambda: torch.device("cpu"),
-        get_device_interface=lambda: torch.cuda)
-    try:
-        yield
-    finally:
-        driver._active = before
+        get_device_interface=lambda: torch.cuda))
 
 
 @contextlib.contextmanager

@@ -126,18 +126,15 @@ def experts(tokens: int, count: int, each: int, n: int, k: int, transposed: bool
                        path="pairs" if tokens <= 128 else "sorted", pdl=pdl)
 
 
-def swiglu_experts(tokens: int, count: int, each: int, n: int, k: int, dtype: torch.dtype, pdl: bool) -> None:
-    up, down = torch.empty(count, n, k, dtype=dtype), torch.empty(count, k, n // 2, dtype=dtype)
-    expert_swiglu_cuda(zeros(tokens, k, dtype=dtype), up, down, zeros(tokens, each, dtype=torch.int64), False,
-                       path="pairs" if tokens * each <= 128 else "sorted", pdl=pdl)
-
-
-def clamped_experts(tokens: int, count: int, each: int, n: int, k: int, dtype: torch.dtype, pdl: bool) -> None:
-    up, down = torch.empty(count, k, n, dtype=dtype), torch.empty(count, n // 2, k, dtype=dtype)
-    biases = [zeros(count, outputs, dtype=dtype) for outputs in (n, k)]
-    expert_clamped_swiglu_cuda(zeros(tokens, k, dtype=dtype), up, biases[0], down, biases[1],
-                               zeros(tokens, each, dtype=torch.int64), True, 1.702, 7.0,
-                               path="pairs" if tokens * each <= 128 else "sorted", pdl=pdl)
+def gated_experts(tokens: int, count: int, each: int, n: int, k: int, clamped: bool, pdl: bool) -> None:
+    sizes = ((k, n), (n // 2, k)) if clamped else ((n, k), (k, n // 2))
+    up, down = (torch.empty(count, *size, dtype=HALF) for size in sizes)
+    x, ids = zeros(tokens, k), zeros(tokens, each, dtype=torch.int64)
+    path = "pairs" if tokens * each <= 128 else "sorted"
+    if clamped:
+        expert_clamped_swiglu_cuda(x, up, zeros(count, n), down, zeros(count, k), ids, True, 1.702, 7.0, path=path, pdl=pdl)
+    else:
+        expert_swiglu_cuda(x, up, down, ids, False, path=path, pdl=pdl)
 
 
 def state(heads: int, kv_heads: int, dim: int, *, query_lens: list[int], causal: bool, kv_dtype: torch.dtype | None = None
@@ -298,15 +295,15 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
             lora_of_tokens, tokens, sizes, rank, adapters, every, own)
     for (name, sizes, swiglu), (rank, tokens), own in product(
             (("qkv", (4096, 1024, 1024), False), ("gate_up", (14336, 14336), True), ("o", (4096,), False)),
-            ((16, 1), (16, 16), (16, 32), (128, 32), (16, 128)), (torch.bfloat16, torch.float32)):
+            ((16, 1), (16, 16), (16, 32), (128, 32), (16, 128)), (HALF, FULL)):
         yield f"lora linear {name} {rank} {tokens} {own}", partial(lora_layer, tokens, sizes, swiglu, rank, own, rank > 16)
     for (rows, vocabulary, pdl), dtype, filtered in product(((1, 128256, True), (256, 50257, False)), (HALF, FULL),
                                                              (False, True)):
-        name = f"logprobs {rows} x {vocabulary} {dtype}{' filtered' if filtered else ''}{' pdl' if pdl else ''}"
-        yield name, partial(logprobs, rows, vocabulary, dtype, filtered, pdl)
-    for columns, k, rows in ((128, 8, 1), (128, 8, 400), (32, 4, 32), (256, 8, 32), (512, 16, 32)):
-        for dtype in (HALF, FULL):
-            yield f"topk {k} of {columns}, {rows} rows {dtype}", partial(topk_rows_cuda, zeros(rows, columns, dtype=dtype), k)
+        yield f"logprobs {rows} x {vocabulary} {dtype}{' filtered' * filtered}{' pdl' * pdl}", partial(
+            logprobs, rows, vocabulary, dtype, filtered, pdl)
+    for (columns, k, rows), dtype in product(((128, 8, 1), (128, 8, 400), (32, 4, 32), (256, 8, 32), (512, 16, 32)),
+                                             (HALF, FULL)):
+        yield f"topk {k} of {columns}, {rows} rows {dtype}", partial(topk_rows_cuda, zeros(rows, columns, dtype=dtype), k)
     for (experts, k), rows in product(((64, 2048), (256, 7168)), (1, 8, 32)):
         yield f"topk logits {experts} {k} {rows}", partial(
             float_linear_cuda, zeros(rows, k, dtype=HALF), zeros(experts, k, dtype=HALF))
@@ -318,8 +315,8 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
             route_rows_cuda, zeros(32, experts, dtype=dtype), zeros(experts, dtype=FULL) if biased else None, *options)
     for (name, (count, each, layers, turned)), tokens, pdl in product(EXPERTS.items(), (1, 32, 2048), (False, True)):
         if tokens == 1 or not pdl:
-            yield f"experts {name} {'clamped ' * turned}swiglu {tokens}{' pdl' if pdl else ''}", partial(
-                clamped_experts if turned else swiglu_experts, tokens, count, each, *layers[0], HALF, pdl)
+            yield f"experts {name} {'clamped ' * turned}swiglu {tokens}{' pdl' * pdl}", partial(
+                gated_experts, tokens, count, each, *layers[0], turned, pdl)
     yield "small kernels", partial(small_kernels, 7)
 
 
@@ -340,20 +337,19 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"llama-8b {batch} {dtype}", partial(attention, *llama, query_lens=batches[batch], dtype=dtype)
     for dtype, (rows, vocabulary), pdl in product((HALF, torch.float16, FULL), ((1, 128256), (2048, 4096), (8, 50257)),
                                                   (False, True)):
-        yield f"sample {rows} x {vocabulary} {dtype}{' pdl' if pdl else ''}", partial(sample, rows, vocabulary, dtype, pdl)
+        yield f"sample {rows} x {vocabulary} {dtype}{' pdl' * pdl}", partial(sample, rows, vocabulary, dtype, pdl)
     shapes = {"qkv": (6144, 4096, True, False, False), "o": (4096, 4096, False, True, False),
               "gate_up": (28672, 4096, True, False, True), "down": (4096, 14336, False, True, False),
               "odd": (1000, 1100, True, False, False)}
     for (name, layer), tokens, pdl in product(shapes.items(), (1, 8, 32), (False, True)):
-        yield f"small_linear {name} {tokens}{' pdl' if pdl else ''}", partial(linear, tokens, *layer, pdl)
+        yield f"small_linear {name} {tokens}{' pdl' * pdl}", partial(linear, tokens, *layer, pdl)
     for (n, k, *rest), tokens in product(((4608, 3584, True, False, False), (37888, 3584, True, False, True),
                                           (3584, 18944, False, True, False)), (1, 8, 32)):  # of qwen2-7b
         shape = LinearShape(n, k, *rest, HALF)
         for config in candidates(tokens, shape, torch.device("cpu")):
-            if memory_of(config, tokens, shape.swiglu) > SHARED:  # measuring leaves it out
-                continue
-            yield f"candidate linear {n} x {k} {tokens} {config[:4]} {config.rows}", partial(
-                linear, tokens, n, k, *rest, True, config)
+            if memory_of(config, tokens, shape.swiglu) <= SHARED:  # measuring leaves the others out
+                yield f"candidate linear {n} x {k} {tokens} {config[:4]} {config.rows}", partial(
+                    linear, tokens, n, k, *rest, True, config)
     for kind, (n, k), tokens in product((torch.int8, torch.float8_e4m3fn, INT4), ((6144, 4096), (28672, 4096), (1000, 1100)),
                                         (1, 8, 32, 64, 256)):
         k -= k % 128 if kind == INT4 else 0
@@ -363,7 +359,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         for dtype, pdl in product((HALF, torch.float16, FULL), (False, True)):
             if dtype != HALF and (pdl or which) or pdl and tokens not in (1, 2048):
                 continue
-            yield f"experts {name} {'up' if which == 0 else 'down'} {tokens} {dtype}{' pdl' if pdl else ''}", partial(
+            yield f"experts {name} {'down' if which else 'up'} {tokens} {dtype}{' pdl' * pdl}", partial(
                 experts, tokens, count, each, *layers[which], turned, dtype, pdl)
     yield from others()
 

@@ -56,23 +56,18 @@ def _as_if_on_an_h200() -> Iterator[None]:
     def always(result: Any) -> Any:
         return lambda *args: result
 
-    replaced: list[tuple[Any, str, Any]] = [
-        (scheduler, "has_triton", always(True)),
-        (torch.cuda, "_exchange_device", always(0)), (torch.cuda, "_maybe_exchange_device", always(0)),
-        (torch.cuda, "get_rng_state", lambda *args: torch.zeros(16, dtype=torch.uint8)),
-        (torch.cuda, "set_rng_state", always(None)), (torch.cuda, "synchronize", always(None)),
-        (torch.cuda, "_lazy_init", always(None)), (torch.cuda, "is_available", always(True)),
-        (torch.cuda, "current_device", always(0)), (torch.cuda, "device_count", always(1)),
-        (torch.cuda, "get_device_properties", always(H200)), (torch.cuda, "get_device_capability", always((9, 0))),
-        (torch.cuda, "get_device_name", always(H200.name)),
-        *((CudaInterface, name, staticmethod(always(result))) for name, result in (
-            ("is_available", True), ("get_device_properties", H200), ("get_compute_capability", 90), ("current_device", 0))),
-        *((CudaInterface.Worker, name, staticmethod(always(result))) for name, result in (
-            ("get_device_properties", H200), ("current_device", 0))),
-    ]
+    device = {"get_device_properties": H200, "current_device": 0}
+    replaced: dict[Any, dict[str, Any]] = {
+        torch.cuda: device | {
+            "_exchange_device": 0, "_maybe_exchange_device": 0, "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+            "set_rng_state": None, "synchronize": None, "_lazy_init": None, "is_available": True, "device_count": 1,
+            "get_device_capability": (9, 0), "get_device_name": H200.name},
+        scheduler: {"has_triton": True}, CudaInterface.Worker: device,
+        CudaInterface: device | {"is_available": True, "get_compute_capability": 90}}
     with without_a_gpu(), contextlib.ExitStack() as stack:
-        for where, name, what in replaced:
-            stack.enter_context(mock.patch.object(where, name, what, create=True))
+        for where, results in replaced.items():
+            made = {name: staticmethod(always(result)) for name, result in results.items()}
+            stack.enter_context(mock.patch.multiple(where, create=True, **made))
         yield
 
 
@@ -126,15 +121,14 @@ def collecting() -> Iterator[list[str]]:
         yield found
 
 
-def programs(model: torch.nn.Module, *, small: bool, attention: str = "triton", page_size: int = 16,
-             own_experts: bool = False) -> list[str]:
+def programs(model: torch.nn.Module, *, small: bool, own_experts: bool) -> list[str]:
     """Inductor's program for each distinct piece of the model's lowered graph: source code, in the order of the pieces.
     ``small``: the graph for few tokens, else the one for many. ``own_experts``: keep transformers' experts instead of
     quire's."""
     with _paged(model, own_experts) as paged:
         with mock.patch("quire.passes.fusions.routing.DEVICES", ("cpu",)):
             latent = any(site.latent is not None for site in paged.graph.sites)
-            lowered, _ = paged.graph.lowered(LoweringTarget(get_backend(attention), page_size, latent=latent), "all", small)
+            lowered, _ = paged.graph.lowered(LoweringTarget(get_backend("triton"), 16, latent=latent), "all", small)
         with collecting() as found, torch.no_grad():
             compile_by_regions(lowered, generate)
     return found
@@ -152,11 +146,11 @@ def _paged(model: torch.nn.Module, own_experts: bool = False) -> Iterator[PagedM
         paged.close()
 
 
-def compile_ahead(model: torch.nn.Module, ahead: CompileAhead, *, attention: str = "triton", page_size: int = 16) -> None:
+def compile_ahead(model: torch.nn.Module, ahead: CompileAhead) -> None:
     """Pass both graphs of the model to ``ahead``, as if compiled on an H200."""
     with _paged(model) as paged:
         for small in (False, True):
-            lowered, _ = paged.graph.lowered(LoweringTarget(get_backend(attention), page_size), "all", small)
+            lowered, _ = paged.graph.lowered(LoweringTarget(get_backend("triton"), 16), "all", small)
             with watched(lowered.gm.graph, []) as assumed:
                 pass
 
@@ -209,8 +203,7 @@ def main() -> None:
                        autocast_adapter_dtype=args.lora_dtype == "float32")
     for i, program in enumerate(programs(model, small=not args.large, own_experts=args.own_experts)):
         calls = launches(program)
-        print(f"piece {i}: {len(calls)} launches: {', '.join(calls)}")
-        print(f"         {dict(Counter(calls))}")
+        print(f"piece {i}: {len(calls)} launches: {', '.join(calls)}\n         {dict(Counter(calls))}")
         if args.code:
             print(program)
 

@@ -20,7 +20,7 @@ import itertools
 import multiprocessing
 import os
 import zlib
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -47,30 +47,43 @@ LAYERS = {"qkv": (4096, (4096, 1024, 1024), True, False, False), "o": (4096, (40
 COPIES = 6  # of the weights: more bytes than the L2 cache has
 
 
+class Layer:
+    """A layer with ``adapters`` per sibling, of random numbers: its input, and copies of its and the adapters' weights."""
+
+    def __init__(self, k: int, sizes: tuple[int, ...], norm: bool, swiglu: bool, residual: bool, tokens: int, own: torch.dtype,
+                 rank: int, adapters: int, copies: int) -> None:
+        def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.randn(*shape, device="cuda", dtype=dtype) * 0.02
+
+        of = [i for i in range(len(sizes)) for _ in range(adapters)]
+        self.weights = [normal(sum(sizes), k) for _ in range(copies)]
+        self.a = [[normal(rank, k, dtype=own) for _ in of] for _ in range(copies)]
+        self.b = [[normal(sizes[i], rank, dtype=own) for i in of] for _ in range(copies)]
+        self.x, norm_weight = normal(1, tokens, k), normal(k) if norm else None
+        self.around = (None, norm_weight, 1e-5, normal(1, tokens, sum(sizes)) if residual else None, swiglu)
+        self.starts = [sum(sizes[:i]) for i in of]
+        self.bits = [0 if adapters == 1 else 1 << (j % 2) for j in range(len(of))]
+        self.counters = lora_counters_eager(self.x)
+        self.step: Any = SimpleNamespace(adapters=(torch.arange(tokens, device="cuda") + 1) % 3)
+
+    def alone(self, i: int) -> torch.Tensor:
+        return small_linear_cuda(self.x, self.weights[i % len(self.weights)], *self.around)
+
+    def adapted(self, i: int, tiles: RowsTiles | Config | None = None) -> torch.Tensor:
+        each = i % len(self.weights)
+        return lora_linear_cuda(self.x, self.weights[each], *self.around, self.a[each], self.b[each], self.starts,
+                                [2.0] * len(self.bits), self.bits, self.counters, tiles=tiles)
+
+
 def times(name: str, tokens: int, own: torch.dtype, rank: int, adapters: int) -> dict[str, Any]:
     """Microseconds of a layer alone and with ``adapters`` per sibling layer; ``tuned``: launch parameters of the former."""
     k, sizes, norm, swiglu, residual = LAYERS[name]
-    of = [i for i in range(len(sizes)) for _ in range(adapters)]
-    starts, scaling = [sum(sizes[:i]) for i in of], [2.0] * len(of)
-    bits = [0 if adapters == 1 else 1 << (j % 2) for j in range(len(of))]
-
-    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", dtype=dtype) * 0.02
-
-    weights = [normal(sum(sizes), k) for _ in range(COPIES)]
-    a = [[normal(rank, k, dtype=own) for _ in of] for _ in range(COPIES)]
-    b = [[normal(sizes[i], rank, dtype=own) for i in of] for _ in range(COPIES)]
-    x, norm_weight = normal(1, tokens, k), normal(k) if norm else None
-    around = (None, norm_weight, 1e-5, normal(1, tokens, sum(sizes)) if residual else None, swiglu)
-    tune([LinearShape(sum(sizes), k, norm, residual, each, torch.bfloat16) for each in {False, swiglu}], x.device)
-    step: Any = SimpleNamespace(adapters=(torch.arange(tokens, device="cuda") + 1) % 3)
-    counters = lora_counters_eager(x)
-
-    with running(step):
-        return {"tuned": config_for(tokens, sum(sizes), k, swiglu, x.device),
-                "alone_us": on_the_device(lambda i: small_linear_cuda(x, weights[i % COPIES], *around)).us,
-                "adapted_us": on_the_device(lambda i: lora_linear_cuda(
-                    x, weights[i % COPIES], *around, a[i % COPIES], b[i % COPIES], starts, scaling, bits, counters)).us}
+    layer = Layer(k, sizes, norm, swiglu, residual, tokens, own, rank, adapters, COPIES)
+    device = layer.x.device
+    tune([LinearShape(sum(sizes), k, norm, residual, each, torch.bfloat16) for each in {False, swiglu}], device)
+    with running(layer.step):
+        return {"tuned": config_for(tokens, sum(sizes), k, swiglu, device), "alone_us": on_the_device(layer.alone).us,
+                "adapted_us": on_the_device(layer.adapted).us}
 
 
 #: Of second and of first products, as of RowsTiles: the latter within the launch of the former, and in one of their own.
@@ -102,26 +115,16 @@ def tile_times(model: str, name: str, tokens: int, own: torch.dtype, rank: int, 
     these kernels instead."""
     k, sizes = layers_of(model)[name]
     copies = 1 if share else max(2, -(-600_000_000 // (2 * k * sum(sizes)))) if tokens <= 256 else 2
-    of = [i for i in range(len(sizes)) for _ in range(adapters)]
-    bits = [0 if adapters == 1 else 1 << (j % 2) for j in range(len(of))]
-
-    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", dtype=dtype) * 0.05
-
-    weights = [normal(sum(sizes), k) for _ in range(copies)]
-    a = [[normal(rank, k, dtype=own) for _ in of] for _ in range(copies)]
-    b = [[normal(sizes[i], rank, dtype=own) for i in of] for _ in range(copies)]
-    x, swiglu = normal(1, tokens, k), name == "gate_up"
-    residual = normal(1, tokens, sizes[0]) if len(sizes) == 1 else None
-    around, starts = (None, None, 0.0, residual, swiglu), [sum(sizes[:i]) for i in of]
-    n, alike = sizes[0] if swiglu else sum(sizes), tokens <= MAX_TOKENS
+    swiglu, residual = name == "gate_up", len(sizes) == 1
+    layer = Layer(k, sizes, False, swiglu, residual, tokens, own, rank, adapters, copies)
+    n, alike, device = sizes[0] if swiglu else sum(sizes), tokens <= MAX_TOKENS, layer.x.device
     if alike:
-        tune([LinearShape(sum(sizes), k, False, residual is not None, swiglu, torch.bfloat16)], x.device)
-        config = config_for(tokens, sum(sizes), k, swiglu, x.device) or by_rule(tokens, sum(sizes), k, swiglu)
-        chosen: RowsTiles | Config | Parts = Parts(op._parts(a[0], tokens, n, k, swiglu, False, config, x.device))
+        tune([LinearShape(sum(sizes), k, False, residual, swiglu, torch.bfloat16)], device)
+        config = config_for(tokens, sum(sizes), k, swiglu, device) or by_rule(tokens, sum(sizes), k, swiglu)
+        chosen: RowsTiles | Config | Parts = Parts(op._parts(layer.a[0], tokens, n, k, swiglu, False, config, device))
         tiles: list[RowsTiles | Config | Parts] = [Parts(count) for count in (1, 2, 4, 8)]
     else:
-        chosen = large_tiles(tokens, k, n, swiglu, a[0], b[0], starts)
+        chosen = large_tiles(tokens, k, n, swiglu, layer.a[0], layer.b[0], layer.starts)
         first = [(*each, True) for each in APART] if tokens > 512 else WITHIN
         tiles = [*(RowsTiles(*second, *first[0]) for second in SECOND), *(RowsTiles(*SECOND[0], *each) for each in first[1:]),
                  *(WHOLE if tokens <= MAX_TOKENS_PER_TILE else [])]
@@ -129,23 +132,20 @@ def tile_times(model: str, name: str, tokens: int, own: torch.dtype, rank: int, 
 
     def alone(i: int) -> torch.Tensor:
         if alike:
-            return small_linear_cuda(x, weights[i % copies], *around)
-        y = F.linear(x[0], weights[i % copies])
+            return layer.alone(i)
+        y = F.linear(layer.x[0], layer.weights[i % copies])
         return swiglu_of(y) if swiglu else y
 
-    counters = lora_counters_eager(x)
-
     def adapted(tiles: RowsTiles | Config | Parts, i: int) -> torch.Tensor:
-        nonlocal counters
         if i % 64 == 0:  # zeroed for some launches at once, as in a forward
-            counters = lora_counters_eager(x)
-        with mock.patch.object(op, "_parts", lambda *args: tiles[0]) if isinstance(tiles, Parts) else nullcontext():
-            return lora_linear_cuda(x, weights[i % copies], *around, a[i % copies], b[i % copies], starts, [2.0] * len(of),
-                                    bits, counters, tiles=None if isinstance(tiles, Parts) else tiles)
+            layer.counters = lora_counters_eager(layer.x)
+        if not isinstance(tiles, Parts):
+            return layer.adapted(i, tiles)
+        with mock.patch.object(op, "_parts", lambda *args: tiles[0]):
+            return layer.adapted(i)
 
-    step: Any = SimpleNamespace(adapters=(torch.arange(tokens, device="cuda") + 1) % 3)
     rows: list[dict[str, Any]] = []
-    with running(step):
+    with running(layer.step):
         if share is not None:  # a kernel, whatever the tokens, is always the same process's
             which, of_all = share
             for each in tiles:
@@ -179,11 +179,10 @@ def main() -> None:
                   sites=(",".join(LAYERS), "with --tiles, these layers"),
                   adapters=("1", "with --tiles, of these: 1, for every token, or 2, as each"),
                   processes=max(1, min(14, (os.cpu_count() or 1) - 1))).parse_args()
+    record = started(args)
     if args.tiles:
         with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
             pool.map(compile_share, [(args, i) for i in range(args.processes)])
-    record = started(args)
-    if args.tiles:
         for model, tokens, adapters, dtype, name in itertools.product(
                 args.models.split(","), args.tokens, numbers(args.adapters), args.lora_dtype.split(","), args.sites.split(",")):
             for row in tile_times(model, name, tokens, getattr(torch, dtype), args.rank, adapters):

@@ -8,18 +8,16 @@ thread's own processor time, so that other work on the machine counts only by wh
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
 
 from quire.attn_ops import metadata
-from quire.graph_runner.bench.record import Record, processor_ms
-from quire.graph_runner.bench.report import this_command
+from quire.graph_runner.bench.record import processor_ms, script, started
 from quire.graph_runner.forward_batch import ForwardBatch
 from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch, ScheduledRow
 from quire.graph_runner.sampling_params import SamplingParams
@@ -34,10 +32,8 @@ def engine_step(query_lens: Sequence[int]) -> Callable[[], object]:
     """Pack a batch and make its ForwardBatch, as ``ModelRunner.stage`` does. The device has the pages of the tokens before the
     step, and gets those that the step adds each time."""
     rows = len(query_lens)
-    shape = BatchShape(sum(query_lens), rows)
-    buffers = StepBuffers(shape, max_pages_per_seq=LENGTH // PAGE, max_num_seqs=rows, page_size=PAGE,
-                          device=torch.device("cpu"))
-    width = LENGTH // PAGE
+    shape, width = BatchShape(sum(query_lens), rows), LENGTH // PAGE
+    buffers = StepBuffers(shape, max_pages_per_seq=width, max_num_seqs=rows, page_size=PAGE, device=torch.device("cpu"))
     before, scheduled = [], []
     for i, count in enumerate(query_lens):
         ids = list(range(LENGTH))
@@ -60,22 +56,21 @@ def engine_step(query_lens: Sequence[int]) -> Callable[[], object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = script(__doc__, None, limited=False)
+    parser.set_defaults(device="cpu")
     torch.set_num_threads(1)
-    record, slow = Record(parser.parse_args().json, torch.device("cpu"), command=this_command()), 0
+    record, slow = started(parser.parse_args()), 0
     for name, query_lens in CASES.items():
         table = np.arange(1, 1 + len(query_lens) * (LENGTH // PAGE), dtype=np.int32).reshape(len(query_lens), -1)
-        seqs = [LENGTH] * len(query_lens)
-        meta = metadata.CommonAttentionMetadata.build(query_lens, seqs, table, page_size=PAGE)
+        seqs, build = [LENGTH] * len(query_lens), metadata.CommonAttentionMetadata.build
+        meta = build(query_lens, seqs, table, page_size=PAGE)
         half = metadata.create_ubatch_slices(meta.query_start_loc_cpu, 2)
         functions: dict[str, Callable[[], object]] = {
             "the engine's step": engine_step(query_lens),
-            "CommonAttentionMetadata.build": lambda q=query_lens, s=seqs, t=table: metadata.CommonAttentionMetadata.build(
-                q, s, t, page_size=PAGE),
-            "split_decodes_and_prefills": lambda m=meta: metadata.split_decodes_and_prefills(m),
-            "split_attn_metadata, 2 parts": lambda m=meta, h=half: metadata.split_attn_metadata(h, m),
-            "make_local_attention_virtual_batches": lambda m=meta: metadata.make_local_attention_virtual_batches(512, m),
+            "CommonAttentionMetadata.build": partial(build, query_lens, seqs, table, page_size=PAGE),
+            "split_decodes_and_prefills": partial(metadata.split_decodes_and_prefills, meta),
+            "split_attn_metadata, 2 parts": partial(metadata.split_attn_metadata, half, meta),
+            "make_local_attention_virtual_batches": partial(metadata.make_local_attention_virtual_batches, 512, meta),
         }
         for what, function in functions.items():
             times = processor_ms(function)

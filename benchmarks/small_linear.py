@@ -108,11 +108,6 @@ def splits(config: Config, m: int, n: int, k: int) -> Iterator[int]:
     yield from sorted(found)
 
 
-def fits(config: Config, codes: torch.dtype | None) -> bool:
-    """Whether the stages of a wide kernel fit in shared memory."""
-    return wide_memory(config, codes) <= SHARED
-
-
 def candidates(shape: LinearShape, m: int, wide: bool) -> list[Config]:
     if wide:
         return [c._replace(splits=s) for c in wide_tiles(m, shape.codes) for s in splits(c, m, shape.n, shape.k)]
@@ -138,7 +133,7 @@ def kernels_of(work: list[tuple[LinearShape, int]], wide: bool) -> list[tuple[Li
                        for shape, m in work for c in candidates(shape, m, False)}, key=str)
     small = {(shape._replace(n=256, k=4096), m) for shape, m in work}
     found = {(shape, 16, c._replace(splits=s)) for shape, m in small for c in wide_tiles(m, shape.codes)
-             if fits(c, shape.codes) for s in (1, 2)}
+             if wide_memory(c, shape.codes) <= SHARED for s in (1, 2)}
     found |= {(shape, 16, Config(64, 128, 4, 4, s, 16)) for shape, _ in small for s in range(3, 13)}  # sums of the parts
     return sorted(found, key=str)
 
@@ -205,7 +200,7 @@ def main() -> None:
     kernels = kernels_of([*work], args.wide)
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         pool.map(compile_share, [(i, args.processes, kernels) for i in range(args.processes)])
-    record = started(args, interrupts=False)
+    record = started(args)
     bandwidth, device = record.copy_bandwidth(), record.device
     print(f"{len(kernels)} kernels compiled, {record.left:.0f} s left", flush=True)
     table: dict[str, Config | None] = {}

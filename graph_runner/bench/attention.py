@@ -81,17 +81,13 @@ class AttentionSession(Run):
         self.us: dict[tuple[AttentionSite, str], dict[attention_op.Point, float]] = defaultdict(dict)
         self.measure_bandwidth()
 
-    def _backends(self, names: list[str]) -> dict[str, AttentionBackend | str]:
-        """The backends to measure, or the reason against one, by name. "auto": all that it can choose on the device."""
-        found: dict[str, AttentionBackend | str] = {}
-        for name in names:
-            for backend in all_backends().values() if name == "auto" else [get_backend(name)]:
-                why = None if self.device.type in backend.capabilities.devices else "not for this device"
-                why = why or backend.available(self.device)
-                serves = backend.op is not None or any(site.latent is not None for site in self.sites)
-                if name != "auto" or (why is None and serves and self.device.type in (backend.priority or {})):
-                    found[backend.name] = why or backend
-        return found
+    def _backends(self, names: list[str]) -> dict[str, AttentionBackend]:
+        """The backends to measure, by name. "auto": all that it can choose on the device."""
+        latent = any(site.latent is not None for site in self.sites)
+        return {backend.name: backend for name in names
+                for backend in (all_backends().values() if name == "auto" else [get_backend(name)])
+                if name != "auto" or (self.device.type in (backend.priority or {}) and (latent or backend.op is not None)
+                                      and backend.available(self.device) is None)}
 
     def run(self) -> None:
         """All of it; a failure becomes a row that says why."""
@@ -99,12 +95,11 @@ class AttentionSession(Run):
             self.say(f"{tuning.describe(site)}, page size {self.args.page_size}")
             serving: dict[str, AttentionBackend] = {}
             for name, backend in self.backends.items():
-                why = backend if isinstance(backend, str) else "; ".join(backend.capabilities.reasons_against(
-                    site, device=self.device, page_size=self.args.page_size, layout=self.args.layout))
-                if why:
-                    self._keep(site, None, name, {"error": f"cannot serve it: {why}"})
-                elif isinstance(backend, AttentionBackend):
+                try:
+                    attention_op.require(backend, site, self.device, self.args.page_size, layout=self.args.layout)
                     serving[name] = backend
+                except NotImplementedError as why:
+                    self._keep(site, None, name, {"error": f"cannot serve it: {why}"})
             for point in self.points if serving else ():
                 self._measure(site, point, serving)
 
@@ -154,9 +149,8 @@ class AttentionSession(Run):
         found = []
         for (site, name), us in self.us.items():
             times = {f"{kind}_us": {p.name: us[p] for p in us if p.kind == kind} for kind in ("decode", "extend")}
-            backend = self.backends[name]
-            if times["decode_us"] and isinstance(backend, AttentionBackend):
-                found.append(tuning.measurement(backend, site, device=self.device, page_size=self.args.page_size,
+            if times["decode_us"]:
+                found.append(tuning.measurement(self.backends[name], site, device=self.device, page_size=self.args.page_size,
                                                 layout=self.args.layout, date=now, **times))
         if not found:
             raise ValueError("nothing to save: no backend was measured at any decode point")

@@ -58,14 +58,12 @@ def extend_point(text: str, divisor: int = 1) -> Point:
     return Point("extend", f"{batch}x{new}" + (f"+{before}" if before else ""), (new,) * batch, (new + before,) * batch)
 
 
-EXTENDS = ("1x4096", "8x1024+4096", "1x960", "1x64+8128", "1x8192+8192", "4x2048+30720")
-
-
 def extend_points(divisor: int = 1) -> list[Point]:
     """Prefills of prompts and of chunks, and a mixed batch: 63 decodes and a chunk of 448. ``divisor`` shortens them."""
-    points = [extend_point(text, divisor) for text in EXTENDS]
+    texts = ("1x4096", "8x1024+4096", "1x960", "1x64+8128", "1x8192+8192", "4x2048+30720")
     chunk, length = max(2, 448 // divisor), max(2, 2048 // divisor)
-    return [*points, Point("extend", f"63x1,{chunk}", (1,) * 63 + (chunk,), (length,) * 64)]
+    return [*(extend_point(text, divisor) for text in texts),
+            Point("extend", f"63x1,{chunk}", (1,) * 63 + (chunk,), (length,) * 64)]
 
 
 def without_graphs(points: list[Point]) -> list[Point]:
@@ -98,10 +96,10 @@ def op_batch(site: AttentionSite, point: Point, *, page_size: int, device: torch
 
 
 def require(backend: AttentionBackend, site: AttentionSite, device: torch.device, page_size: int,
-            kv_dtype: torch.dtype | None = None) -> None:
+            kv_dtype: torch.dtype | None = None, layout: Layout = "NHD") -> None:
     """Raises NotImplementedError, with the reasons, where the backend does not serve the site."""
     if why := backend.available(device) or "; ".join(backend.capabilities.reasons_against(
-            site, device=device, page_size=page_size, kv_dtype=kv_dtype, layout="NHD")):
+            site, device=device, page_size=page_size, kv_dtype=kv_dtype, layout=layout)):
         raise NotImplementedError(why)
 
 
@@ -164,8 +162,16 @@ def _measured(backend: AttentionBackend, batch: Any, call: Callable[[Any, int], 
 
 
 def timed(call: Callable[[int], Any], device: torch.device, captured: bool = False) -> Timing:
-    """Time of one call, which takes its number; ``captured``: in a CUDA graph."""
-    return on_the_device(call, captured) if device.type == "cuda" else on_the_host(call)
+    """Time of one call, which takes its number; ``captured``: in a CUDA graph. On a CPU the median."""
+    if device.type == "cuda":
+        return on_the_device(call, captured)
+    seconds = []
+    for i in range(CPU_CALLS):
+        began = time.perf_counter()
+        call(i)
+        seconds.append(time.perf_counter() - began)
+    us = statistics.median(seconds) * 1e6
+    return Timing(us, us, "host")
 
 
 def on_the_device(call: Callable[[int], Any], captured: bool = True) -> Timing:
@@ -184,17 +190,6 @@ def on_the_device(call: Callable[[int], Any], captured: bool = True) -> Timing:
     bench = do_bench_cudagraph if captured else do_bench
     us = bench(lambda: call(next(numbers)), rep=GRAPH, return_mode="median") * 1e3
     return Timing(us, host_us, "graph" if captured else "events")
-
-
-def on_the_host(call: Callable[[int], Any]) -> Timing:
-    """Host time of one call: the median."""
-    seconds = []
-    for i in range(CPU_CALLS):
-        began = time.perf_counter()
-        call(i)
-        seconds.append(time.perf_counter() - began)
-    us = statistics.median(seconds) * 1e6
-    return Timing(us, us, "host")
 
 
 def work(site: AttentionSite, point: Point, kv_dtype: torch.dtype | None = None) -> tuple[int, int]:

@@ -71,24 +71,23 @@ def _measure(model: torch.nn.Module, attention: str, options: dict[str, Any], va
     from transformers import AutoTokenizer
 
     page_size, steps = options.get("page_size", 16), repeats * (STEPS + WARMUPS)
-    chosen: dict[str, Any] = {"max_model_len": length, "async_stepping": True}
     if variant == "prompts":
-        pages = pages_for(length, page_size) + batch * pages_for(PROMPT + 1, page_size)
-        chosen |= {"max_num_seqs": 256, "num_pages": pages + 1}
+        pages, rows = pages_for(length, page_size) + batch * pages_for(PROMPT + 1, page_size), 256
+    elif steps > length - 2 * _PROMPT:
+        raise ValueError(f"{repeats} repeats are {steps} steps, too many for sequences of at most {length} tokens")
     else:
-        if steps > length - 2 * _PROMPT:
-            raise ValueError(f"{repeats} repeats are {steps} steps, too many for sequences of at most {length} tokens")
         own = batch * pages_for(min(length, _PROMPT + 16 + steps), page_size)
         pages = max(pages_for(length, page_size), own + pages_for(2 * PREFILL_TOKENS, page_size))
-        chosen |= {"max_num_seqs": batch + (variant == "prefill"), "num_pages": pages + 1}
+        rows = batch + (variant == "prefill")
+    chosen: dict[str, Any] = {"max_model_len": length, "async_stepping": True, "max_num_seqs": rows, "num_pages": pages + 1}
     if variant == "prefill":
         chosen["max_num_batched_tokens"] = PREFILL_TOKENS
     chosen |= options
     tokenizer = AutoTokenizer.from_pretrained(str(TINY_MODEL)) if variant == "text" else None
     with Engine(model, tokenizer, attention=attention, **chosen) as engine:
-        prompts = Prompts(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-        measure = _calls if variant == "prompts" else _steps
-        found, more = measure(_Timer(engine), prompts, variant, batch, repeats)
+        prompts, timer = Prompts(model.get_input_embeddings().weight.shape[0]), _Timer(engine)  # type: ignore[operator]
+        found, more = (_calls(timer, prompts, batch, repeats) if variant == "prompts" else
+                       (_steps(timer, prompts, variant, batch, repeats), {}))
         every = [step for run in found for step in run]
         medians = [statistics.median(step["step"] for step in run) for run in found]
         return {"ms_per_step": statistics.median(medians), "repeats_ms": medians, "slowest_ms": max(s["step"] for s in every),
@@ -96,7 +95,7 @@ def _measure(model: torch.nn.Module, attention: str, options: dict[str, Any], va
                 "attention": engine.runner.backend.name, "engine_options": chosen, **more}
 
 
-def _steps(timer: _Timer, prompts: Prompts, variant: str, batch: int, repeats: int) -> tuple[list[list[Phases]], Row]:
+def _steps(timer: _Timer, prompts: Prompts, variant: str, batch: int, repeats: int) -> list[list[Phases]]:
     """STEPS steps of a full batch, per repeat."""
     engine = timer.engine
     forever = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, detokenize=variant == "text")
@@ -114,10 +113,10 @@ def _steps(timer: _Timer, prompts: Prompts, variant: str, batch: int, repeats: i
             engine.step()
         gc.collect()
         found.append([timer.phases(engine.step) for _ in range(STEPS)])
-    return found, {}
+    return found
 
 
-def _calls(timer: _Timer, prompts: Prompts, variant: str, batch: int, repeats: int) -> tuple[list[list[Phases]], Row]:
+def _calls(timer: _Timer, prompts: Prompts, batch: int, repeats: int) -> tuple[list[list[Phases]], Row]:
     """CALLS calls of ``generate``, per repeat."""
     engine, once = timer.engine, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     seconds = []
@@ -145,8 +144,8 @@ class _Timer:
         result = StepResults(logits, torch.full((logits.shape[0],), 17, device=runner.device), none)  # any token
         # On the instances, so that nothing outside this engine is touched.
         runner.forward = lambda *args: result
-        for owner, phase in ((engine.scheduler, "schedule"), (runner.buffers, "fill"), (runner.buffers, "upload"),
-                             (runner, "launch"), (engine, "collect")):
+        owners = (engine.scheduler, runner.buffers, runner.buffers, runner, engine)
+        for owner, phase in zip(owners, PHASES, strict=True):
             owner.__dict__[phase] = self._timed(getattr(owner, phase), phase)
 
     def _timed(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:

@@ -15,7 +15,6 @@ import importlib.util
 import os
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -61,29 +60,26 @@ class Matrix(Run):
         if not self.cells:
             raise ValueError(f"--cells {','.join(patterns)} names no cell; there are: "
                              f"{', '.join(c.name for c in cells(args.scale))}")
-        self.vllm_path: Path | None = args.vllm_path
         if any(name.startswith("vllm") for name in self.systems) and self.on_gpu:
-            if self.vllm_path is not None and not (self.vllm_path / "vllm").is_dir():
-                raise ValueError(f"--vllm-path {self.vllm_path}: no vllm package in that folder")
-            if self.vllm_path is None and importlib.util.find_spec("vllm") is None:
+            if args.vllm_path is not None and not (args.vllm_path / "vllm").is_dir():
+                raise ValueError(f"--vllm-path {args.vllm_path}: no vllm package in that folder")
+            if args.vllm_path is None and importlib.util.find_spec("vllm") is None:
                 raise ValueError("--vs vllm, but vllm is not installed; give the folder that it is in as --vllm-path")
         self.layers = layers_asked(args.layers)
         self.deadline = None if args.deadline is None else began + args.deadline
         self.run_id = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        if args.out is not None and args.out.is_file() and args.resume is None:
+        earlier = [args.out] if args.out is not None and args.out.is_file() else []
+        if earlier and args.resume is None:
             raise ValueError(f"{args.out} exists: continue it with --resume, or give another --out")
-        own = merged([args.out]) if args.out is not None and args.out.is_file() else {"rows": [], "environments": {}}
+        own = merged(earlier)
         self.rows, self.facts["environments"] = own["rows"], own["environments"]
         if own["environments"]:
             self.environment = next(iter(own["environments"].values()))
-        others = merged(args.resume or [])["rows"]
-        self.known = [*self.rows, *others]
+        self.known = [*self.rows, *merged(args.resume or [])["rows"]]
         if args.retry:
-            self.rows = [row for row in self.rows if not row["error"]]
-            self.known = [row for row in self.known if not row["error"]]
-        self.rates = {row["model"]: row["rate"] for row in self.known if row.get("rate")}
-        if args.against is not None:  # the same load as then
-            self.rates |= {row["model"]: row["rate"] for row in merged([args.against])["rows"] if row.get("rate")}
+            self.rows, self.known = ([row for row in rows if not row["error"]] for rows in (self.rows, self.known))
+        then = merged([args.against])["rows"] if args.against is not None else []  # the same load as then
+        self.rates = {row["model"]: row["rate"] for row in [*self.known, *then] if row.get("rate")}
         self._lock = threading.Lock()
 
     # -- which cells are left ---------------------------------------------------------------------------------------
@@ -105,15 +101,14 @@ class Matrix(Run):
                     self.take(row)
             return
         models = iter(self.models)  # all lanes take from it
-        with ThreadPoolExecutor(self.gpus) as pool:
-            for lane in [pool.submit(self._lane, gpu, models) for gpu in range(self.gpus)]:
-                lane.result()
 
-    def _lane(self, gpu: int, models: Iterator[str]) -> None:
-        """Work of one GPU. The rivals of a model follow it at once: on the same GPU, with the same load."""
-        for model in models:
-            for system in self.systems:
-                self._work(model, system, gpu)
+        def lane(gpu: int) -> None:
+            for model in models:
+                for system in self.systems:  # the rivals follow at once: on the same GPU, with the same load
+                    self._work(model, system, gpu)
+
+        with ThreadPoolExecutor(self.gpus) as pool:
+            list(pool.map(lane, range(self.gpus)))
 
     def _job(self, model: str, system: str) -> Job:
         ours = system == "quire"
@@ -139,14 +134,14 @@ class Matrix(Run):
                 if len(self._left(model, system)) == len(left):
                     self.take(complete({
                         "system": system, "model": self._label(model), "dtype": dtype_name(self.dtype),
-                        **left[0].row, "error": str(error)}, None))
+                        **left[0]._asdict(), "error": str(error)}, None))
 
     def _environment(self, system: str, gpu: int) -> dict[str, str]:
         made = workers.of_gpu(gpu)
         if system.startswith("vllm"):
             made |= {name: value for name, value in VLLM_ENV.items() if name not in os.environ}
-            if self.vllm_path is not None:
-                made["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(self.vllm_path))))
+            if self.args.vllm_path is not None:
+                made["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(self.args.vllm_path))))
         return made
 
     def take(self, row: Row) -> None:

@@ -47,10 +47,6 @@ class Cell(NamedTuple):
     def name(self) -> str:
         return self.workload if self.context is None else f"{self.workload}/{self.batch}x{self.context}"
 
-    @property
-    def row(self) -> Row:
-        return {"workload": self.workload, "batch": self.batch, "context": self.context}
-
 
 def cells(scale: int = 1) -> list[Cell]:
     """The whole matrix. ``scale`` divides lengths, for a dry run."""
@@ -104,12 +100,11 @@ class Worker:
         try:
             with open_system(self.job.system, self.models, self.job.attention, self.limits, self.job.options) as system:
                 assert isinstance(system, SteppedSystem)
-                facts = {"attention": system.attention, "capture_s": system.capture_s, "engine_options": system.options}
                 for group in groups:
                     if self.late(group):
                         return
                     for cell, row in self.measure(system, group):
-                        yield self.row(cell, {**facts, **row, "peak_memory_gib": system.peak_memory_gib(self.device)})
+                        yield self.row(cell, {**system.facts(self.device), **row})
                         done.add(cell)
         except Exception as error:
             yield from (self.row(cell, failure(error))
@@ -119,7 +114,7 @@ class Worker:
         dtype = self.job.options.get("kv_cache_dtype", "auto")
         return complete({"system": self.job.system, "attention": self.job.attention, "model": self.spec.label,
                          "dtype": self.job.dtype, "kv_cache_dtype": self.job.dtype if dtype == "auto" else str(dtype),
-                         **cell.row, **row}, self.bandwidth)
+                         **cell._asdict(), **row}, self.bandwidth)
 
     def late(self, group: list[Cell]) -> bool:
         return self.job.deadline is not None and time.time() + self.seconds(group) > self.job.deadline
@@ -132,14 +127,15 @@ class Worker:
                 yield cell, row
                 done.add(cell)
         except Exception as error:
-            for cell in group:
-                if cell not in done:
-                    yield cell, failure(error)
+            yield from ((cell, failure(error)) for cell in group if cell not in done)
             if "CUDA error" in str(error):
                 raise SystemExit(1) from error  # this process can do nothing more on the GPU
-            system.abort()
-            while system.busy:
-                system.step()
+            self._end(system)
+
+    def _end(self, system: SteppedSystem, requests: list[int] | None = None) -> None:
+        system.abort(requests)
+        while system.busy:
+            system.step()
 
     # -- what fits, and how long it takes ---------------------------------------------------------------------------
 
@@ -206,8 +202,7 @@ class Worker:
             taken += 1
             if taken >= new or not system.busy:  # the first may have ended
                 raise NotMeasured("the batch did not run together: it does not fit in the KV cache")
-        made = 0
-        for cell in group:
+        for i, cell in enumerate(group):
             keep = cell.batch or 1
             system.abort(requests[:-keep])
             del requests[:-keep]
@@ -221,15 +216,12 @@ class Worker:
                     if calls > 2 * steps:
                         raise NotMeasured(f"{tokens} tokens in {calls} steps: the batch does not fit in the KV cache")
                 times.append((time.perf_counter() - began) / tokens)
-            mean = length + keep * context // 16384 + made + self.warm + self.blocks * steps // 2
-            made += each
+            mean = length + keep * context // 16384 + i * each + self.warm + self.blocks * steps // 2
             step = statistics.median(times)
             yield cell, {"ms_per_step": step * 1e3, "tokens_per_s": keep / step, "repeats_ms": [t * 1e3 for t in times],
                          "mean_context": mean,
                          "bytes_per_step": roofline.step_bytes(self.counted, keep, mean, system.kv_cache_dtype)}
-        system.abort(requests)
-        while system.busy:
-            system.step()
+        self._end(system, requests)
 
     def prefill(self, system: SteppedSystem, group: list[Cell]) -> Iterator[tuple[Cell, Row]]:
         (cell,) = group
@@ -251,7 +243,7 @@ class Worker:
                     for prompt, new in lengths)
         flops = roofline.prefill_flops(self.counted, [prompt for prompt, _ in lengths])
         row = workloads.mixed256(system, self.sizes, self.prompts)
-        yield group[0], {**row, **group[0].row, "floor_ms": self._floor(flops, size)}
+        yield group[0], {**row, **group[0]._asdict(), "floor_ms": self._floor(flops, size)}
 
     def online(self, system: SteppedSystem, group: list[Cell]) -> Iterator[tuple[Cell, Row]]:
         rng, scale = random.Random(0), self.job.scale
@@ -264,23 +256,19 @@ class Worker:
         everything = lengths(max(4, SEQUENCES // scale))
         rate = self.job.rate
         if rate is None:
-            new = [n for _, n in everything]
-            run_seconds(system, self.prompts([prompt for prompt, _ in everything[:32]]), new[:32], 0.6)  # warm-up
-            rate = LOAD * len(new) / run_seconds(system, self.prompts([prompt for prompt, _ in everything]), new, 0.6)
+            run_seconds(system, self.prompts, everything[:32], 0.6)  # warm-up
+            rate = LOAD * len(everything) / run_seconds(system, self.prompts, everything, 0.6)
         asked = lengths(count)
         prompts, due = self.prompts([prompt for prompt, _ in asked]), 0.0
         arrivals = [due := due + rng.expovariate(rate) for _ in asked]
-        requests: list[int] = []
-        tokens: dict[int, list[float]] = {}
+        tokens: dict[int, list[float]] = {}  # of each request: when it arrived, and its tokens came
         began, ended = time.perf_counter(), 0.0
-        while len(requests) < count or system.busy:
+        while len(tokens) < count or system.busy:
             now = time.perf_counter() - began
-            while len(requests) < count and arrivals[len(requests)] <= now:
-                i = len(requests)
-                requests.append(system.submit(prompts[i], asked[i][1], 0.6, stream=True))
-                tokens[requests[-1]] = [arrivals[i]]
+            while (i := len(tokens)) < count and arrivals[i] <= now:
+                tokens[system.submit(prompts[i], asked[i][1], 0.6, stream=True)] = [arrivals[i]]
             if not system.busy:
-                time.sleep(max(0.0, arrivals[len(requests)] - now))
+                time.sleep(max(0.0, arrivals[len(tokens)] - now))
                 continue
             got = system.step()
             ended = time.perf_counter() - began
@@ -296,12 +284,11 @@ class Worker:
         prompt = round(statistics.fmean(prompt for prompt, _ in asked))
         step = roofline.step_bytes(self.counted, running, context, system.kv_cache_dtype) / self.bandwidth * 1e3
         flops, size = roofline.prefill_flops(self.counted, [prompt]), roofline.weight_bytes(self.counted, prompt)
-        floors = {"first token": self._floor(flops, size), "between tokens": step}
-        for variant, found in (("first token", first), ("between tokens", between)):
+        for variant, found, floor in (("first token", first, self._floor(flops, size)), ("between tokens", between, step)):
             ranked = sorted(found)
             yield group[0], {"variant": variant, "ms_per_step": statistics.median(ranked) * 1e3, "rate": rate,
                              "p99_ms": ranked[min(len(ranked) - 1, int(0.99 * len(ranked)))] * 1e3, "running": running,
-                             "floor_ms": floors[variant], "tokens_per_s": sum(new for _, new in asked) / ended}
+                             "floor_ms": floor, "tokens_per_s": sum(new for _, new in asked) / ended}
 
 
 if __name__ == "__main__":  # a worker process

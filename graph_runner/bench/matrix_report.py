@@ -27,36 +27,34 @@ def cell_name(row: Row) -> str:
 
 
 class Pair(NamedTuple):
-    """A cell of a model: quire's row and the rival's."""
+    """A cell of a model: quire's row and the rival's; empty where there is none."""
 
     model: str
     cell: str
     variant: str
-    quire: Row | None
-    rival: Row | None
+    quire: Row
+    rival: Row
 
     @property
     def less_work(self) -> bool:
         """Whether the rival's step is too fast to have read what the model's step reads: with dummy weights tokens may share
         their experts."""
-        return self.rival is not None and (self.rival.get("share_of_floor") or 0) > MOST
+        return (self.rival.get("share_of_floor") or 0) > MOST
 
     @property
     def ratio(self) -> float | None:
-        if self.less_work:
-            return None
-        times = [time_of(row) if row else None for row in (self.quire, self.rival)]
-        return times[0][1] / times[1][1] if times[0] and times[1] else None
+        ours, theirs = time_of(self.quire), time_of(self.rival)
+        return ours[1] / theirs[1] if ours and theirs and not self.less_work else None
 
     @property
     def share(self) -> float | None:
         """Share of the roofline that quire reaches."""
-        return self.quire.get("share_of_floor") if self.quire else None
+        return self.quire.get("share_of_floor")
 
     @property
     def why(self) -> str:
         """Why quire has no time; "" if it has one, or was not asked."""
-        return first_line(self.quire["error"]) if self.quire and self.quire["error"] else ""
+        return first_line(self.quire.get("error") or "")
 
 
 def merged(paths: Sequence[Path]) -> dict[str, Any]:
@@ -86,18 +84,15 @@ def pairs(rows: Sequence[Row], rival: str = "vllm") -> list[Pair]:
     by_system: dict[str, dict[tuple[str, str, str], Row]] = {"quire": {}, rival: {}}
     for row in rows:
         if row["system"] in by_system:
-            variants = [row.get("variant") or ""]
-            if row["workload"] == "online" and not row.get("variant"):
-                variants = ["first token", "between tokens"]
-            for variant in variants:
+            whole = row["workload"] == "online" and not row.get("variant")
+            for variant in ("first token", "between tokens") if whole else (row.get("variant") or "",):
                 by_system[row["system"]][row["model"], cell_name(row), variant] = row
     keys = dict.fromkeys(key for found in by_system.values() for key in found)
-    return [Pair(*key, by_system["quire"].get(key), by_system[rival].get(key)) for key in keys]
+    return [Pair(*key, by_system["quire"].get(key, {}), by_system[rival].get(key, {})) for key in keys]
 
 
-def _time(row: Row | None) -> str:
-    found = time_of(row) if row else None
-    if found is None:
+def _time(row: Row) -> str:
+    if (found := time_of(row)) is None:
         return ""
     milliseconds = found[1] * (1e3 if found[0] == "s" else 1)
     return f"{milliseconds:.2f}" if milliseconds < 100 else f"{milliseconds:,.0f}"
@@ -228,11 +223,11 @@ def heat_map(result: dict[str, Any], path: Path, rival: str = "vllm") -> None:
     image = axes.imshow(ratios, cmap="RdBu_r", norm=LogNorm(0.5, 2.0), aspect="auto")
     for y, model in enumerate(models):
         for x, column in enumerate(columns):
-            pair = by_key.get((model, *column))
-            words = [f"{pair.ratio:.2f}"] if pair and pair.ratio else []
-            words += [f"{pair.share:.0%}"] if pair and pair.share else []
-            dark = pair is not None and pair.ratio is not None and not 0.62 < pair.ratio < 1.6
-            axes.text(x, y, "\n".join(words) or ("–" if pair and pair.why else ""), ha="center", va="center", fontsize=6.5,
+            pair = by_key.get((model, *column), Pair(model, *column, {}, {}))
+            words = [f"{pair.ratio:.2f}"] if pair.ratio else []
+            words += [f"{pair.share:.0%}"] if pair.share else []
+            dark = pair.ratio is not None and not 0.62 < pair.ratio < 1.6
+            axes.text(x, y, "\n".join(words) or "–" * bool(pair.why), ha="center", va="center", fontsize=6.5,
                       color="white" if dark else "black")
     labels = [f"{cell} {variant}".replace("/", " ").strip() for cell, variant in columns]
     axes.set_xticks(range(len(columns)), labels, rotation=60, ha="right", fontsize=7)

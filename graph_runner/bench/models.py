@@ -125,12 +125,10 @@ class Models:
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
-        self._model: torch.nn.Module | None = None
 
-    def get(self) -> torch.nn.Module:
-        if self._model is None:
-            self._model = build(self.spec)
-        return self._model
+    @functools.cached_property
+    def model(self) -> torch.nn.Module:
+        return build(self.spec)
 
     @functools.cached_property
     def skeleton(self) -> torch.nn.Module:
@@ -140,10 +138,10 @@ class Models:
     def counted(self) -> torch.nn.Module:
         """The model whose bytes are counted: the skeleton, or the model itself where weights are quantized."""
         saved = getattr(self.skeleton.config, "quantization_config", None)
-        return self.get() if self.spec.quantization or saved else self.skeleton
+        return self.model if self.spec.quantization or saved else self.skeleton
 
     def drop(self) -> None:
-        self._model = None
+        self.__dict__.pop("model", None)
         free_memory()
 
 

@@ -7,7 +7,9 @@ import argparse
 import functools
 import json
 import os
+import shlex
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 
 from quire.graph_runner.bench.models import ModelSpec, build, layers_asked
-from quire.graph_runner.bench.report import Row, environment, failure, this_command, write
+from quire.graph_runner.bench.report import Row, environment, failure, write
 from quire.graph_runner.bench.roofline import copy_bandwidth
 
 PATIENCE = 10.0  # seconds from the deadline until a measurement that was not interrupted ends the process
@@ -39,18 +41,18 @@ class Record:
         deadline: seconds from the start of the process. A measurement that runs then is interrupted, or, where it does not
             return to Python for 10 more seconds, as a hanging step on the GPU, a row says so and the process ends with exit
             code 124. None: no limit.
-        interrupts: False: nothing is interrupted at the deadline, only ``left`` counts down to it.
         facts: of the whole run, for the file.
     """
 
-    def __init__(self, path: Path | None, device: torch.device, deadline: float | None = None, interrupts: bool = True,
-                 **facts: Any) -> None:
+    #: False: nothing is interrupted at the deadline, only ``left`` counts down to it
+    interrupts = True
+
+    def __init__(self, path: Path | None, device: torch.device, deadline: float | None = None, **facts: Any) -> None:
         self.path, self.device, self.facts, self.rows = path, device, facts, list[Row]()
         self.show: Callable[[Row], str] = functools.partial(json.dumps, default=str)
-        self.interrupts = interrupts
         self._key, self._known = tuple[str, ...](), set[tuple[Any, ...]]()
-        self._end = None if deadline is None else deadline - _age()
-        self._began, self._armed = time.monotonic(), False
+        self._end = time.monotonic() + (float("inf") if deadline is None else deadline - _age())
+        self._armed = False
 
     @functools.cached_property
     def environment(self) -> dict[str, Any]:
@@ -79,7 +81,7 @@ class Record:
     @property
     def left(self) -> float:
         """Seconds until the deadline."""
-        return float("inf") if self._end is None else self._end - (time.monotonic() - self._began)
+        return self._end - time.monotonic()
 
     def go_on(self, files: Sequence[Path], key: Sequence[str], drop: Callable[[Row], bool] = lambda row: False) -> None:
         """Take over the rows of the record's own file and of ``files``: the first of those that agree in the columns ``key``,
@@ -110,7 +112,7 @@ class Record:
         if self.left <= max(needs, 1.0):
             self.keep({"row": name, "error": f"left out: {max(self.left, 0):.0f} s are left of the time"})
             return False
-        outermost = self.interrupts and self._end is not None and not self._armed  # measurements may be nested
+        outermost = self.interrupts and self._end < float("inf") and not self._armed  # measurements may be nested
         if outermost:
             previous, self._armed = signal.signal(signal.SIGALRM, self._interrupt), True
             last = threading.Timer(min(self.left, most) + PATIENCE, self._exit, [name])
@@ -187,12 +189,12 @@ def numbers(text: str) -> list[int]:
     return [int(item) for item in text.split(",") if item]
 
 
-def started(args: argparse.Namespace, interrupts: bool = True, **facts: Any) -> Record:
+def started(args: argparse.Namespace) -> Record:
     """The record of a script with the parsed arguments of ``script``, which are in its file too."""
     if hasattr(args, "model"):
         args.layers = layers_asked(args.layers)
-    return Record(args.json, torch.device(args.device), getattr(args, "deadline", None), interrupts, command=this_command(),
-                  arguments=vars(args), **facts)
+    return Record(args.json, torch.device(args.device), getattr(args, "deadline", None),
+                  command=f"python {shlex.join(sys.argv)}", arguments=vars(args))
 
 
 def dtype_of(args: argparse.Namespace) -> torch.dtype:

@@ -13,9 +13,7 @@ import datetime
 import json
 import os
 import platform
-import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,11 +88,6 @@ def write(path: Path, env: dict[str, Any], rows: Sequence[Row], **more: Any) -> 
     lines = ",\n".join(json.dumps(row, default=str) for row in rows)  # a line per row
     part.write_text(f'{head},\n "rows": [\n{lines}\n]}}\n')
     part.replace(path)
-
-
-def this_command() -> str:
-    """How this script was called, for the record."""
-    return f"python {shlex.join(sys.argv)}"
 
 
 def _identity(row: Row) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -13,24 +13,20 @@ from quire.attn_ops.kv_cache import vector_bytes
 from quire.graph_runner.bench.attention_op import timed
 from quire.passes.verify.quantized import num_bytes
 
-_COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 128 * 2**20}
-_MATMUL = {"cuda": 8192, "cpu": 512}  # rows and columns
-
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second of a large copy on ``device``, read and written bytes counted: the median of several copies."""
-    size = _COPY_BYTES["cuda" if device.type == "cuda" else "cpu"]
+    size = 128 * 2**20
     if device.type == "cuda":
-        size = min(size, int(torch.cuda.mem_get_info(device)[0] * 0.4) // 4096 * 4096)
+        size = min(4 * 2**30, int(torch.cuda.mem_get_info(device)[0] * 0.4) // 4096 * 4096)
     source = torch.empty(size // 4, dtype=torch.int32, device=device).random_()
     target = torch.empty_like(source)
-
     return 2 * source.numel() * 4 / timed(lambda _: target.copy_(source), device).us * 1e6
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations per second of a large square matrix product of random numbers: the median of several."""
-    size = _MATMUL["cuda" if device.type == "cuda" else "cpu"]
+    size = 8192 if device.type == "cuda" else 512
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(left)
     return 2 * size**3 / timed(lambda _: torch.mm(left, right, out=out), device).us * 1e6
@@ -42,9 +38,7 @@ def prefill_flops(model: torch.nn.Module, lengths: Sequence[int]) -> float:
     Two per weight and token (of E experts, the k that a token is routed to), the output projection for the last token of each
     prompt only; in attention 2 * (D + Dv) per query head and visible key.
     """
-    config, owner = _config(model), cast(Any, model)
-    head = getattr(owner.get_output_embeddings(), "weight", None)
-    embedding = owner.get_input_embeddings().weight
+    config, (embedding, head) = _config(model), _embeddings(model)
     tokens, share = sum(lengths), _expert_share(config, 1)
     flops = 2.0 * len(lengths) * (head if head is not None else embedding).numel()
     for name, parameter in model.named_parameters():
@@ -69,12 +63,15 @@ def weight_bytes(model: torch.nn.Module, batch: int) -> float:
     projection. Of E experts, k per token, the expected share that some token is routed to counts: 1 - (1 - k/E)^batch, with
     tokens spread evenly.
     """
-    owner: Any = model
-    embedding = owner.get_input_embeddings().weight
-    tied = embedding is getattr(owner.get_output_embeddings(), "weight", None)
+    embedding, head = _embeddings(model)
     share = _expert_share(_config(model), batch)
     return sum(num_bytes(parameter) * (share if ".experts." in name else 1.0)
-               for name, parameter in model.named_parameters() if tied or parameter is not embedding)
+               for name, parameter in model.named_parameters() if parameter is head or parameter is not embedding)
+
+
+def _embeddings(model: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weights of the input embedding and of the output projection."""
+    return model.get_input_embeddings().weight, getattr(model.get_output_embeddings(), "weight", None)
 
 
 def _config(model: Any) -> Any:

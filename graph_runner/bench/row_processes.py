@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,7 +20,6 @@ from quire.graph_runner.bench.record import Record
 from quire.graph_runner.bench.report import Row, failure, first_line
 from quire.graph_runner.bench.workers import of_gpu
 
-Task = TypeVar("Task")
 HANGS = 2  # rows of a system that take too long, after which its others are left out
 AT_THE_END = 0.1  # seconds by which the clocks of the deadline and of the process may differ
 _BROKEN = ("took more than", "process ended", "CUDA error")  # errors after which a process can do nothing more
@@ -103,11 +102,11 @@ def _process(measure: Callable[[Any], Row], gpu: int | None) -> Worker:
                 os.environ.update(environment)
 
 
-def or_failure(measure: Callable[[Task], Row]) -> Callable[[Task], Row]:
+def or_failure(measure: Callable[[Any], Row]) -> Callable[[Any], Row]:
     """Decorator: the row, or the error; memory of the GPU that nothing uses is given back."""
 
     @functools.wraps(measure)
-    def call(task: Task) -> Row:
+    def call(task: Any) -> Row:
         try:
             with torch.no_grad():
                 return measure(task)

@@ -58,7 +58,7 @@ def main() -> None:
     parts = {"import": time.time() - job["began"]}
     if ours:
         began = time.perf_counter()
-        models.get()
+        _ = models.model
         parts["load"] = time.perf_counter() - began
     with open_system(job["system"], models, job["attention"], Limits(256, 1024), job["options"]) as system:
         ready = time.time() - job["began"]

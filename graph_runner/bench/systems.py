@@ -28,9 +28,6 @@ from quire.attn_ops.backend import dtype_name
 from quire.graph_runner.bench.models import Models, ModelSpec, config_of, free_memory
 from quire.graph_runner.bench.roofline import has_experts
 
-#: Every system by name, filled in as the classes are defined.
-SYSTEMS: dict[str, type[System]] = {}
-
 
 class NotMeasured(Exception):
     """A system cannot run here, or cannot run this workload; the message says why. Becomes a row of the result."""
@@ -45,10 +42,9 @@ class Limits:
 
 
 class System(ABC):
-    """One system, ready to generate; see ``open_system``. A subclass with a ``name`` is registered in SYSTEMS. Raises
-    NotMeasured where it cannot run."""
+    """One system, ready to generate; see ``open_system``. Raises NotMeasured where it cannot run."""
 
-    name: ClassVar[str] = ""
+    name: ClassVar[str]
     #: memory is allocated by this process
     in_process: ClassVar[bool] = True
     #: compiles for each batch size and length, so the warm-up must have the measured ones
@@ -65,11 +61,6 @@ class System(ABC):
     #: non-default options, for the record
     options: dict[str, Any]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "name" in cls.__dict__:
-            SYSTEMS[cls.name] = cls
-
     @abstractmethod
     def __init__(self, models: Models, attention: str, limits: Limits, options: dict[str, Any]) -> None: ...
 
@@ -80,19 +71,15 @@ class System(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
-    def peak_memory_gib(self, device: torch.device) -> float | None:
-        """Peak GPU memory since the system was opened, as reserved by the allocator; of another process, what is in use."""
-        if device.type != "cuda":
-            return None
-        if self.in_process:
-            return torch.cuda.max_memory_reserved(device) / 2**30
-        free, total = torch.cuda.mem_get_info(device)
-        return (total - free) / 2**30
-
     def facts(self, device: torch.device) -> dict[str, Any]:
-        """Columns of a row that say how the system ran."""
+        """Columns of a row that say how the system ran; memory of the GPU is the peak since the system was opened, as reserved
+        by the allocator; of another process, what is in use."""
+        peak = None
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            peak = (torch.cuda.max_memory_reserved(device) if self.in_process else total - free) / 2**30
         return {"attention": self.attention, "capture_s": self.capture_s, "engine_options": self.options,
-                "peak_memory_gib": self.peak_memory_gib(device)}
+                "peak_memory_gib": peak}
 
 
 class SteppedSystem(System):
@@ -134,7 +121,7 @@ class Quire(SteppedSystem):
         from quire.graph_runner.engine import Engine
 
         self.options = {"max_num_seqs": limits.max_num_seqs, "max_model_len": limits.max_model_len, **options}
-        self.engine = Engine(models.get(), attention=attention, **self.options)
+        self.engine = Engine(models.model, attention=attention, **self.options)
         self.attention = self.engine.runner.backend.name
         self.kv_cache_dtype = self.engine.runner.cache.dtype
         self.capture_s = self.engine.runner.graphs.stats.capture_seconds
@@ -170,7 +157,7 @@ class HfEager(System):
     name = "hf-eager"
 
     def __init__(self, models: Models, attention: str, limits: Limits, options: dict[str, Any]) -> None:
-        self.model: Any = models.get()
+        self.model: Any = models.model
         self.attention = str(getattr(self.model.config, "_attn_implementation", ""))
         self.options = {}
 
@@ -181,8 +168,7 @@ class HfEager(System):
         with torch.no_grad():
             out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens[0],
                                       eos_token_id=None, pad_token_id=0, **_sampling(temperature), **self.options)
-            tokens = out[:, ids.shape[1]:].cpu()
-        return tokens.numel()
+        return out[:, ids.shape[1]:].cpu().numel()
 
     def close(self) -> None:
         self.model = None
@@ -197,8 +183,7 @@ class HfStatic(HfEager):
 
     def close(self) -> None:
         for name in ("_cache", "_compiled_call"):  # generate keeps both on the model
-            if name in self.model.__dict__:
-                delattr(self.model, name)
+            self.model.__dict__.pop(name, None)
         torch.compiler.reset()
         super().close()
 
@@ -218,10 +203,9 @@ class HfContinuousBatching(HfEager):
         super().__init__(models, attention, limits, options)
         if not hasattr(self.model, "init_continuous_batching"):
             raise NotMeasured("this model has no continuous batching in the installed transformers")
-        self.options = {"use_cuda_graph": True} if models.spec.device.type == "cuda" else {}
-        if models.spec.device.type != "cuda":
-            pages = limits.max_num_seqs * -(-limits.max_model_len // 256) + 8
-            self.options.update(num_blocks=pages, max_batch_tokens=1024)
+        pages = limits.max_num_seqs * -(-limits.max_model_len // 256) + 8
+        self.options = ({"use_cuda_graph": True} if models.spec.device.type == "cuda" else
+                        {"num_blocks": pages, "max_batch_tokens": 1024})
         self._manager: Any = None
         self._temperature: float | None = None
 
@@ -330,8 +314,7 @@ class Vllm(SteppedSystem):
             source = {"model": self._folder.name, "load_format": "dummy"}
         logging.getLogger("vllm").setLevel(logging.WARNING)
         self._submitted = 0
-        self.llm: Any = LLM(**source, skip_tokenizer_init=True, dtype=dtype_name(models.spec.dtype),
-                            **self.options)
+        self.llm: Any = LLM(**source, skip_tokenizer_init=True, dtype=dtype_name(models.spec.dtype), **self.options)
         if not models.spec.is_path and has_experts(models.skeleton):
             self.llm.apply_model(spread_tokens)
 
@@ -365,6 +348,10 @@ class Vllm(SteppedSystem):
 
 class VllmTransformers(Vllm):
     name, model_impl = "vllm-transformers", "transformers"
+
+
+SYSTEMS: dict[str, type[System]] = {
+    system.name: system for system in (Quire, HfEager, HfStatic, HfContinuousBatching, Vllm, VllmTransformers)}
 
 
 @contextlib.contextmanager

@@ -111,11 +111,9 @@ def run_apart(
     without figures then has ``error``, which says what the way was doing (``doing`` of its row).
 
     Args:
-        parser: of the script (``record.script``). It gets ``--ways``, and ``--apart``, with which the script starts itself for
-            one.
+        parser: of the script (``record.script``). It gets ``--ways``, and ``--apart``, with which the script starts itself.
         shares: of the time, for each way that the script knows.
-        measure: ``(way, record, arguments)``, called in the way's own process. ``record.left`` is its time; nothing interrupts
-            it.
+        measure: ``(way, record, arguments)``, called in the way's own process; nothing interrupts it after ``record.left``.
         finish: completes the rows of all ways, in place, before they are written.
     """
     parser.add_argument("--ways", default=",".join(shares), help="any of: %(default)s (default: all)")
@@ -124,7 +122,8 @@ def run_apart(
     ways = args.ways.split(",")
     if unknown := sorted(set(ways) - shares.keys()):
         raise SystemExit(f"unknown ways {', '.join(unknown)}; there are: {', '.join(shares)}")
-    record = started(args, interrupts=False)
+    record = started(args)
+    record.interrupts = False
     if args.apart:
         record.write = lambda: emit({"rows": record.rows})  # type: ignore[method-assign]
         record.measure(ways[0], lambda: measure(ways[0], record, args))

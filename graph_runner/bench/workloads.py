@@ -63,29 +63,24 @@ class Prompts:
         return [self._random.choices(range(self._vocab_size), k=n) for n in lengths]
 
 
-def run_seconds(system: System, prompts: list[list[int]], new_tokens: Sequence[int], temperature: float = 0.0) -> float:
-    """Wall time of one run. Raises NotMeasured unless every token came."""
+def run_seconds(system: System, prompts: Prompts, lengths: Sequence[tuple[int, int]], temperature: float = 0.0) -> float:
+    """Wall time of one run of prompts and outputs of these lengths. Raises NotMeasured unless every token came."""
+    texts, new_tokens = prompts([prompt for prompt, _ in lengths]), [new for _, new in lengths]
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     began = time.perf_counter()
-    count = system.generate(prompts, new_tokens, temperature)
+    count = system.generate(texts, new_tokens, temperature)
     seconds = time.perf_counter() - began
     if count != sum(new_tokens):
         raise NotMeasured(f"{system.name} generated {count} tokens instead of {sum(new_tokens)}")
     return seconds
 
 
-def decode_limits(sizes: Sizes) -> Limits:
-    if sizes.context <= MARGIN:
-        raise ValueError(f"--context must be more than {MARGIN}, got {sizes.context}")
-    return Limits(max(sizes.batches), sizes.context - MARGIN + LONG + 1)
-
-
 def decode(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> Iterator[Row]:
     """One row per batch size; one that fails does not stop the others."""
     for batch in sizes.batches:
         def run(new: int, batch: int = batch) -> float:
-            return run_seconds(system, prompts([sizes.context - MARGIN] * batch), [new] * batch)
+            return run_seconds(system, prompts, [(sizes.context - MARGIN, new)] * batch)
 
         row: Row = {"batch": batch, "context": sizes.context}
         try:
@@ -118,9 +113,8 @@ def mixed_lengths(sizes: Sizes) -> list[tuple[int, int]]:
 
 def mixed256(system: System, sizes: Sizes, prompts: Prompts) -> Row:
     lengths = mixed_lengths(sizes)
-    warm = lengths[: max(2, len(lengths) // 16)]
-    run_seconds(system, prompts([p for p, _ in warm]), [min(n, 16) for _, n in warm], 0.6)
-    seconds = run_seconds(system, prompts([p for p, _ in lengths]), [n for _, n in lengths], 0.6)
+    run_seconds(system, prompts, [(p, min(n, 16)) for p, n in lengths[: max(2, len(lengths) // 16)]], 0.6)  # warm-up
+    seconds = run_seconds(system, prompts, lengths, 0.6)
     tokens = sum(n for _, n in lengths)
     return {"batch": len(lengths), "seconds": seconds, "tokens_per_s": tokens / seconds,
             "output_tokens": tokens, "prompt_tokens": sum(p for p, _ in lengths)}
@@ -128,7 +122,7 @@ def mixed256(system: System, sizes: Sizes, prompts: Prompts) -> Row:
 
 def prefill(system: System, count: int, length: int, repeats: int, prompts: Prompts, new: int = SHORT) -> Row:
     """``count`` prompts of ``length`` tokens, and ``new`` new tokens each."""
-    runs = [run_seconds(system, prompts([length] * count), [new] * count) for _ in range(repeats + 1)]
+    runs = [run_seconds(system, prompts, [(length, new)] * count) for _ in range(repeats + 1)]
     seconds = statistics.median(runs[1:])  # the first is the warm-up
     return {"batch": count, "context": length, "seconds": seconds, "tokens_per_s": count * length / seconds,
             "repeats_s": runs[1:]}
@@ -151,7 +145,7 @@ class Workload:
 
 
 WORKLOADS: dict[str, Workload] = {
-    "decode": Workload(decode_limits, decode, lambda s: len(s.batches)),
+    "decode": Workload(lambda s: Limits(max(s.batches), s.context - MARGIN + LONG + 1), decode, lambda s: len(s.batches)),
     "mixed256": Workload(lambda s: Limits(s.requests, 2 * s.lengths[1] + 1),
                          lambda system, models, sizes, prompts: iter([mixed256(system, sizes, prompts)]), lambda s: 1),
     "prefill": Workload(lambda s: Limits(s.prefills[0][0], s.prefills[0][1] + SHORT + 1),
