@@ -132,8 +132,9 @@ def rope_paged_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tens
 
 
 def attention_state(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
-                    v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
-                    prepared: list[Tensor], *, scale: float, softcap: float | None, causal: bool) -> tuple[Tensor, Tensor]:
+                    v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
+                    seq_lens: Tensor, prepared: list[Tensor], *, scale: float, softcap: float | None, causal: bool
+                    ) -> tuple[Tensor, Tensor]:
     """Write k, v into the cache, then attend with ``extend``: (T, H, Dv), and the log-sum-exp (T, H). See STATE_SCHEMA. Raises
     ValueError as ``paged_attention``."""
     caches = _caches(k_cache, v_cache, k_scale, v_scale)
