@@ -205,6 +205,10 @@ def copies(outputs: Sequence[Any], read: Sequence[tuple[Any, Any]]) -> list[torc
     numbers = ([(*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else (x,) for x in pair] for pair in read)
     same = [a for here, there in numbers for a, b in zip(here, there, strict=True)
             if isinstance(a, torch.SymInt) and str(a) == str(b)]
+    sized = {s for size in same for s in size.node.expr.free_symbols}
+    memory = (t.untyped_storage().nbytes() for t in outputs)
+    if any(isinstance(size, torch.SymInt) and not size.node.expr.free_symbols <= sized for size in memory):
+        return None
     mode: Any = next((t.fake_mode for t in outputs), None)
     make = again(list(outputs), same)
     return None if make is None else make(same, mode)

@@ -27,9 +27,11 @@ from quire.passes.fx import MUL, is_method, only_user, operands, placeholders, r
 
 def real_products(fusion: Fusion) -> int:
     """Replace each product of complex numbers that is read as real ones."""
-    graph, tables = fusion.graph, dict[fx.Node, fx.Node]()
-    found = [(node, match) for node in graph.nodes if (match := _match(node)) is not None]
-    for node, (pairs, freqs) in found:
+    graph, tables, count = fusion.graph, dict[fx.Node, fx.Node](), 0
+    for node in list(graph.nodes):  # matched one after the other: what one reads may be another's product
+        if (match := _match(node)) is None:
+            continue
+        pairs, freqs = match
         table = _table(graph, freqs, tables)
         with graph.inserting_before(node):
             places: list[Any] = [(x, (..., part)) for x in (pairs, table) for part in (0, 1)]
@@ -38,7 +40,8 @@ def real_products(fusion: Fusion) -> int:
             real, imaginary = graph.call_function(operator.sub, (ac, bd)), graph.call_function(operator.add, (ad, bc))
             new = graph.call_function(torch.stack, ([real, imaginary], -1))
         replace_node(node, new)
-    return len(found)
+        count += 1
+    return count
 
 
 def _match(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

@@ -226,7 +226,7 @@ class TokenPass:
         with self.sizes.fake, enable_python_dispatcher(), self.sizes.env.ignore_fresh_unbacked_symbols(), proof, balanced():
             for node in nodes:
                 fakes[node] = execute(node, fakes)
-        written = set(map(storage_of, proof.written))
+        written = {storage_of(t) for t in proof.written if isinstance(t, torch.Tensor)}
         changes = [(at, proof.known(fakes[x])) for at, x in enumerate(inputs)
                    if isinstance(fakes[x], torch.Tensor) and storage_of(fakes[x]) in written]
         return [self._found(node, fakes[node], proof) for node in results], changes

@@ -55,3 +55,21 @@ def test_a_table_that_is_an_input() -> None:
     gm.recompile()
     assert [n.op for n in gm.graph.nodes][:4] == ["placeholder"] * 3 + ["call_function"]
     torch.testing.assert_close(gm(pairs, freqs, last), wanted)
+
+
+def test_a_product_of_a_product() -> None:
+    """With nothing in between, both are replaced."""
+    def twice(pairs: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+        once = torch.view_as_real(torch.view_as_complex(pairs) * freqs)
+        return torch.view_as_real(torch.view_as_complex(once) * freqs)
+
+    gm, given = fx.symbolic_trace(twice), (torch.randn(3, 4, 2), torch.randn(3, 4, dtype=torch.complex64))
+    nodes = dict(zip((n.name for n in gm.graph.nodes), gm.graph.nodes, strict=True))
+    for name, node in nodes.items():
+        node.meta["example_value"] = given[0] if "real" in name or name == "pairs" else given[1]
+    wanted = gm(*given)
+    assert real_products(Fusion(gm)) == 2
+    gm.graph.lint()
+    gm.recompile()
+    assert "view_as_complex" not in listing(gm.graph)
+    torch.testing.assert_close(gm(*given), wanted)
