@@ -18,7 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _VERSION = operator.attrgetter("_version")
 _count = 0
-_COUNTED: set[type] = set()  # classes whose merges count
 
 
 class Copies:
@@ -87,11 +86,10 @@ def uncounted_writes() -> int:
 
 def count_merges(layers: Iterable[torch.nn.Module]) -> None:
     """Let ``uncounted_writes`` count calls of ``merge`` and ``unmerge`` of PEFT's layers of these classes."""
-    for kind in set(map(type, layers)) - _COUNTED:
-        _COUNTED.add(kind)
-        for name in ("merge", "unmerge"):
-            if hasattr(kind, name):
-                setattr(kind, name, _counted(getattr(kind, name)))
+    for kind in {kind for layer in layers for kind in type(layer).__mro__}:
+        for name in {"merge", "unmerge"}.intersection(vars(kind)):
+            if not hasattr(write := vars(kind)[name], "counted_by_quire"):
+                setattr(kind, name, _counted(write))
 
 
 def _wrote(*_: Any) -> None:
@@ -120,4 +118,5 @@ def _counted(write: Callable[..., Any]) -> Callable[..., Any]:
         finally:  # it may have written some
             _wrote()
 
+    counted.counted_by_quire = True  # type: ignore[attr-defined]
     return counted

@@ -28,10 +28,11 @@ class OnInstance:
 def _decoding_loop(name: str) -> Callable[..., Any]:
     """A method: the class's own of that name, or what ``SAMPLING`` says for the model."""
 
-    def decode(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def decode(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         plain, standing = getattr(super(OwnCopies, model), name), SAMPLING.get()
         return standing[1](plain, *args, **kwargs) if standing is not None and standing[0] is model else plain(*args, **kwargs)
 
+    decode.__name__ = name
     return decode
 
 

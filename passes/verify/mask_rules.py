@@ -136,7 +136,7 @@ def _logic(names: str, combine: Callable[[Condition, Condition], Condition], bit
             mask = p.term(other)
             if isinstance(mask, Form) and mask.is_const and value(node).dtype in _SIGNED:
                 of, number = p.term(x), int(mask.const)
-                ones = number if number > 0 else ~number
+                ones = number if number >= 0 else ~number
                 if ones & (ones + 1):  # not 2**k - 1
                     break
                 high = formula.times(formula.floor(formula.times(of, Fraction(1, ones + 1))), ones + 1)

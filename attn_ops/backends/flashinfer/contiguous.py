@@ -25,7 +25,7 @@ from quire.attn_ops.metadata import CommonAttentionMetadata, split_prefill_chunk
 from quire.attn_ops.ops.merge_state import merge_state_triton
 
 
-@dataclass
+@dataclass(eq=False)
 class Contiguous:
     """A plan that is run as one for pages is: copies, then attends. ``wrapper``: FlashInfer's
     BatchPrefillWithRaggedKVCacheWrapper, planned. ``block_table``: (B, W); ``seq_lens``: (B,) and ``kv_starts``: (B + 1,)
@@ -48,7 +48,7 @@ class Contiguous:
         return self.wrapper.run(q, *copied, **options)
 
 
-@dataclass
+@dataclass(eq=False)
 class OwnKeys:
     """A plan that is run as one for pages is, but for ``own``. ``runs``: (FlashInfer's BatchPrefillWithRaggedKVCacheWrapper,
     planned, first token, token after the last), of all tokens; ``prefix``: its paged wrapper, planned for the prefixes; None:
