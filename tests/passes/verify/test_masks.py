@@ -69,6 +69,7 @@ KINDS = {
     "causal": (of(lambda i, j: j >= 0), MaskKind()), "window": (of(lambda i, j: i - j < 8), MaskKind(window=8)),
     "window by whole steps": (of(lambda i, j: ((i - j) / 8).int() <= 0), MaskKind(window=8)),
     "chunk": (of(lambda i, j: i // 8 == j // 8), MaskKind(chunk=8)),
+    "no bits": (of(lambda i, j: i - (j | 0) >= (i & 0)), MaskKind()),
     "all": (lambda ids, p: p[0][None] + p[0][:, None] >= 0, MaskKind(causal=False)),
     "transposed": (lambda ids, p: (p[0][None] >= p[0][:, None]).mT, MaskKind()), "-inf": (hidden(-math.inf), MaskKind()),
     "in place, by position": (lambda ids, p: F.relu(p[0][None] - p[0][:, None], True) == 0, MaskKind()),
