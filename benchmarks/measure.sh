@@ -166,9 +166,10 @@ for part in "$@"; do
             case ${ALONE:-} in no) which=("not alone") ;; yes) which=(alone) ;; esac
             for alone in "${which[@]}"; do
                 many=(); [[ $alone == alone ]] || many=(-n "${JOBS:-8}" --dist worksteal)
-                timeout "$(allowed)" env "${alike[@]}" QUIRE_KITS_SECONDS="$(deadline)" "$PY" -m pytest -vv --show-capture=no \
-                    -p no:cacheprovider -m "$alone${MARK:+ and ($MARK)}" "${many[@]}" "${tests[@]}" --passed "$OUT/$passed" \
-                    -rfE --durations=15 > "$OUT/tests_${alone// /_}.log" 2>&1
+                # As by Ctrl-C, which gpu_suite.sh's parts would ignore: pytest then prints the tracebacks that it has.
+                timeout -s INT -k 20 "$(allowed)" env --default-signal=INT "${alike[@]}" \
+                    QUIRE_KITS_SECONDS="$(deadline)" "$PY" -m pytest -vv --show-capture=no -p no:cacheprovider \
+                    -m "$alone${MARK:+ and ($MARK)}" "${many[@]}" "${tests[@]}" --passed "$OUT/$passed" -rfE --durations=15 > "$OUT/tests_${alone// /_}.log" 2>&1
                 code=$?; ((code == 0 || code == 5)) || worst=$code  # 5: no test was chosen
                 echo "== tests, $alone: exit $code"; tail -"${LINES_SHOWN:-30}" "$OUT/tests_${alone// /_}.log" | cut -c1-200
             done ;;
