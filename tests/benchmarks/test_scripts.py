@@ -86,3 +86,35 @@ def test_the_whole_suite_on_several_gpus(tmp_path: Path) -> None:
         assert sum(f"tests/gpu/{path.name}" in call for call in calls) == 1 + (path.stem != "test_conformance_gpu"), path
     few = subprocess.run([BENCHMARKS / "gpu_suite.sh"], env={**env, "GPUS": "1"}, capture_output=True, text=True)
     assert few.returncode == 2 and "measure.sh tests" in few.stderr
+
+
+def test_compiled_modules_of_flashinfer_make_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that FlashInfer finds as flashinfer-jit-cache; a call that was cut leaves no half module, and the next goes on."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent))
+    script, built = runpy.run_path(str(BENCHMARKS / "flashinfer_modules.py"), run_name="loaded"), []
+
+    class Spec:
+        def __init__(self, name: str, broken: bool = False) -> None:
+            self.name, self.broken = name, broken
+
+        def build(self, need_lock: bool) -> None:
+            if self.broken:
+                raise RuntimeError("no compiler")
+            built.append(self.name)
+
+        def get_library_path(self) -> Path:
+            (file := tmp_path / f"{self.name}.so").write_text(self.name)
+            return file
+
+    def write(*specs: Spec) -> None:
+        monkeypatch.setitem(script["write"].__globals__, "specs", lambda: specs)
+        script["write"](tmp_path / "out", "1.2.3")
+
+    with pytest.raises(RuntimeError):
+        write(Spec("a"), Spec("b", broken=True))
+    write(Spec("a"), Spec("b"))
+    assert built == ["a", "b"]
+    package = runpy.run_path(str(tmp_path / "out" / "flashinfer_jit_cache" / "__init__.py"))
+    assert package["__version__"] == "1.2.3"
+    for name in built:
+        assert (Path(package["get_jit_cache_dir"]()) / name / f"{name}.so").read_text() == name
