@@ -33,6 +33,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from quire.attn_ops.attention import attention
 from quire.passes.fake_values import compute_value
 from quire.passes.fx import ancestors, constant, erase_dead, evaluate, module_path, sdpa_arguments, symbolic, target_name, value
+from quire.passes.rewrite import raise_written
 from quire.passes.verify.mask_proof import MaskKind, MaskProver, Refusal
 
 logger = logging.getLogger(__name__)
@@ -53,19 +54,25 @@ def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tupl
     reason by module path of each one refused. ``gm.meta["quire_stored_masks"]`` then checks in each call that stored masks are
     those of the proof. ``inputs``: real tensors of placeholders by node name, for masks made from stored buffers."""
     raised, refusals = 0, {}
+    written = {raise_written.insert(each): each for each in raise_written.find(gm.graph)}
     nodes = find_sdpa(gm.graph)
     tokens = _tokens(nodes)
     for node in nodes if symbolic(tokens) else ():
         node.meta[_WITHIN] = not symbolic(value(sdpa_arguments(node)["key"]).shape[-2])
+        if node in written and node.meta[_WITHIN]:
+            raise_written.settle(written.pop(node), node, raised=False)
     nodes = find_sdpa(gm.graph)
     prover = MaskProver(gm.graph, tokens, inputs or {})
     for layer, node in enumerate(nodes):
         where = module_path(node) or node.name
         try:
             _raise_one(node, layer, prover)
-            raised += 1
+            done = True
         except Refusal as why:
-            refusals[where] = str(why)
+            refusals[where], done = str(why), False
+        raised += done
+        if node in written:
+            raise_written.settle(written[node], node, done)
     gm.meta["quire_stored_masks"] = prover.stored()
     prover.erase_dead_writes()
     if raised or refusals:
@@ -154,8 +161,8 @@ def _peel_repeat(node: fx.Node, heads: int, is_changed: Callable[[fx.Node], bool
         at = data
         shape: Any = getattr(value(at), "shape", ())
         # symbolic first: comparing a symbol with a number would guard on it, and the trace would hold for fewer batches
-        if len(shape) == 4 and not symbolic(shape[1]) and shape[1] != heads and heads % shape[1] == 0 \
-                and _is_repeat(at, node, heads // shape[1]):
+        if len(shape) == 4 and not symbolic(shape[1]) and not symbolic(shape[3]) and shape[1] != heads \
+                and heads % shape[1] == 0 and _is_repeat(at, node, heads // shape[1]):
             return at
     return node
 

@@ -68,7 +68,7 @@ def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusal
     if config is None:
         if not sites:
             raise UnsupportedAttention("no attention was found: the model neither calls F.scaled_dot_product_attention nor "
-                                       "torch.ops.quire.attention")
+                                       "torch.ops.quire.attention, nor writes softmax(q @ k.mT * scale + mask) @ v")
         return
     _verify_config(sites, config)
 
@@ -189,9 +189,9 @@ def _verify_config(sites: Sequence[AttentionSite], config: Any) -> None:
                 f"{found}Under attn_implementation='eager' this class writes its attention out by hand; with its default it "
                 "may be served: model.set_attn_implementation('sdpa'), or load it without attn_implementation.")
         raise UnsupportedAttention(
-            f"{found}The rest either attends in a way that quire does not see (attention written out by hand, outside "
-            "transformers' attention interface and F.scaled_dot_product_attention) or is not attention (SSM, convolution, "
-            "linear attention); or, if layers were added or removed, the config does not say so.")
+            f"{found}The rest either attends in a way that quire does not see (neither by transformers' attention interface nor "
+            "F.scaled_dot_product_attention, nor written out as softmax(q @ k.mT * scale + mask) @ v) or is not attention (SSM, "
+            "convolution, linear attention); or, if layers were added or removed, the config does not say so.")
     cap = getattr(text, "attn_logit_softcapping", None)
     if cap and any(s.softcap is None for s in sites):
         raise UnsupportedAttention(f"{kind} is configured with attn_logit_softcapping={cap}, but this version of transformers "

@@ -1,0 +1,253 @@
+"""Attention that is written out, ``softmax(q @ k.transpose(-1, -2) * scale + mask) @ v``, as F.scaled_dot_product_attention.
+
+GPT-J and other early models of transformers write it so, and users' modules do. ``find`` reads the chain from the product of
+q and k to that with v: numbers that scale the scores, masks (``+ mask``, ``where``, ``masked_fill``), views that add or remove
+a batch of one, softmax over keys, casts between floating dtypes, and dropout. Each step must have no other reader and change
+nothing in place. ``insert`` puts a call of F.scaled_dot_product_attention with the same result beside the chain;
+``raise_sdpa`` proves its mask, and only then puts it in the chain's place. What is not such a chain stays as it is, and is
+refused later: it mixes tokens.
+
+The weight of a key that a mask hides is 0 either way: its score is at -inf, or half the least number of the scores' dtype or
+less is added or takes its place, and the query sees a key, itself under every mask that is proven (``verify/mask_proof.py``).
+A scale that comes after a mask leaves that so unless the dtype is float16, whose least number is not far from scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from quire.passes.fake_values import compute_value
+from quire.passes.fx import (
+    argument,
+    constant,
+    erase_dead,
+    is_one,
+    is_tensor,
+    named_arguments,
+    only_user,
+    same_shape,
+    torch_name,
+    value,
+    written_between,
+    written_by,
+)
+
+_CASTS = frozenset(("to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous"))
+_VIEWS = frozenset(("view", "reshape", "unsqueeze", "squeeze"))
+_PRODUCTS = frozenset(("matmul", "bmm"))
+_CONSTANTS = {"tensor": 0, "as_tensor": 0, "scalar_tensor": 0, "full": 1, "new_full": 2, "full_like": 1, "new_tensor": 1}
+_MOST = 1e6  # times or parts that the scores are scaled by
+#: The scores' dtype there, and a tensor that is added; or a condition, and what is added where it holds and where it does not.
+Mask = tuple[torch.dtype, fx.Node] | tuple[torch.dtype, fx.Node, float, float]
+
+
+@dataclass
+class Written:
+    """A chain from the product of ``q`` and ``keys``, (..., S, D) and (..., D, S), to that with v: ``first`` to ``last``.
+
+    Attributes:
+        scale: the product of the constants that scale the scores.  factors: other numbers that do, and whether they divide.
+        masks: in the order of their use.
+    """
+
+    q: fx.Node
+    keys: fx.Node
+    first: fx.Node
+    last: fx.Node
+    scale: float = 1.0
+    factors: list[tuple[fx.Node, bool]] = field(default_factory=list)
+    masks: list[Mask] = field(default_factory=list)
+    dropout: float = 0.0
+
+
+def find(graph: fx.Graph) -> list[Written]:
+    """The written-out attention in ``graph``."""
+    found = [_of(n) for n in graph.nodes if torch_name(n) == "softmax"]
+    return [w for w in found if w is not None and not written_between(w.first, w.last)]
+
+
+def insert(written: Written) -> fx.Node:
+    """F.scaled_dot_product_attention with the same result, for whoever reads the chain's."""
+    graph, last = written.last.graph, written.last
+    v: Any = last.args[1]
+
+    def call(method: str, x: Any, *args: Any) -> fx.Node:
+        return compute_value(graph.call_method(method, (x, *args)))
+
+    def cast(x: Any, dtype: torch.dtype) -> Any:
+        return x if value(x).dtype == dtype else call("to", x, dtype)
+
+    with graph.inserting_before(last):
+        # As transformers' flash attention of these models: scores of a half-precision model are computed in float32.
+        k = _transposed(written.keys)
+        q, k = (cast(x, value(v).dtype) for x in (written.q, call("transpose", written.keys, -1, -2) if k is None else k))
+        for factor, divides in written.factors:
+            q = call("div" if divides else "mul", q, factor)
+        q, k, v = (x if value(x).dim() == 4 else call("unsqueeze", x, 0) for x in (q, k, v))
+        mask = None
+        for dtype, tensor, *chosen in written.masks:
+            if chosen:
+                tensor = compute_value(graph.call_function(torch.where, (tensor, *chosen)))
+            tensor = cast(tensor, dtype)
+            if mask is not None:  # what an earlier mask hides stays as low as it was, so that the proof sees how low that is
+                shown = compute_value(graph.call_function(torch.eq, (mask, 0)))
+                tensor = compute_value(graph.call_function(torch.where, (shown, tensor, mask)))
+            mask = tensor
+        new = result = graph.call_function(F.scaled_dot_product_attention, (q, k, v), {
+            "attn_mask": mask, "dropout_p": written.dropout, "scale": written.scale})
+        new.meta = dict(last.meta)
+        if value(last).dim() == 3:
+            new.meta["example_value"] = value(last)[None]
+            result = call("squeeze", new, 0)
+    last.replace_all_uses_with(result)
+    return new
+
+
+def settle(written: Written, new: fx.Node, raised: bool) -> None:
+    """Erase the chain if ``new`` was ``raised``, else ``new``, and put the chain back."""
+    graph, last = written.last.graph, written.last
+    if raised:
+        erase_dead(graph, [last])
+        return
+    result = new if value(last).dim() == 4 else next(iter(new.users))
+    result.replace_all_uses_with(last)
+    erase_dead(graph, [result])
+
+
+def _of(softmax: fx.Node) -> Written | None:
+    scores, dim = argument(softmax, 0, "input"), argument(softmax, 1, "dim")
+    found = _scores(scores) if is_tensor(scores) and dim in (-1, value(scores).dim() - 1) else None
+    node = softmax
+    while found is not None and value(node).is_floating_point() and not written_by(node):
+        reader = only_user(node)
+        if reader is None or not is_tensor(reader) or argument(reader, 0, "input") is not node:
+            return None
+        name = torch_name(reader)
+        if name in _PRODUCTS:
+            found.last = reader
+            return found if len(reader.args) == 2 and _rows_of(reader, *reader.args) else None
+        if name == "dropout":
+            given = named_arguments(reader, ("input", "p", "training", "inplace"))
+            found.dropout += _number(given.get("p", 0.5)) if given.get("training", True) is not False else 0.0
+        elif name not in _CASTS and not (name in _VIEWS and _same_scores(node, reader)):
+            return None
+        node = reader
+    return None
+
+
+def _scores(node: Any) -> Written | None:
+    """The chain up to ``node``, if these are such scores."""
+    if not is_tensor(node) or value(node).dim() not in (3, 4) or only_user(node) is None or written_by(node) \
+            or not value(node).is_floating_point():
+        return None
+    name, args = torch_name(node), node.args
+    if name in _PRODUCTS or name == "baddbmm":
+        return _product(node, name)
+    found: Written | None = None
+    if name in _CASTS or (name in _VIEWS and _same_scores(args[0], node)):
+        found = _scores(args[0])
+    elif node.kwargs:
+        return None
+    elif name == "add":
+        for scores, mask in _orders(args):
+            if is_tensor(mask) and value(mask).is_floating_point() and found is None and (found := _then(node, scores)):
+                found.masks.append((value(node).dtype, mask))
+    elif name in ("mul", "multiply", "div", "divide", "truediv", "true_divide"):
+        divides = not name.startswith("mul")
+        for scores, factor in [*_orders(args)][: 2 - divides]:
+            if found is None and (found := _then(node, scores)):
+                return _scaled(found, factor, divides)
+    elif name == "where" and len(args) == 3:
+        condition, yes, no = (args[1], args[0], args[2]) if node.op == "call_method" else args
+        found = _chosen(node, condition, yes, no, False) or _chosen(node, condition, no, yes, True)
+    elif name == "masked_fill" and len(args) == 3:
+        found = _chosen(node, args[1], args[0], args[2], True)
+    return found
+
+
+def _scaled(found: Written, factor: Any, divides: bool) -> Written | None:
+    number = _number(factor)
+    if 1 / _MOST <= number <= _MOST and not any(mask[0] == torch.float16 for mask in found.masks):
+        found.scale *= 1 / number if divides else number
+    elif math.isnan(number) and not found.masks and (not is_tensor(factor) or value(factor).dim() == 0):
+        found.factors.append((factor, divides))
+    else:
+        return None
+    return found
+
+
+def _chosen(node: fx.Node, condition: Any, scores: Any, low: Any, holds: bool) -> Written | None:
+    """The chain up to ``node``, which puts the number ``low`` in the place of scores where the condition ``holds`` or not. It
+    must hide them whatever they are: one that is added to them is a bias, one that replaces them is not."""
+    number = _number(low)
+    if isinstance(low, fx.Node) and (place := _CONSTANTS.get(torch_name(low))) is not None and len(low.args) > place:
+        number = _number(low.args[place])
+    if not is_tensor(condition) or not number <= torch.finfo(value(node).dtype).min / 2:
+        return None
+    if (found := _then(node, scores)) is not None:
+        found.masks.append((value(node).dtype, condition, *((number, 0.0) if holds else (0.0, number))))
+    return found
+
+
+def _product(node: fx.Node, name: str) -> Written | None:
+    """The first of a chain."""
+    names = ("input", "batch1", "batch2") if name == "baddbmm" else ("batch1", "batch2")
+    given = {"beta": 1, "alpha": 1, **named_arguments(node, names)}
+    bias, q, keys = (given.pop(x, None) for x in ("input", "batch1", "batch2"))
+    beta, alpha = _number(given.pop("beta")), _number(given.pop("alpha"))
+    if given or not _rows_of(node, q, keys) or beta not in (0, 1) or not 1 / _MOST <= alpha <= _MOST:
+        return None
+    found = Written(q, keys, node, node, alpha)
+    if name == "baddbmm" and beta:
+        if not is_tensor(bias) or not value(bias).is_floating_point():
+            return None
+        found.masks.append((value(node).dtype, bias))
+    return found
+
+
+def _rows_of(product: fx.Node, left: Any, right: Any) -> bool:
+    """Whether a product has the rows of ``left``, and no others: what is on the right may have one head for all, not more."""
+    if not is_tensor(left) or not is_tensor(right) or left is right:
+        return False
+    x, y = value(product).shape, value(left).shape
+    return len(x) == len(y) == value(right).dim() and same_shape(x[:-1], y[:-1])
+
+
+def _transposed(x: fx.Node) -> fx.Node | None:
+    """What ``x`` is a transpose of, in its last two dimensions."""
+    name, of, rank = torch_name(x), x.args[0] if x.args else None, value(x).dim()
+    dims = {int(d) % rank for d in x.args[1:] if isinstance(d, int)}
+    swaps = name in ("transpose", "swapaxes") and dims == {rank - 2, rank - 1} and len(x.args) == 3
+    return of if isinstance(of, fx.Node) and (swaps or (name == "getattr" and x.args[1] == "mT")) else None
+
+
+def _then(node: fx.Node, scores: Any) -> Written | None:
+    """``_scores`` of what ``node`` changes by elements."""
+    return _scores(scores) if is_tensor(scores) and same_shape(value(scores).shape, value(node).shape) else None
+
+
+def _same_scores(before: Any, after: fx.Node) -> bool:
+    """Whether a view gives all dimensions as they are, but for a batch of one."""
+    x, y = sorted((value(before).shape, value(after).shape), key=len)
+    return 3 <= len(x) <= len(y) <= 4 and same_shape(x, y[len(y) - len(x) :]) and (len(x) == len(y) or is_one(y[0]))
+
+
+def _orders(args: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
+    if len(args) == 2:
+        yield from (args, args[::-1])
+
+
+def _number(arg: Any) -> float:
+    """A number that is the same in every call; NaN if it is none."""
+    try:
+        number = constant(arg)
+    except ValueError:
+        return float("nan")
+    return float(number) if isinstance(number, (int, float)) and not isinstance(number, bool) else float("nan")
