@@ -41,7 +41,7 @@ def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
         if not counts:
             continue
         where = module_path(node) or node.name
-        start = argument(node, 0, "start", 0) if len(node.args) > 1 else node.kwargs.get("start", 0)
+        start = argument(node, 0, "start", 0) if len(node.args) > 1 or "end" in node.kwargs else node.kwargs.get("start", 0)
         step = argument(node, 2, "step", 1)
         if picks or start != 0 or step != 1:
             raise UnsupportedAttention(

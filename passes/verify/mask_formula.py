@@ -39,6 +39,10 @@ class Table:
         low, high = self.data.aminmax()
         return Fraction(low.item()), Fraction(high.item())
 
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Whether ``dtype`` holds every number as it is."""
+        return bool((self.data.to(dtype).to(self.data.dtype) == self.data).all())
+
 
 @dataclass(frozen=True)
 class Var:
@@ -364,7 +368,8 @@ def exact(term: Term, dtype: torch.dtype) -> Term:
         whole = all(is_whole(basis) for basis, _ in leaf.terms)
         scale = math.lcm(leaf.const.denominator, *(f.denominator for _, f in leaf.terms))
         if dtype.is_floating_point:
-            entry_alone = leaf.const == 0 and [f for _, f in leaf.terms] == [1]
+            entry_alone = leaf.const == 0 and [f for _, f in leaf.terms] == [1] and all(
+                isinstance(basis, Lookup) and basis.table.fits(dtype) for basis, _ in leaf.terms)
             fits = (whole or entry_alone) and scale & (scale - 1) == 0 and scale <= 2**10 and (
                 entry_alone and not whole or max(abs(low), abs(high)) * scale <= 1 / torch.finfo(dtype).eps)
         else:

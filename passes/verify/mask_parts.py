@@ -95,6 +95,8 @@ def _reduction(name: str, join: Callable[[Any, Any], Any], of: Callable[[Any], A
     def reduce(p: MaskProver, node: fx.Node, x: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
         if dim is None or dim == () or dim == [] or not isinstance(value(node), torch.Tensor):
             raise Unprovable("it is taken over all positions")
+        if value(x).is_floating_point() and options.get("dtype") not in (None, value(x).dtype):
+            raise Unprovable(f"it is taken in {options['dtype']}")
         element, rank = of(p.element(x)), value(x).dim()
         axes = sorted({int(d) % rank - rank for d in (dim if isinstance(dim, (tuple, list)) else [dim])})
         for axis in axes:

@@ -286,7 +286,11 @@ class MaskProver:
         if isinstance(arg, fx.Node) and isinstance(value(arg), torch.Tensor):
             found = formula.as_term(self.element(arg))
             return found if dtype is None else formula.exact(found, dtype)
-        return formula.number(self.constant(arg))
+        number, result = formula.number(self.constant(arg)), value(self._at)
+        if not isinstance(result, torch.Tensor) or not result.is_floating_point():
+            return number
+        # Arithmetic rounds a Python number first: to float32 for narrower dtypes, which are computed in it.
+        return formula.exact(number, torch.promote_types(result.dtype, torch.float32))
 
     def condition(self, arg: Any) -> Condition:
         if isinstance(arg, fx.Node) and isinstance(value(arg), torch.Tensor):

@@ -94,7 +94,7 @@ def lesser(a: Term, b: Operand) -> Term:
 @rule("clamp", "clip", "clamp_min", "clamp_max", "clamp_")
 def _clamp(p: MaskProver, node: fx.Node, a: Any, min: Any = None, max: Any = None) -> Any:
     if target_name(node) == "clamp_max":
-        min, max = None, min
+        min, max = None, min if max is None else max
     dtype = value(node).dtype
     term = p.term(a, dtype)
     term = term if min is None else greater(term, p.term(min, dtype))
@@ -176,7 +176,7 @@ def _where(p: MaskProver, node: fx.Node, condition: Any, input: Any, other: Any)
 
 @rule("arange")
 def _arange(p: MaskProver, node: fx.Node, *numbers: Any, **options: Any) -> Any:
-    start = options.get("start", numbers[0] if len(numbers) > 1 else 0)
+    start = options.get("start", numbers[0] if len(numbers) > 1 or (numbers and "end" in options) else 0)
     step = options.get("step", numbers[2] if len(numbers) > 2 else 1)
     return formula.add(formula.times(formula.var(-1), p.constant(step)), p.constant(start))
 

@@ -237,6 +237,44 @@ def test_masks_that_are_refused(mask, message) -> None:
     refused(tiny(mask=mask), message)
 
 
+class Rounded(nn.Module):
+    """Numbers of positions that bfloat16 does not tell apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", 1000 + torch.arange(64) * 0.01)
+
+    def forward(self, owner, position_ids):
+        i, j = pair(self.table[position_ids].bfloat16())
+        return (j <= i)[:, None]
+
+
+def begins_late(module, position_ids):
+    n = position_ids.shape[1]
+    return causal(module, position_ids) & (torch.arange(2, end=n + 2)[:, None] - torch.arange(n) < 12)
+
+
+def truncated(i, j):
+    both = torch.stack([torch.where(i - j < 8, 0.5, 0.5), torch.where(i - j < 8, 0.5, 1.5)])
+    return (j <= i) & (both.sum(0, dtype=torch.long) != 2)
+
+
+@pytest.mark.parametrize("mask", [
+    of_pairs(lambda i, j: (j <= i) & (torch.clamp_max(i - j, max=7) < 8)),
+    of_pairs(lambda i, j: (j <= i) & ~(torch.where(i - j >= 8, 3.0, 0.0) * 0.3 == 3 * 0.3)),  # in float32 it is not
+    of_pairs(truncated), Rounded(), begins_late,
+], ids=["clamp_max by name", "a rounded number", "a truncated sum", "a rounded table", "arange from a start to a named end"])
+def test_masks_that_are_easily_misread(mask) -> None:
+    """They are refused, or served with the numbers of the model."""
+    model = tiny(mask=mask)
+    graph = trace(model)
+    try:
+        _ = graph.sites
+    except UnsupportedAttention:
+        return
+    assert served(graph, model) <= TOLERANCE
+
+
 sdpa = nn.functional.scaled_dot_product_attention
 
 
