@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_VERSION = operator.attrgetter("_version")
+_VERSION, _ADDRESS = operator.attrgetter("_version"), operator.attrgetter("_cdata")
 _count = 0
 
 
@@ -49,6 +50,7 @@ class Copies:
     def _counts(self) -> list[Any]:
         """What differs after a change: engines call this before each step, so the loops are C's."""
         return [uncounted_writes(), *map(_VERSION, self._counted), *map(torch.Tensor.data_ptr, self._originals),
+                *map(_ADDRESS, map(torch.Tensor.untyped_storage, self._originals)),
                 *map(torch.Tensor.is_inference, self._uncounted)]
 
     def refresh(self, everything: bool) -> None:
@@ -60,6 +62,7 @@ class Copies:
         self._counted = [t for t in self._originals if _has_counter(t)]
         self._uncounted = [t for t in self._originals if not _has_counter(t)]
         self._seen = self._counts()  # first: an update during the copy is seen at the next step
+        self._storages = [StorageWeakRef(t.untyped_storage()) for t in self._originals]  # hold addresses, no memory
         if self._copies:
             with torch.inference_mode(False), torch.no_grad():
                 torch._foreach_copy_(self._copies, [t.detach().to(self._through or t.dtype) for t in self._originals])

@@ -73,6 +73,8 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
         return f"{method} is the model's own, and not transformers'"
     if (found := reads_inputs(model, own_forward)) is not None:
         return found
+    if model.device.type == "meta":
+        return "its weights are on the meta device (offloaded by accelerate?), and an engine needs them in memory"
     if torch.is_autocast_enabled(model.device.type):
         return "torch.autocast is on, and an engine computes in the model's own dtypes"
     if given.get("synced_gpus"):

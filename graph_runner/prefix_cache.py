@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from quire.graph_runner.adapter_places import AdapterPlaces
 from quire.graph_runner.block_allocator import BlockAllocator, KeptPages
@@ -73,7 +74,7 @@ class PrefixCache(KeptPages):
         self.windows: WindowPages | None = None
         self.others: Callable[[], Iterable[torch.Tensor | None]] = tuple
         self.places: AdapterPlaces | None = None
-        self._weights = weights_version(model)
+        self._weights, self._storages = weights_version(model), storages(model)
         self.stats, self.epoch = PrefixStats(), 0  # the epoch: how often it was cleared
         self._since: dict[int, int] = {}  # page -> the first step that computed something in it or before it
         self._coming: dict[bytes, Request] = {}  # keys that running requests will compute
@@ -83,7 +84,7 @@ class PrefixCache(KeptPages):
         """Forget all pages if the weights have changed."""
         number, apart = (0, None) if self.places is None else (self.places.version, self.places.apart)
         if (now := weights_version(self.model, self.others(), number, apart)) != self._weights:
-            self._weights = now
+            self._weights, self._storages = now, storages(self.model, self.others())
             self.clear()
 
     def _keys(self, request: Request, count: int) -> list[bytes]:
@@ -241,4 +242,12 @@ def weights_version(model: torch.nn.Module | None, others: Iterable[torch.Tensor
 def _versions(tensor: torch.Tensor) -> Iterator[int]:
     for part in (tensor,) if type(tensor) in _PLAIN else parts(tensor):
         yield part.data_ptr()
+        yield part.untyped_storage()._cdata
         yield 0 if part.is_inference() else part._version
+
+
+def storages(model: torch.nn.Module | None, others: Iterable[torch.Tensor | None] = ()) -> list[StorageWeakRef]:
+    """What ``weights_version`` looks at, without its memory: while this is held, no other storage has the address of one of
+    these. A second new tensor may well have the memory that the first one had, and no more changes in place."""
+    own = () if model is None else (*model.parameters(), *model.buffers())
+    return [StorageWeakRef(part.untyped_storage()) for t in (*own, *others) if t is not None for part in parts(t)]

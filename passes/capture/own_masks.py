@@ -1,4 +1,5 @@
-"""Refuses masks of the user's: under quire's attention, transformers' mask functions build none, whatever they are given."""
+"""Refuses masks of the user's: under quire's attention, transformers' mask functions build none, whatever they are given, and
+layers get None for one."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ _ALLOWED = frozenset(("config", "input_embeds", "inputs_embeds", "attention_mask
                       "position_ids", "layer_idx", "encoder_hidden_states", "allow_is_causal_skip",
                       "allow_is_bidirectional_skip", "allow_torch_fix", "device", "dtype"))
 _KNOWN = ("quire", "torch", "transformers")
+_MASK = "attention_mask"
 
 
 def check_masks(model: torch.nn.Module, read: Mapping[str, Any]) -> None:
@@ -39,6 +41,10 @@ def check_masks(model: torch.nn.Module, read: Mapping[str, Any]) -> None:
         if given:
             raise UnsupportedAttention(f"{where} passes {given[0]} to transformers' mask functions. quire's attention builds "
                                        "no masks, so it would be lost; masks with meaning of their own cannot be served")
+    for where, function in _given_masks(model):
+        if _reads_mask(function):
+            raise UnsupportedAttention(f"{where} reads or changes the attention_mask that transformers hands to a layer. "
+                                       "quire's attention builds no masks, so it would get None; let it only hand the mask on")
 
 
 def read_by_masks() -> frozenset[str]:
@@ -77,8 +83,50 @@ def _by_position(function: types.FunctionType) -> list[str]:
     return []
 
 
-def _own_methods(model: torch.nn.Module) -> Iterator[tuple[str, types.FunctionType]]:
-    for cls in {cls: None for module in model.modules() for cls in type(module).__mro__}:
+def _given_masks(model: torch.nn.Module) -> Iterator[tuple[str, types.FunctionType]]:
+    """The user's code that may be given a layer's mask: methods and hooks of the modules inside transformers' models."""
+    from transformers import PreTrainedModel
+
+    parts = {id(m): m for whole in model.modules() if isinstance(whole, PreTrainedModel) for m in whole.modules()
+             if not isinstance(m, PreTrainedModel)}
+    for module in {type(m): m for m in parts.values()}.values():
+        yield from _own_methods(module, deep=False)
+    for module in parts.values():
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), vars(module).get("forward")]
+        for hook in hooks:
+            function = getattr(hook, "__func__", hook)
+            if isinstance(function, types.FunctionType) and not is_code_of(function, *_KNOWN, "peft", "accelerate"):
+                yield function.__qualname__, function
+
+
+def _reads_mask(function: types.FunctionType) -> bool:
+    """Whether code does anything with ``attention_mask`` but hand it to another module's or attention's forward."""
+    code = function.__code__
+    if not any(_MASK in part for part in (code.co_varnames, _names(code), strings_of(code))):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return True
+    handed = {id(arg) for call in ast.walk(tree) if isinstance(call, ast.Call) and _hands_on(call.func)
+              for arg in (*call.args, *(k.value for k in call.keywords if k.arg == _MASK))}
+    return any((isinstance(n, ast.Name) and n.id == _MASK and id(n) not in handed)
+               or (isinstance(n, ast.Constant) and n.value == _MASK) for n in ast.walk(tree))
+
+
+def _hands_on(called: ast.expr) -> bool:
+    """Whether this is ``super().forward``, ``self.module``, ``Class.forward`` or the attention function of transformers."""
+    if isinstance(called, ast.Name):
+        return called.id in ("attention_interface", "attention_fn")
+    while isinstance(called, ast.Attribute):
+        if called.attr == "forward":
+            return True
+        called = called.value
+    return isinstance(called, ast.Name) and called.id == "self"
+
+
+def _own_methods(model: torch.nn.Module, deep: bool = True) -> Iterator[tuple[str, types.FunctionType]]:
+    for cls in {cls: None for module in (model.modules() if deep else (model,)) for cls in type(module).__mro__}:
         if cls.__module__.partition(".")[0] in (*_KNOWN, "builtins"):
             continue
         for method in vars(cls).values():

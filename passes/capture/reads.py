@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import re
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import torch
 
 from quire.passes.capture.facts import compiled
 
@@ -19,7 +22,7 @@ _IMPORT = re.compile(r"G\['__import_(\w+)'\]")
 _OURS = re.compile(r"G\['(__import_(quire_dot_|torch_dot__|builtins)|__builtins_dict|(?!__import_))")
 #: Memory that quire owns, which holds no settings.
 _PLACES = re.compile(r"self\.places\b")
-_PLAIN = frozenset((bool, int, float, str))
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _ABSENT, _KEYS = "NOT_PRESENT_IN_GENERIC_DICT", ("DICT_KEYS", "MAPPING_KEYS", "SET_CONTAINS")  # types of guards
 
 
@@ -80,6 +83,8 @@ class Reads:
             name = shown + what
             if what.startswith(" has "):
                 fact: Any = what[5:] in getattr(held, "__dict__", ())
+            elif isinstance(held, tuple) and _is_constant(held):
+                fact = held
             elif isinstance(held, (list, tuple)):
                 name, fact = f"{name} length", len(held)
             elif isinstance(held, (dict, set, frozenset)):
@@ -87,11 +92,18 @@ class Reads:
             elif isinstance(held, types.ModuleType):
                 continue
             else:
-                fact = held if held is None or callable(held) or type(held) in _PLAIN else type(held)
+                fact = held if callable(held) or _is_constant(held) else type(held)
             while name in found:  # two hooks of one module
                 name += "'"
             found[name] = fact
         return found
+
+
+def _is_constant(held: Any) -> bool:
+    """Whether Dynamo compares it as a whole, and reads nothing inside."""
+    if isinstance(held, tuple):
+        return all(map(_is_constant, held))
+    return type(held) in _PLAIN or isinstance(held, (enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
 @functools.lru_cache(maxsize=4096)

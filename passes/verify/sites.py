@@ -189,9 +189,9 @@ def _verify_config(sites: Sequence[AttentionSite], config: Any) -> None:
                 f"{found}Under attn_implementation='eager' this class writes its attention out by hand; with its default it "
                 "may be served: model.set_attn_implementation('sdpa'), or load it without attn_implementation.")
         raise UnsupportedAttention(
-            f"{found}The rest either attends in a way that quire does not see (neither by transformers' attention interface nor "
-            "F.scaled_dot_product_attention, nor written out as softmax(q @ k.mT * scale + mask) @ v) or is not attention (SSM, "
-            "convolution, linear attention); or, if layers were added or removed, the config does not say so.")
+            f"{found}The rest either attends in a way that quire does not see (neither by transformers' attention interface "
+            "nor F.scaled_dot_product_attention, nor written out as softmax(q @ k.mT * scale + mask) @ v) or is not attention "
+            "(SSM, convolution, linear attention); or, if layers were added or removed, the config does not say so.")
     cap = getattr(text, "attn_logit_softcapping", None)
     if cap and any(s.softcap is None for s in sites):
         raise UnsupportedAttention(f"{kind} is configured with attn_logit_softcapping={cap}, but this version of transformers "
@@ -208,9 +208,10 @@ def _verify_config(sites: Sequence[AttentionSite], config: Any) -> None:
         if kind_of == "sliding_attention" and s.window is None:
             raise UnsupportedAttention(f"layer {s.layer} ({s.name}) is a sliding_attention layer, but its window did not "
                                        "reach the attention call")
-        if kind_of == "sliding_attention" and isinstance(window, int) and s.window != window and s.route == "interface":
+        of_mask = window if kind_of == "sliding_attention" or not types else None  # transformers makes the mask by the config
+        if s.route == "interface" and s.window is not None and s.window != of_mask and not isinstance(of_mask, (list, tuple)):
             raise UnsupportedAttention(f"layer {s.layer} ({s.name}) attends with window {s.window}, and transformers makes its "
-                                       f"mask by the config's sliding_window={window}; make both equal")
+                                       f"mask by the config's sliding_window={of_mask}; make both equal")
         if kind_of == "chunked_attention" and s.chunk is None:
             raise UnsupportedAttention(f"layer {s.layer} ({s.name}) is a chunked_attention layer, but its chunk is unknown")
 

@@ -40,6 +40,19 @@ def test_changes_that_are_seen(which: str) -> None:
         assert torch.equal(places, torch.stack([p.detach() * f for f, p in enumerate(originals, 1)]).double())
 
 
+def test_originals_whose_memory_is_replaced_twice() -> None:
+    original, alike = torch.nn.Parameter(torch.ones(64, 64)), 0
+    copies = Copies([original], [torch.empty(64, 64)])
+    for _ in range(20):
+        address = original.data_ptr()
+        for _ in range(2):
+            original.data = original.detach() * 2
+        assert copies.is_behind()
+        copies.refresh(everything=False)
+        alike += address == original.data_ptr()
+    assert alike, "no memory was used again, so nothing was tried"
+
+
 def test_originals_without_a_counter() -> None:
     """Made in inference mode they have none, and may get other memory, or swap with one that has; as may the others."""
     with torch.inference_mode():

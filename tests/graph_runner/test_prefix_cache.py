@@ -230,6 +230,26 @@ def test_weights_that_change_while_requests_run(lasting, groups) -> None:
         assert tokens(engine.generate(groups[:2], replace(GREEDY, max_tokens=5))) == expected
 
 
+@pytest.mark.parametrize("replaced", ["parameter", "data"])
+def test_weights_that_are_replaced_twice(replaced) -> None:
+    """The second new tensor often has the memory of the first one, and no more changes in place."""
+    model = torch.nn.Linear(64, 64)
+    cache, alike = PrefixCache(BlockAllocator(4), 4, model, lasting=True), 0
+    for _ in range(20):
+        address, epoch = model.weight.data_ptr(), cache.epoch
+        for _ in range(2):
+            new = model.weight.detach() * 2
+            if replaced == "data":
+                model.weight.data = new
+            else:
+                model.weight = torch.nn.Parameter(new)
+            del new
+        cache.follow_weights()
+        assert cache.epoch > epoch
+        alike += address == model.weight.data_ptr()
+    assert alike, "no memory was used again, so nothing was tried"
+
+
 def test_tensors_beside_parameters_and_buffers(groups) -> None:
     """A steering vector: a tensor that a hook holds, or another attribute of a module. Pages kept with the old one are not
     read."""

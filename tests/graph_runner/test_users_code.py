@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import logging
 import types
@@ -31,6 +32,10 @@ SHORT = replace(GREEDY, max_tokens=8, ignore_eos=True)
 OPTIONS: dict[str, Any] = dict(num_pages=40, max_num_seqs=4, cudagraph_capture_sizes=[])
 BATCH = dict(input_ids=torch.tensor([[0, 5, 6, 7], [9, 3, 11, 12]]), attention_mask=torch.tensor([[0, 1, 1, 1], [1] * 4]))
 FACTORS = [1.0]
+
+
+class Mode(enum.Enum):
+    SUM, FIRST = 1, 2
 
 
 @pytest.fixture
@@ -90,6 +95,21 @@ def test_settings_inside_objects(model: Any, monkeypatch: pytest.MonkeyPatch, ca
         runner, hook.settings.note, mlp.act_fn.options.note = engine.runner, 3, [1]
         assert tokens(engine.generate(IDS, SHORT)) == [seen[-1]] and engine.runner is runner
         assert_idle(engine)
+
+
+def test_constants_inside_objects(model: Any) -> None:
+    """Values that Dynamo compares as a whole: an enum's member, a tuple, a dtype, in an object that a hook reads."""
+    held, added = SimpleNamespace(mode=Mode.SUM, factors=(1.0,), dtype=torch.float32), torch.randn(model.config.hidden_size)
+
+    def hook(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        out = (out + added if held.mode is Mode.SUM else out - added) * held.factors[0]
+        return out.to(held.dtype).float()
+
+    model.model.layers[0].register_forward_hook(hook)
+    with Engine(model, **OPTIONS) as engine:
+        for name, value in (("mode", Mode.SUM), ("mode", Mode.FIRST), ("factors", (-3.0,)), ("dtype", torch.bfloat16)):
+            setattr(held, name, value)
+            assert engine.generate([IDS], SHORT)[0].token_ids == expected(model), name
 
 
 def test_attention_functions_that_would_be_replaced(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +199,51 @@ def test_masks_by_position_would_be_lost(kind: Any, what: str, model: Any) -> No
     model.__class__ = kind
     with pytest.raises(UnsupportedAttention, match=f"{kind.__name__}.forward passes {what} to transformers' mask functions"):
         Engine(model, **OPTIONS)
+
+
+class Older(llama.LlamaDecoderLayer):
+    """As Gemma 2's layer was: a window of its own in the mask that transformers made."""
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        if attention_mask is not None:
+            attention_mask = attention_mask.masked_fill(torch.ones_like(attention_mask, dtype=torch.bool).tril(-4), -torch.inf)
+        return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
+
+
+class HandsOn(llama.LlamaDecoderLayer):
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        return super().forward(hidden_states * 2, attention_mask=attention_mask, **kwargs)
+
+
+def change_mask(module, args, kwargs):
+    return args, {**kwargs, "attention_mask": None}
+
+
+def test_layers_masks_that_would_be_lost(model: Any) -> None:
+    """transformers hands each layer the mask that it made; under quire's attention it makes none."""
+    layer = model.model.layers[0]
+    layer.__class__ = HandsOn
+    with Engine(model, **OPTIONS) as engine:
+        assert engine.generate([IDS], SHORT)[0].token_ids == expected(model)
+    layer.__class__ = Older
+    with pytest.raises(UnsupportedAttention, match="Older.forward reads or changes the attention_mask"):
+        Engine(model, **OPTIONS)
+    layer.__class__ = llama.LlamaDecoderLayer
+    handle = layer.register_forward_pre_hook(change_mask, with_kwargs=True)
+    with pytest.raises(UnsupportedAttention, match="change_mask reads or changes the attention_mask"):
+        Engine(model, **OPTIONS)
+    handle.remove()
+    Engine(model, **OPTIONS).close()
+
+
+def test_a_window_that_the_mask_has_not(model: Any) -> None:
+    """transformers masks by the config; its flash attention would take the module's."""
+    config = Gemma3TextConfig(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                              num_key_value_heads=2, head_dim=16, layer_types=["full_attention", "full_attention"])
+    other = Gemma3ForCausalLM(config).eval()
+    other.model.layers[1].self_attn.sliding_window = 4
+    with pytest.raises(UnsupportedAttention, match="attends with window 4, and transformers makes its mask by the config's"):
+        Engine(other, **OPTIONS)
 
 
 def test_arguments_of_masks_that_a_later_transformers_adds(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
