@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import nn
 from torch.nn import functional as F
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM, TemperatureLogitsWarper, masking_utils
@@ -424,7 +425,8 @@ def test_a_forward_that_wraps_the_classs(asks: str, model: Any) -> None:
     (lambda model, patch: setattr(model, "__class__", Weighed), {}, "Weighed.forward reads attention_mask"),
     (lambda model, patch: patch.setattr(TemperatureLogitsWarper, "__call__", lambda self, ids, scores: -scores), dict(
         do_sample=True, top_k=1, temperature=0.5), "TemperatureLogitsWarper.__call__ is the model's own"),
-], ids=["mask of 2", "mask of 0.5", "forward reads the mask", "a warper patched"])
+    (lambda model, patch: cpu_offload(model), {}, "its weights are on the meta device"),
+], ids=["mask of 2", "mask of 0.5", "forward reads the mask", "a warper patched", "offloaded"])
 def test_generate_falls_back(change: Any, options: dict[str, Any], reason: str, model: Any, monkeypatch: pytest.MonkeyPatch
                              ) -> None:
     if change is not None:
