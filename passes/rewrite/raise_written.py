@@ -85,7 +85,6 @@ def insert(written: Written) -> fx.Node:
         return x if value(x).dtype == dtype else call("to", x, dtype)
 
     with graph.inserting_before(last):
-        # As transformers' flash attention of these models: scores of a half-precision model are computed in float32.
         k = _transposed(written.keys)
         q, k = (cast(x, value(v).dtype) for x in (written.q, call("transpose", written.keys, -1, -2) if k is None else k))
         for factor, divides in written.factors:
@@ -132,7 +131,8 @@ def _of(softmax: fx.Node) -> Written | None:
         name = torch_name(reader)
         if name in _PRODUCTS:
             found.last = reader
-            return found if len(reader.args) == 2 and _rows_of(reader, *reader.args) else None
+            plain = len(reader.args) == 2 and not reader.kwargs and _rows_of(reader, *reader.args)
+            return found if plain and _dtypes_fit(found, reader.args[1]) else None
         if name == "dropout":
             given = named_arguments(reader, ("input", "p", "training", "inplace"))
             found.dropout += _number(given.get("p", 0.5)) if given.get("training", True) is not False else 0.0
@@ -188,7 +188,8 @@ def _chosen(node: fx.Node, condition: Any, scores: Any, low: Any, holds: bool) -
     must hide them whatever they are: one that is added to them is a bias, one that replaces them is not."""
     number = _number(low)
     if isinstance(low, fx.Node) and (place := _CONSTANTS.get(torch_name(low))) is not None and len(low.args) > place:
-        number = _number(low.args[place])
+        changed = any(torch_name(user) not in ("where", "masked_fill") for user in low.users)
+        number = math.nan if changed else _number(low.args[place])
     if not is_tensor(condition) or not number <= torch.finfo(value(node).dtype).min / 2:
         return None
     if (found := _then(node, scores)) is not None:
@@ -228,6 +229,12 @@ def _transposed(x: fx.Node) -> fx.Node | None:
     return of if isinstance(of, fx.Node) and (swaps or (name == "getattr" and x.args[1] == "mT")) else None
 
 
+def _dtypes_fit(found: Written, v: Any) -> bool:
+    """Whether q and k have the dtype of v, or are the float32 of a half-precision model, whose cache has v's dtype."""
+    of_q, of_k, of_v = (value(x).dtype for x in (found.q, found.keys, v))
+    return of_q == of_k and (of_q == of_v or (of_q == torch.float32 and of_v in (torch.float16, torch.bfloat16)))
+
+
 def _then(node: fx.Node, scores: Any) -> Written | None:
     """``_scores`` of what ``node`` changes by elements."""
     return _scores(scores) if is_tensor(scores) and same_shape(value(scores).shape, value(node).shape) else None
@@ -249,5 +256,5 @@ def _number(arg: Any) -> float:
     try:
         number = constant(arg)
     except ValueError:
-        return float("nan")
-    return float(number) if isinstance(number, (int, float)) and not isinstance(number, bool) else float("nan")
+        return math.nan
+    return float(number) if isinstance(number, (int, float)) and not isinstance(number, bool) else math.nan

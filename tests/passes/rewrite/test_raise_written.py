@@ -177,13 +177,24 @@ def of_two_orders(q, k, v, see):
     return (k @ q.mT + hidden(see)).softmax(-2).mT.softmax(-1) @ v
 
 
+def low_changed(q, k, v, see):
+    low = torch.tensor(-math.inf)
+    low.fill_(0.0)
+    return torch.where(see, q @ k.mT, low).softmax(-1) @ v
+
+
+def narrower_than_values(q, k, v, see):
+    return (q.half() @ k.half().mT).float().masked_fill(~see, -math.inf).softmax(-1) @ v
+
+
 def active_dropout(q, k, v, see):
     return F.dropout((q @ k.mT + hidden(see)).softmax(-1), 0.1, training=True) @ v
 
 
 @pytest.mark.parametrize("attend", [
     replaced_by_zero, replaced_by_scores, not_low, a_bias, other_sink, over_queries, capped, weights_read_twice, extreme,
-    negative, low_in_half, low_in_half_alone, more_value_heads, of_two_orders, active_dropout])
+    negative, low_in_half, low_in_half_alone, more_value_heads, of_two_orders, low_changed,
+    narrower_than_values, active_dropout])
 def test_refused(attend: Attend) -> None:
     graph = trace(model(attend))  # the plain way works
     with pytest.raises(UnsupportedAttention):
