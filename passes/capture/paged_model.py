@@ -275,13 +275,15 @@ class PagedModel:
         return self.graph.sites
 
     def other_tensors(self) -> list[torch.Tensor | None]:
-        """Other tensors than parameters and buffers that the graph reads, as they are now; None for one that is gone."""
-        found = [self.reads.now(source_name(node)) for node in self._other_inputs]
+        """Other tensors than parameters and buffers that the graph reads, as they are now; None for one that is gone, or made
+        for each call, of a NumPy array say: its changes are not counted."""
+        found = [self.reads.now(source_name(node)) if is_stored(node) else None for node in self._other_inputs]
         return [x for x in found if x is None or isinstance(x, torch.Tensor)]
 
     @functools.cached_property
     def _other_inputs(self) -> list[fx.Node]:
-        return [node for node in placeholders(self.graph.gm.graph) if is_stored(node) and not is_module_tensor(node)]
+        return [node for node in placeholders(self.graph.gm.graph) if not is_module_tensor(node) and (
+            is_stored(node) or (isinstance(value(node), torch.Tensor) and not source_name(node).startswith("L[")))]
 
     @property
     def num_logits(self) -> int:

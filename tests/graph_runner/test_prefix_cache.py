@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -274,6 +275,17 @@ def test_tensors_beside_parameters_and_buffers(groups) -> None:
         first.shift = torch.randn(256)
         check()
         assert engine.runner is runner
+
+
+def test_an_array_of_numpy_that_a_hook_reads(groups) -> None:
+    """Nobody counts its changes, so that no pages are kept."""
+    changing, held = load_model(num_layers=1), {"factor": np.ones(256, np.float32)}
+    changing.model.layers[0].register_forward_hook(lambda module, inputs, output: output * torch.from_numpy(held["factor"]))
+    with Engine(changing, **OPTIONS, enable_prefix_caching=True) as engine:
+        for factor in (1, -2, 3):
+            held["factor"] *= factor
+            expected = [hf_greedy(changing, p, 5) for p in groups[:2]]
+            assert tokens(engine.generate(groups[:2], replace(GREEDY, max_tokens=5))) == expected
 
 
 def test_what_is_not_found_is_never_taken_for_the_same() -> None:
