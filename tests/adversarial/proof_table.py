@@ -42,6 +42,14 @@ SECTIONS = {
     "Masks": [
         Row("depends on token ids: compared, looked up in a table, hashed", "refused", _masks(
             "ids above 40", "kinds by id", "hash of ids")),
+        Row("attention written out: with such masks; with others, biases, weights that are read again", "exact; refused", (
+            "passes/rewrite/test_raise_written::test_served", "passes/rewrite/test_raise_written::test_refused",
+            "passes/rewrite/test_raise_written::test_changes_in_place_between_are_refused")),
+        Row("numbers that are rounded on the way, arguments by name", "never wrong", (
+            "passes/rewrite/test_raise_sdpa::test_masks_that_are_easily_misread",)),
+        Row("a layer changes the mask that transformers made; a module has a window that it has not", "refused", (
+            "graph_runner/test_users_code::test_layers_masks_that_would_be_lost",
+            "graph_runner/test_users_code::test_a_window_that_the_mask_has_not")),
         Row("a window in a buffer of 0 to 3 dimensions", "exact", _masks(
             "window, 0-d buffer", "window, 2-d buffer", "window, 3-d buffer", outcome="exact")),
         Row("a window per head: other ones; all the same", "refused; exact", (
