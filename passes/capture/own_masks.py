@@ -4,6 +4,7 @@ layers get None for one."""
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import textwrap
@@ -94,7 +95,11 @@ def _given_masks(model: torch.nn.Module) -> Iterator[tuple[str, types.FunctionTy
     for module in parts.values():
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), vars(module).get("forward")]
         for hook in hooks:
+            while isinstance(hook, functools.partial):
+                hook = hook.func
             function = getattr(hook, "__func__", hook)
+            if callable(function) and not isinstance(function, types.FunctionType):
+                function = type(function).__call__
             if isinstance(function, types.FunctionType) and not is_code_of(function, *_KNOWN, "peft", "accelerate"):
                 yield function.__qualname__, function
 
