@@ -188,7 +188,7 @@ def _chosen(node: fx.Node, condition: Any, scores: Any, low: Any, holds: bool) -
     must hide them whatever they are: one that is added to them is a bias, one that replaces them is not."""
     number = _number(low)
     if isinstance(low, fx.Node) and (place := _CONSTANTS.get(torch_name(low))) is not None and len(low.args) > place:
-        changed = any(torch_name(user) not in ("where", "masked_fill") for user in low.users)
+        changed = not value(low).is_floating_point() or any(torch_name(u) not in ("where", "masked_fill") for u in low.users)
         number = math.nan if changed else _number(low.args[place])
     if not is_tensor(condition) or not number <= torch.finfo(value(node).dtype).min / 2:
         return None

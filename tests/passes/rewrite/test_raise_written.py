@@ -183,6 +183,10 @@ def low_changed(q, k, v, see):
     return torch.where(see, q @ k.mT, low).softmax(-1) @ v
 
 
+def low_of_another_dtype(q, k, v, see):
+    return torch.where(see, q @ k.mT, torch.tensor(-math.inf, dtype=torch.bool)).softmax(-1) @ v
+
+
 def narrower_than_values(q, k, v, see):
     return (q.half() @ k.half().mT).float().masked_fill(~see, -math.inf).softmax(-1) @ v
 
@@ -193,7 +197,7 @@ def active_dropout(q, k, v, see):
 
 @pytest.mark.parametrize("attend", [
     replaced_by_zero, replaced_by_scores, not_low, a_bias, other_sink, over_queries, capped, weights_read_twice, extreme,
-    negative, low_in_half, low_in_half_alone, more_value_heads, of_two_orders, low_changed,
+    negative, low_in_half, low_in_half_alone, more_value_heads, of_two_orders, low_changed, low_of_another_dtype,
     narrower_than_values, active_dropout])
 def test_refused(attend: Attend) -> None:
     graph = trace(model(attend))  # the plain way works
