@@ -29,6 +29,7 @@ from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
 from quire.passes.fx import is_module_tensor, is_stored, placeholders, source_name, symbolic, translator, value, with_own_code
 
+_POSITIONS = re.compile(r"position_ids|cache_position")  # in the names of inputs of transformers' models
 TRACED_TOKENS = 23  # of a row that stands for any length; not 0 or 1, and no usual size of another dimension
 
 
@@ -175,7 +176,8 @@ class AnyLength:
         self._row = sizes[str(tokens)]
         of_row = next(name for name, x in known.items() if isinstance(x, torch.Tensor) and str(tokens) in map(str, x.shape))
         like = next(value(n) for n in placeholders(static.graph) if source_name(n) == of_row)
-        self._outputs = self._match(static, gm, str(like.shape[self._row[1]]) if length is None else str(length))
+        self._theirs = str(like.shape[self._row[1]]) if length is None else str(length)
+        self._outputs = self._match(static, gm)
 
     def num_tokens(self, args: Sequence[Any]) -> int:
         """Length of the row in a call of the static graph."""
@@ -202,8 +204,8 @@ class AnyLength:
         index, dim = sizes[symbol]
         return self._read[index](args).shape[dim]
 
-    def _match(self, static: fx.GraphModule, gm: fx.GraphModule, length: str) -> list[list[int]]:
-        """For each output, its dimensions over tokens, which are ``length`` there. Raises UnsupportedAttention."""
+    def _match(self, static: fx.GraphModule, gm: fx.GraphModule) -> list[list[int]]:
+        """For each output, its dimensions over tokens. Raises UnsupportedAttention."""
         ours, theirs = (g.graph.output_node().args[0] for g in (gm, static))
         if len(ours) != len(theirs):  # type: ignore[arg-type]
             raise self._different(f"{len(theirs)} outputs, not {len(ours)}")  # type: ignore[arg-type]
@@ -212,7 +214,7 @@ class AnyLength:
             x, y = value(mine), value(other)
             shape = list(x.shape) if isinstance(x, torch.Tensor) else [x]
             dims = [d for d, size in enumerate(shape) if str(size) == str(self.tokens)]
-            mapped = [length if d in dims else str(size) for d, size in enumerate(shape)]
+            mapped = [self._theirs if d in dims else str(size) for d, size in enumerate(shape)]
             if isinstance(x, torch.Tensor) != isinstance(y, torch.Tensor) \
                     or mapped != list(map(str, y.shape if isinstance(y, torch.Tensor) else [y])) \
                     or getattr(x, "dtype", None) != getattr(y, "dtype", None):
@@ -234,8 +236,10 @@ class AnyLength:
         return [read(args) for read in self._read]
 
     def compare(self, static: fx.GraphModule, gm: fx.GraphModule, args: Sequence[Any]) -> None:
-        """Run both graphs, unpaged, on the inputs of a call of ``static``: a model may branch on the length of its row, and
-        Dynamo takes lengths other than 1 for granted in a graph for any. Raises UnsupportedAttention if the numbers differ."""
+        """Run both graphs, unpaged, on the inputs of a call of ``static``. A model may branch on the length of its row, and
+        Dynamo takes lengths other than 1 for granted in a graph for any; or it may use attention weights, which transformers'
+        eager attention returns and quire's does not. Raises UnsupportedAttention if the numbers differ."""
+        args = self._one_sequence(static, args)
         with torch.no_grad():
             own, other = (contextvars.Context().run(g.forward, *_copies(g, given))  # with no step in progress
                           for g, given in ((static, args), (gm, self.inputs(args))))
@@ -245,10 +249,28 @@ class AnyLength:
             rounding = max(1e-4, 8 * torch.finfo(x.dtype).eps) * x.nan_to_num(0.0, 0.0, 0.0).abs().max()
             same = (x == y) | (x.isnan() & y.isnan()) | ((x - y).abs() <= rounding)
             if not bool(same.all()):
+                if self._theirs != "1":
+                    raise self._different("one sequence has other outputs. Does its forward use the attention weights, or branch "
+                                          "on the length of its input?")
                 raise UnsupportedAttention(
                     "the model computes something else for a row of one token than for longer ones: its forward branches on "
                     "the length of its input. A packed row has the tokens of several sequences, so that its length means "
                     "nothing to them; let the forward branch on position_ids, or not at all.")
+
+    def _one_sequence(self, static: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
+        """The tokens of a call as one sequence, which both graphs attend to alike: a packed row is none. Not more tokens than a
+        comparison needs, if the graph takes any number."""
+        tokens, found = self.num_tokens(args), []
+        if not self._theirs.isdigit():
+            tokens = min(tokens, TRACED_TOKENS)
+        for node, given in zip(placeholders(static.graph), args, strict=True):
+            if isinstance(given, torch.Tensor) and not is_module_tensor(node):
+                for dim, size in enumerate(value(node).shape):
+                    given = given.narrow(dim, 0, tokens) if str(size) == self._theirs else given
+                if _POSITIONS.search(source_name(node)):
+                    given = torch.arange(tokens, dtype=given.dtype, device=given.device).expand(given.shape)
+            found.append(tokens if str(value(node)) == self._theirs else given)
+        return found
 
     def outputs(self, out: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs that the static graph would have."""

@@ -132,8 +132,9 @@ class TracedGraph:
         if self._other is not None:
             graph, adapter = self._other
             check_step(step, adapter.num_tokens(args))
-            if adapter.length is not None and not self._compared:
-                AnyLength(self.gm, graph.gm, graph._query.shape[2], None).compare(self.gm, graph.gm, args)
+            if not self._compared:
+                whole = AnyLength(self.gm, graph.gm, graph._query.shape[2], None)  # without the padding of one token
+                whole.compare(self.gm, graph.gm, args)
                 self._compared = True
             return adapter.outputs(graph.run_paged(adapter.step(step), *adapter.inputs(args)))
         compiled = self.compiled(step)

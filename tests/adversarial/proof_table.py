@@ -119,6 +119,8 @@ SECTIONS = {
             "graph_runner/test_users_code::test_reasons")),
         Row("steps of one token by hand", "exact", ("passes/test_step::test_steps_of_one_token",
                                                     "zoo/test_zoo::test_greedy_by_hand")),
+        Row("steps by the interface of a layer that uses eager attention's weights", "refused", (
+            "passes/capture/test_retrace::test_attention_weights_that_a_layer_uses_are_not_dropped",)),
         Row("uncompiled steps of models with positions of their own", "refused", (
             "adversarial/test_positions::test_uncompiled_steps_of_models_with_own_positions_are_refused",)),
         Row("what an uncompiled forward reads changes between steps; so do hooks, by hand", "proved again", (

@@ -69,6 +69,40 @@ def test_eager_attention_is_served_by_the_interface() -> None:
         torch.testing.assert_close(called(input_ids=ids, use_cache=False).logits, model(input_ids=ids, use_cache=False).logits)
 
 
+def test_a_packed_row_of_eager_attention() -> None:
+    """The trace by the interface is compared with the model's own on one sequence, not on a row that packs several."""
+    model = made("gemma2")
+    called = compiled(model)
+    ids = torch.randint(3, 64, (11,), generator=torch.Generator().manual_seed(1))
+    cache = PagedKVCache.for_sites(sites_of("gemma2"), num_pages=9, page_size=4, device="cpu")
+    for lengths in ([4, 7], [1, 1, 3], [1, 1]):
+        meta = CommonAttentionMetadata.build(lengths, lengths, [[3, 1], [2, 5], [4, 0]][: len(lengths)], page_size=4)
+        row = ids[: sum(lengths)]
+        with torch.no_grad(), step(cache, meta):
+            got = called(input_ids=row[None], position_ids=meta.positions[None], use_cache=False).logits[0]
+        with torch.no_grad():
+            want = torch.cat([model(input_ids=x[None], use_cache=False).logits[0] for x in row.split(lengths)])
+        assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+@pytest.mark.parametrize("lengths", [[5], [4, 7]])
+def test_attention_weights_that_a_layer_uses_are_not_dropped(lengths: list[int]) -> None:
+    """Eager attention returns them, quire's does not: what the layer then does is something else."""
+    model = made("gemma2")
+    attention = type(model.model.layers[0].self_attn)
+
+    class Uses(attention):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out, weights = super().forward(*args, **kwargs)
+            if weights is not None:  # how sharp the attention is; of a first token nothing
+                out = out + (weights * (1 - weights)).sum((1, 3))[..., None] * torch.arange(out.shape[-1])
+            return out, weights
+
+    model.model.layers[0].self_attn.__class__ = Uses
+    with pytest.raises(UnsupportedAttention, match="other outputs. Does its forward use the attention weights"):
+        run(model, compiled(model), lengths)
+
+
 def test_a_mask_of_the_call_is_not_dropped() -> None:
     model = made("gemma2")
 
