@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import multiprocessing
 import os
 import signal
@@ -27,12 +28,16 @@ class Ended(RuntimeError):
 
 
 class Worker:
-    """A process that runs ``function`` on what it is sent."""
+    """A process that runs ``function`` on what it is sent. Of several GPUs that CUDA_VISIBLE_DEVICES names, process ``number``
+    has another one as its first than the process before."""
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
+    def __init__(self, function: Callable[[Any], Any], number: int = 0) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(other, function), daemon=True)
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        first = number % len(gpus)
+        visible = ",".join(gpus[first:] + gpus[:first])
+        self.process = context.Process(target=_serve, args=(other, function, visible), daemon=True)
         self.process.start()
         self.ready = False
         other.close()
@@ -66,7 +71,9 @@ class Worker:
         self.process.join(10)
 
 
-def _serve(pipe: Any, function: Callable[[Any], Any]) -> None:
+def _serve(pipe: Any, function: Callable[[Any], Any], gpus: str) -> None:
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # CUDA reads it when it is first used
     os.setsid()
     with suppress(EOFError):
         pipe.send(True)
@@ -93,6 +100,7 @@ def work_off(tasks: Sequence[Task], function: Callable[[Task], Answer], take: Ca
             take(task, function(task))
         return
     left, lock, hung = collections.deque(tasks), threading.Lock(), collections.Counter[Any]()
+    numbers = itertools.count()
 
     def lane() -> None:
         worker: Worker | None = None
@@ -106,7 +114,7 @@ def work_off(tasks: Sequence[Task], function: Callable[[Task], Answer], take: Ca
                     with lock:
                         take(task, failed(task, f"left out: {HANGS} others of {group(task)} took more than {each:.0f} s"))
                     continue
-                worker = worker or Worker(function)
+                worker = worker or Worker(function, next(numbers))
                 try:
                     answer = worker.call(task, until, each)
                 except Ended as error:

@@ -250,16 +250,16 @@ class AnyLength:
             same = (x == y) | (x.isnan() & y.isnan()) | ((x - y).abs() <= rounding)
             if not bool(same.all()):
                 if self._theirs != "1":
-                    raise self._different("one sequence has other outputs. Does its forward use the attention weights, or branch "
-                                          "on the length of its input?")
+                    raise self._different("one sequence has other outputs. Does its forward use the attention weights, or "
+                                          "branch on the length of its input?")
                 raise UnsupportedAttention(
                     "the model computes something else for a row of one token than for longer ones: its forward branches on "
                     "the length of its input. A packed row has the tokens of several sequences, so that its length means "
                     "nothing to them; let the forward branch on position_ids, or not at all.")
 
     def _one_sequence(self, static: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
-        """The tokens of a call as one sequence, which both graphs attend to alike: a packed row is none. Not more tokens than a
-        comparison needs, if the graph takes any number."""
+        """The tokens of a call as one sequence, which both graphs attend to alike: a packed row is none. Of a graph that takes
+        any number no more than a comparison needs."""
         tokens, found = self.num_tokens(args), []
         if not self._theirs.isdigit():
             tokens = min(tokens, TRACED_TOKENS)

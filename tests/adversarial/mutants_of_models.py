@@ -50,7 +50,7 @@ MUTANTS = [
          "    if left or refusals:"),
         ("positions made by the model", "passes/rewrite/test_raise_sdpa::test_positions_made_by_the_model_are_refused",
          'if node.op.startswith("call") and node.users and long_as_row(node) and made:'),
-        ("a window that the mask has not", "graph_runner/test_users_code::test_a_window_that_the_mask_has_not",
+        ("a window that the mask has not", "passes/capture/test_own_masks::test_a_window_that_the_mask_has_not",
          'if s.route == "interface" and s.window is not None and s.window != of_mask and not isinstance('
          "of_mask, (list, tuple)):"),
         ("a layer attends once", "passes/test_backend::test_a_doubled_layer_is_refused", "    if doubled:"),
@@ -315,7 +315,7 @@ MUTANTS = [
          "if not [-bool(same.all())-]{+True+}:"),
         ("steps by the interface: compared on one sequence", "test_attention_weights_that_a_layer_uses_are_not_dropped",
          "    tokens = [-min(tokens, TRACED_TOKENS)-]{+1+}")),
-    *of("passes/capture/own_masks.py", "tests/graph_runner/test_users_code.py::{}",
+    *of("passes/capture/own_masks.py", "tests/passes/capture/test_own_masks.py::{}",
         ("masks of layers", "test_layers_masks_that_would_be_lost", "        if _reads_mask(function):\n"),
         ("arguments of mask functions: unknown ones", "test_arguments_of_masks_that_a_later_transformers_adds",
          '                if p.kind is not p.VAR_KEYWORD[-} - _ALLOWED-]{+ and p.name == "and_mask_function"}+}\n'),

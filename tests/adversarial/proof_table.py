@@ -48,8 +48,8 @@ SECTIONS = {
         Row("numbers that are rounded on the way, arguments by name", "never wrong", (
             "passes/rewrite/test_raise_sdpa::test_masks_that_are_easily_misread",)),
         Row("a layer changes the mask that transformers made; a module has a window that it has not", "refused", (
-            "graph_runner/test_users_code::test_layers_masks_that_would_be_lost",
-            "graph_runner/test_users_code::test_a_window_that_the_mask_has_not")),
+            "passes/capture/test_own_masks::test_layers_masks_that_would_be_lost",
+            "passes/capture/test_own_masks::test_a_window_that_the_mask_has_not")),
         Row("a window in a buffer of 0 to 3 dimensions", "exact", _masks(
             "window, 0-d buffer", "window, 2-d buffer", "window, 3-d buffer", outcome="exact")),
         Row("a window per head: other ones; all the same", "refused; exact", (
@@ -64,7 +64,7 @@ SECTIONS = {
             "passes/verify/test_masks::test_refused[written by an operation of a library]")),
         Row("random masks", "never wrong", ("adversarial/test_masks::test_many_random_masks",)),
         Row("an uncompiled forward with a mask of its own", "refused", (
-            "graph_runner/test_users_code::test_masks_that_would_be_lost",
+            "passes/capture/test_own_masks::test_masks_that_would_be_lost",
             "passes/capture/test_retrace::test_kinds_of_tokens_are_refused_in_an_uncompiled_step")),
     ],
     "Tokens meet in attention and nowhere else": [

@@ -69,7 +69,7 @@ def test_a_session_runs_every_gpu_test_once(tmp_path: Path) -> None:
 
 
 def test_the_whole_suite_on_several_gpus(tmp_path: Path) -> None:
-    """Every file once beside others and once alone, but for the kit, which has a GPU of its own."""
+    """Every file once beside others and once alone, but for the kit, which has GPUs of its own."""
     log = tmp_path / "log"
     (tmp_path / "bin").mkdir()
     for name, text in (("python", f'echo "$CUDA_VISIBLE_DEVICES: $*" >> {log}'), ("taskset", 'shift 2; exec "$@"')):
@@ -77,7 +77,7 @@ def test_the_whole_suite_on_several_gpus(tmp_path: Path) -> None:
         (tmp_path / "bin" / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PY": "python", "OUT": str(tmp_path / "out"),
            "CORES": "64"}
-    for gpus, expected in (("2", ["0", "0", "1,0"]), ("4", ["0,1", "2", "3,2"])):
+    for gpus, expected in (("2", ["0", "0", "1,0"]), ("3", ["0", "1", "2,1"]), ("4", ["0", "1,2", "3,2"])):
         log.unlink(missing_ok=True)
         subprocess.run([BENCHMARKS / "gpu_suite.sh"], env={**env, "GPUS": gpus}, check=True)
         calls = [line for line in log.read_text().splitlines() if "-m pytest" in line]

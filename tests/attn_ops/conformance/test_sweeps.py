@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from quire.attn_ops import registry
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.conformance import ops, page
 from quire.attn_ops.conformance.command import main
-from quire.attn_ops.conformance.lanes import work_off
+from quire.attn_ops.conformance.lanes import Worker, work_off
 from quire.attn_ops.conformance.report import check_backend, run_checks
 from quire.attn_ops.conformance.sweeps import SHAPES
 from quire.attn_ops.registry import get_backend, register_backend
@@ -237,3 +238,12 @@ def test_a_process_that_ends_fails_its_own_check_only() -> None:
              poisoned=lambda answer: False)
     assert found[50.0] == "took more than 0 s" and found[0.0] is None, "a hang fails alone"
     assert found[54.0] == "left out: 3 others of True took more than 0 s"
+
+
+def test_processes_share_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of several GPUs is the first one of as many processes, so that none is out of memory beside an idle one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    workers = [Worker(os.getenv, number) for number in range(3)]
+    assert [worker.call("CUDA_VISIBLE_DEVICES", None, 60) for worker in workers] == ["4,5", "5,4", "4,5"]
+    for worker in workers:
+        worker.end()
