@@ -267,7 +267,7 @@ class AnyLength:
             if isinstance(given, torch.Tensor) and not is_module_tensor(node):
                 for dim, size in enumerate(value(node).shape):
                     given = given.narrow(dim, 0, tokens) if str(size) == self._theirs else given
-                if _POSITIONS.search(source_name(node)):
+                if tokens > 1 and _POSITIONS.search(source_name(node)):
                     given = torch.arange(tokens, dtype=given.dtype, device=given.device).expand(given.shape)
             found.append(tokens if str(value(node)) == self._theirs else given)
         return found
