@@ -2,10 +2,10 @@
 
 GPT-J and other early models of transformers write it so, and users' modules do. ``find`` reads the chain from the product of
 q and k to that with v: numbers that scale the scores, masks (``+ mask``, ``where``, ``masked_fill``), views that add or remove
-a batch of one, softmax over keys, casts between floating dtypes, and dropout. Each step must have no other reader and change
-nothing in place. ``insert`` puts a call of F.scaled_dot_product_attention with the same result beside the chain;
-``raise_sdpa`` proves its mask, and only then puts it in the chain's place. What is not such a chain stays as it is, and is
-refused later: it mixes tokens.
+a batch of one, softmax over keys, dropout, and casts to dtypes that hold q's numbers, behind softmax v's: others round. Each
+step must have no other reader and change nothing in place. ``insert`` puts a call of F.scaled_dot_product_attention with the
+same result beside the chain; ``raise_sdpa`` proves its mask, and only then puts it in the chain's place. What is not such a
+chain stays as it is, and is refused later: it mixes tokens.
 
 The weight of a key that a mask hides is 0 either way: its score is at -inf, or half the least number of the scores' dtype or
 less is added or takes its place, and the query sees a key, itself under every mask that is proven (``verify/mask_proof.py``).
@@ -43,7 +43,7 @@ _CASTS = frozenset(("to", "float", "half", "bfloat16", "double", "type", "type_a
 _VIEWS = frozenset(("view", "reshape", "unsqueeze", "squeeze"))
 _PRODUCTS = frozenset(("matmul", "bmm"))
 _CONSTANTS = {"tensor": 0, "as_tensor": 0, "scalar_tensor": 0, "full": 1, "new_full": 2, "full_like": 1, "new_tensor": 1}
-_MOST = 1e6  # times or parts that the scores are scaled by
+_MOST = 1e6  # times or parts that the scores are scaled by, up to any step and from the first mask to any step
 #: The scores' dtype there, and a tensor that is added; or a condition, and what is added where it holds and where it does not.
 Mask = tuple[torch.dtype, fx.Node] | tuple[torch.dtype, fx.Node, float, float]
 
@@ -53,7 +53,8 @@ class Written:
     """A chain from the product of ``q`` and ``keys``, (..., S, D) and (..., D, S), to that with v: ``first`` to ``last``.
 
     Attributes:
-        scale: the product of the constants that scale the scores.  factors: other numbers that do, and whether they divide.
+        scale: the product of the constants that scale the scores.  behind: of those that come after a mask.
+        factors: other numbers that do, and whether they divide.
         masks: in the order of their use.
     """
 
@@ -62,6 +63,7 @@ class Written:
     first: fx.Node
     last: fx.Node
     scale: float = 1.0
+    behind: float = 1.0
     factors: list[tuple[fx.Node, bool]] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
     dropout: float = 0.0
@@ -123,16 +125,19 @@ def settle(written: Written, new: fx.Node, raised: bool) -> None:
 def _of(softmax: fx.Node) -> Written | None:
     scores, dim = argument(softmax, 0, "input"), argument(softmax, 1, "dim")
     found = _scores(scores) if is_tensor(scores) and dim in (-1, value(scores).dim() - 1) else None
-    node = softmax
-    while found is not None and value(node).is_floating_point() and not written_by(node):
+    if found is None or not _holds(softmax, found.q):
+        return None
+    node, dtypes = softmax, list[torch.dtype]()
+    while not written_by(node):
         reader = only_user(node)
         if reader is None or not is_tensor(reader) or argument(reader, 0, "input") is not node:
             return None
         name = torch_name(reader)
         if name in _PRODUCTS:
-            found.last = reader
+            found.last, v = reader, argument(reader, 1, "other")
             plain = len(reader.args) == 2 and not reader.kwargs and _rows_of(reader, *reader.args)
-            return found if plain and _dtypes_fit(found, reader.args[1]) else None
+            return found if plain and _dtypes_fit(found, v) and all(_as_precise(d, value(v).dtype) for d in dtypes) else None
+        dtypes.append(value(reader).dtype)
         if name == "dropout":
             given = named_arguments(reader, ("input", "p", "training", "inplace"))
             found.dropout += _number(given.get("p", 0.5)) if given.get("training", True) is not False else 0.0
@@ -148,8 +153,12 @@ def _scores(node: Any) -> Written | None:
             or not value(node).is_floating_point():
         return None
     name, args = torch_name(node), node.args
-    if name in _PRODUCTS or name == "baddbmm":
-        return _product(node, name)
+    found = _product(node, name) if name in _PRODUCTS or name == "baddbmm" else _changed(node, name, args)
+    return found if found is not None and _holds(node, found.q) else None
+
+
+def _changed(node: fx.Node, name: str, args: tuple[Any, ...]) -> Written | None:
+    """The chain up to ``node``, which changes scores by elements."""
     found: Written | None = None
     if name in _CASTS or (name in _VIEWS and _same_scores(args[0], node)):
         found = _scores(args[0])
@@ -174,13 +183,15 @@ def _scores(node: Any) -> Written | None:
 
 def _scaled(found: Written, factor: Any, divides: bool) -> Written | None:
     number = _number(factor)
-    if 1 / _MOST <= number <= _MOST and not any(mask[0] == torch.float16 for mask in found.masks):
-        found.scale *= 1 / number if divides else number
-    elif math.isnan(number) and not found.masks and (not is_tensor(factor) or value(factor).dim() == 0):
+    if number > 0 and not any(mask[0] == torch.float16 for mask in found.masks):
+        number = 1 / number if divides else number
+        found.scale *= number
+        found.behind *= number if found.masks else 1.0
+        return found if all(1 / _MOST <= x <= _MOST for x in (found.scale, found.behind)) else None
+    if math.isnan(number) and not found.masks and (not is_tensor(factor) or value(factor).dim() == 0):
         found.factors.append((factor, divides))
-    else:
-        return None
-    return found
+        return found
+    return None
 
 
 def _chosen(node: fx.Node, condition: Any, scores: Any, low: Any, holds: bool) -> Written | None:
@@ -238,6 +249,15 @@ def _dtypes_fit(found: Written, v: Any) -> bool:
 def _then(node: fx.Node, scores: Any) -> Written | None:
     """``_scores`` of what ``node`` changes by elements."""
     return _scores(scores) if is_tensor(scores) and same_shape(value(scores).shape, value(node).shape) else None
+
+
+def _as_precise(dtype: torch.dtype, as_dtype: torch.dtype) -> bool:
+    """Whether every number of ``as_dtype`` is one of ``dtype``, both of floats."""
+    return dtype == as_dtype or dtype == torch.float64 or (dtype == torch.float32 and as_dtype.itemsize < 4)
+
+
+def _holds(scores: fx.Node, q: fx.Node) -> bool:
+    return _as_precise(value(scores).dtype, value(q).dtype)
 
 
 def _same_scores(before: Any, after: fx.Node) -> bool:

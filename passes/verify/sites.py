@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -42,6 +43,9 @@ def site_of(node: fx.Node) -> AttentionSite:
     except ValueError as error:
         raise UnsupportedAttention(f"the attention call at {path or node.name} has an option that is not constant: {error}; "
                                    "compile with fixed options, e.g. after torch._dynamo.reset()") from error
+    if not 0 < options.get("scale", 1.0) < math.inf:
+        raise UnsupportedAttention(f"the attention call at {path or node.name} has scale {options['scale']}; quire serves "
+                                   "positive ones: multiply the query by another number before the call")
     if node.target is mla_attention:
         q, c, k_rope, kv_b = map(value, node.args)
         heads, dim, latent = int(q.shape[1]), int(q.shape[3]), Latent(int(c.shape[2]), int(k_rope.shape[2]))

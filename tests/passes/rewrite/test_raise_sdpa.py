@@ -130,6 +130,14 @@ def test_scale(scale) -> None:
     assert served(graph, model) <= TOLERANCE
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+def test_a_scale_that_is_not_positive_is_refused(scale: float) -> None:
+    """Kernels fold it into the exponent, and torch's own gives NaN with some masks."""
+    graph = trace(tiny(scale=scale))
+    with pytest.raises(UnsupportedAttention, match=f"has scale {scale}"):
+        _ = graph.sites
+
+
 # Repeated keys.
 
 

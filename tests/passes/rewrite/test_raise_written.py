@@ -160,7 +160,7 @@ def negative(q, k, v, see):
 def low_in_half(q, k, v, see):
     """The least float16, which a scale of 1e-6 brings among the scores."""
     scores = (q.half() @ k.half().mT + torch.where(see, 0.0, -65504.0).half()) * 1e-6
-    return scores.softmax(-1).to(v.dtype) @ v
+    return (scores.softmax(-1) @ v.half()).float()
 
 
 def low_in_half_alone(q, k, v, see):
@@ -191,6 +191,43 @@ def narrower_than_values(q, k, v, see):
     return (q.half() @ k.half().mT).float().masked_fill(~see, -math.inf).softmax(-1) @ v
 
 
+def scaled_away(q, k, v, see):
+    """Each number is ordinary, their product brings the least float32 among the scores."""
+    scores = q @ k.mT + hidden(see)
+    for _ in range(7):
+        scores = scores * 1e-6
+    return scores.softmax(-1) @ v
+
+
+def scaled_away_and_back(q, k, v, see):
+    scores = q @ k.mT * 1e6 + hidden(see)
+    return (scores * 1e-6 * 1e-6).softmax(-1) @ v
+
+
+def rounded_scores(q, k, v, see):
+    return ((q @ k.mT).bfloat16().float() + hidden(see)).softmax(-1) @ v
+
+
+def rounded_weights(q, k, v, see):
+    return (q @ k.mT + hidden(see)).softmax(-1).bfloat16().float() @ v
+
+
+def rounded_by_softmax(q, k, v, see):
+    return F.softmax(q @ k.mT + hidden(see), -1, dtype=torch.float16).float() @ v
+
+
+def rounded_to_eight_bits(q, k, v, see):
+    return (q @ k.mT + hidden(see)).softmax(-1).to(torch.float8_e4m3fn).float() @ v
+
+
+def rounded_to_integers(q, k, v, see):
+    return (q @ k.mT + hidden(see)).softmax(-1).int().float() @ v
+
+
+def bits_as_other_numbers(q, k, v, see):
+    return (((q.half() @ k.half().mT).view(torch.bfloat16).float() + hidden(see)).softmax(-1).half() @ v.half()).float()
+
+
 def active_dropout(q, k, v, see):
     return F.dropout((q @ k.mT + hidden(see)).softmax(-1), 0.1, training=True) @ v
 
@@ -198,7 +235,8 @@ def active_dropout(q, k, v, see):
 @pytest.mark.parametrize("attend", [
     replaced_by_zero, replaced_by_scores, not_low, a_bias, other_sink, over_queries, capped, weights_read_twice, extreme,
     negative, low_in_half, low_in_half_alone, more_value_heads, of_two_orders, low_changed, low_of_another_dtype,
-    narrower_than_values, active_dropout])
+    narrower_than_values, scaled_away, scaled_away_and_back, rounded_scores, rounded_weights, rounded_by_softmax,
+    rounded_to_eight_bits, rounded_to_integers, bits_as_other_numbers, active_dropout])
 def test_refused(attend: Attend) -> None:
     graph = trace(model(attend))  # the plain way works
     with pytest.raises(UnsupportedAttention):
