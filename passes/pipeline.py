@@ -76,6 +76,10 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
         if any_shape and str(shape[0]) != "1":
             raise UnsupportedAttention(f"attention site {site.layer} ({site.name}) calls attention with queries of shape "
                                        f"{shape} for one row of tokens; need (1, H, S, D)")
+        for x in map(value, node.args[1:3]):
+            if str(x.shape[0]) != str(shape[0]):
+                raise UnsupportedAttention(f"attention site {site.layer} ({site.name}) calls attention with keys or values of "
+                                           f"shape {tuple(x.shape)} for queries of shape {shape}; need one batch for all")
     if config is not None:
         use_given_positions(gm, tokens)
         if max_length is not None:

@@ -30,14 +30,13 @@ _MASK = "attention_mask"
 def check_masks(model: torch.nn.Module, read: Mapping[str, Any]) -> None:
     """Refuse a model whose masks are not transformers' own. ``read``: of ``Reads.values``: the functions that its code calls.
     Raises UnsupportedAttention, which names the function, or the code that passes one to it."""
-    functions = {name: f for name, f in read.items() if isinstance(f, types.FunctionType) and not is_code_of(f, *_KNOWN)}
-    for name, function in functions.items():
+    for name, function in _read_functions(read):
         if _MAKES_MASKS.fullmatch(name):
             raise UnsupportedAttention(f"{name} was replaced by {function.__qualname__}, which is not transformers' own. "
                                        "quire's attention builds no masks, so its mask would be lost; put transformers' back")
     changing = {p.name for f in _mask_makers() for p in inspect.signature(f).parameters.values()
                 if p.kind is not p.VAR_KEYWORD} - _ALLOWED
-    for where, function in (*functions.items(), *_own_methods(model)):
+    for where, function in own_functions(model, read):
         given = sorted(changing & strings_of(function.__code__)) or _by_position(function)
         if given:
             raise UnsupportedAttention(f"{where} passes {given[0]} to transformers' mask functions. quire's attention builds "
@@ -48,9 +47,21 @@ def check_masks(model: torch.nn.Module, read: Mapping[str, Any]) -> None:
                                        "quire's attention builds no masks, so it would get None; let it only hand the mask on")
 
 
+def own_functions(model: torch.nn.Module, read: Mapping[str, Any]) -> Iterator[tuple[str, types.FunctionType]]:
+    """The user's code that a trace may run: functions that it ``read``, and methods of modules."""
+    yield from _read_functions(read)
+    yield from _own_methods(model)
+
+
+def _read_functions(read: Mapping[str, Any]) -> Iterator[tuple[str, types.FunctionType]]:
+    for name, function in read.items():
+        if isinstance(function, types.FunctionType) and not is_code_of(function, *_KNOWN):
+            yield name, function
+
+
 def read_by_masks() -> frozenset[str]:
     """The names that the code of transformers' mask functions reads, fields of configs among them."""
-    return frozenset().union(*(strings_of(f.__code__) | _names(f.__code__) for f in _functions()))
+    return frozenset().union(*(strings_of(f.__code__) | names_of(f.__code__) for f in _functions()))
 
 
 def _functions() -> list[types.FunctionType]:
@@ -67,7 +78,7 @@ def _mask_makers() -> list[types.FunctionType]:
 def _by_position(function: types.FunctionType) -> list[str]:
     """Arguments of a mask function that a call in ``function`` passes by position and that are not allowed, or not known."""
     makers = {f.__name__: list(inspect.signature(f).parameters) for f in _mask_makers()}
-    if not makers.keys() & _names(function.__code__):
+    if not makers.keys() & names_of(function.__code__):
         return []
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -107,7 +118,7 @@ def _given_masks(model: torch.nn.Module) -> Iterator[tuple[str, types.FunctionTy
 def _reads_mask(function: types.FunctionType) -> bool:
     """Whether code does anything with ``attention_mask`` but hand it to another module's or attention's forward."""
     code = function.__code__
-    if not any(_MASK in part for part in (code.co_varnames, _names(code), strings_of(code))):
+    if not any(_MASK in part for part in (code.co_varnames, names_of(code), strings_of(code))):
         return False
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -152,7 +163,7 @@ def strings_of(code: types.CodeType) -> set[str]:
     return found
 
 
-def _names(code: types.CodeType) -> set[str]:
+def names_of(code: types.CodeType) -> set[str]:
     """Names of globals, attributes and closed-over variables that the code reads, nested functions included."""
     return {*code.co_names, *code.co_freevars}.union(
-        *(_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+        *(names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)))

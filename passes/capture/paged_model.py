@@ -37,6 +37,7 @@ from quire.passes.capture.hf_interface import interface_active, uses_interface
 from quire.passes.capture.in_float32 import InFloat32
 from quire.passes.capture.kept_trace import TraceFile
 from quire.passes.capture.lora import LoraPlaces, adapter_layers, adapters_per_token
+from quire.passes.capture.own_attention import ChosenByUser, check_callers, check_code
 from quire.passes.capture.own_masks import check_masks
 from quire.passes.capture.reads import Reads
 from quire.passes.capture.retrace import TRACED_TOKENS, Traced
@@ -110,14 +111,32 @@ class PagedModel:
         self._read_call: Callable[[Mapping[str, Any]], tuple[Any, ...]] | None = None  # of a graph from the disk
         try:
             with timed("trace"), contextlib.nullcontext() if as_it_is else evaluating(model):
-                self._compiled = self._trace()
+                self._compiled = self._traced_by_interface() or self._trace(False)
         except BaseException as error:
             self.close()
             if isinstance(error, UnsupportedAttention) and self.config is None and (hint := _wrapped(model)):
                 raise UnsupportedAttention(str(error).rstrip(".") + hint) from error
             raise
 
-    def _trace(self) -> Any:
+    def _traced_by_interface(self) -> Any:
+        """None: the model's attention does not go through transformers' interface, or not by transformers' choice alone."""
+        if self.config is None or not uses_interface(self.model):
+            return None
+        try:
+            check_code(self.model, {})
+            return self._trace(True)
+        except ChosenByUser as error:
+            logger.info("%s; traced with the functions that it has", error)
+            self._forget()
+            return None
+
+    def _forget(self) -> None:
+        """What was traced."""
+        if self._graph is not None:  # fusions may have moved parameters
+            self._graph.restore()
+        self._graph, self.reads, self._disk = None, Reads(), None
+
+    def _trace(self, by_interface: bool) -> Any:
         device = next(self.model.parameters()).device
         # Guards are dropped: one graph serves every batch shape. ``raise_graph`` refuses a trace whose guards mattered.
         forward, found = types.MethodType(with_own_code(type(self)._forward), self), weakref.ref(self)
@@ -136,7 +155,6 @@ class PagedModel:
         sampling = self._all_greedy(keep)
         for tensor, dim in ((ids, 1), (positions, 1), *((each, 0) for each in (keep, *sampling))):
             torch._dynamo.mark_dynamic(tensor, dim)
-        by_interface = self.config is not None and uses_interface(self.model)
         route = interface_active(self.model) if by_interface else contextlib.nullcontext()
         # Else Dynamo makes a symbol of every number that differs from the model traced before (its scale, its window).
         static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
@@ -164,6 +182,8 @@ class PagedModel:
             except Exception as error:
                 raise unwrapped(error, self.model, lambda: self.by_itself(ids[0], positions[0])) from error
             if by_interface:
+                check_callers(self.graph.gm.graph)
+                check_code(self.model, self.reads.values())
                 check_masks(self.model, self.reads.values())
             _ = self.sites  # verified here, not at the first step
             check_logits(self.model, self.num_logits)
@@ -184,9 +204,9 @@ class PagedModel:
                 _ = self.sites
         except Exception:
             logger.warning("the trace that is kept on disk cannot be used; the model is traced", exc_info=True)
-            if self._graph is not None:  # fusions may have moved parameters
-                self._graph.restore()
-            self._graph, self.reads = None, Reads()
+            disk = self._disk
+            self._forget()
+            self._disk = disk
             return False
         self._read_call = found.read
         return True

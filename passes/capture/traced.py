@@ -23,6 +23,8 @@ from quire.attn_ops.ops.small_linear import MAX_TOKENS
 from quire.attn_ops.registry import all_backends
 from quire.attn_ops.selection import Selection, select_backend, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, ensure_planned
+from quire.passes.capture.own_attention import check_callers, check_code, functions_beside
+from quire.passes.capture.own_masks import check_masks
 from quire.passes.capture.retrace import AnyLength, TracedCall, is_static
 from quire.passes.capture.side_effects import check_changes, note_changes
 from quire.passes.compile.ahead import CompileAhead, StepShape
@@ -196,11 +198,16 @@ class TracedGraph:
             config = model.config
             check_config(config)
             check_model(model)
+            beside = functions_beside(model)
+            check_code(model, beside)
+            check_masks(model, beside)
         call.trace(lambda gm, inputs: found.append(
             TracedGraph(gm, inputs, self.options, self.weights, config=config, any_shape=True, by_hand=True)), model)
         if not found:
             raise UnsupportedAttention(f"{call.code.co_name} could not be traced for rows of any length; give steps at "
                                        "least 2 tokens (metadata.padded), or use quire.Engine")
+        if model is not None:
+            check_callers(found[0].gm.graph)
         return found[0]
 
     @property

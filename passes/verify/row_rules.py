@@ -15,7 +15,22 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from quire.passes.fx import is_one, same_shape, symbolic
-from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Ids, Known, Mixed, Mixes, Order, Rows, of_shape
+from quire.passes.verify.rows import (
+    CONST,
+    EXACT,
+    WHOLE,
+    Const,
+    Counts,
+    Group,
+    Holds,
+    Ids,
+    Known,
+    Mixed,
+    Mixes,
+    Order,
+    Rows,
+    of_shape,
+)
 
 
 @dataclass(eq=False)
@@ -78,8 +93,6 @@ Rule = Callable[..., "Known | list[Known]"]
 RULES: dict[str, Rule] = {}
 #: Operations whose rule looks itself at numbers that depend on how many tokens there are; no other may be given one.
 LENGTHS: set[str] = set()
-_WHOLE = (torch.int32, torch.int64)  # dtypes that hold any number of rows
-_EXACT = (*_WHOLE, torch.float32, torch.float64)  # and of tokens routed to an expert
 
 
 def rule(*names: str, lengths: bool = False, of: str = "") -> Callable[[Rule], Rule]:
@@ -151,20 +164,17 @@ rule("complex polar _prelu_kernel hardswish log_sigmoid_forward erfinv copysign 
 @rule("clone _to_copy alias detach lift_fresh lift_fresh_copy lift contiguous convert_element_type_ device_put _conj conj")
 def _copy_of(call: Call) -> Known:
     (x,) = call.tensors()
-    known, dtype = call.known(x), call.result.dtype
-    if isinstance(known, Counts) and dtype not in _EXACT:
-        raise Mixes(f"it counts the tokens in {dtype}")
-    if not isinstance(known, Rows) or known.holds.is_blank or known.holds.what == "one hot":
-        return known
-    holds = dtype in (_EXACT if known.holds.what == "sorted" else _WHOLE)  # histc needs floats on a CPU
-    return known if holds else known.data
+    return call.known(x)
 
 
 @rule("copy")
 def _copy_to(call: Call) -> Known:
     source = call["src"]
     known = call.known(source)
-    return known.at(known.dim + call.result.dim() - source.dim()) if isinstance(known, Rows) else known
+    if not isinstance(known, Rows):
+        return known
+    known = known if call.result.numel() == source.numel() else known.part
+    return known.at(known.dim + call.result.dim() - source.dim())
 
 
 @rule("floor_divide div", lengths=True)
@@ -203,7 +213,7 @@ def _reduction(call: Call) -> Known | list[Known]:
         return CONST
     rows, dims = known.data, call.dims("dim", x)
     if call.name == "sum" and known.holds.what == "one hot" and dims == [rows.dim] and rows.dim == 0 and x.dim() == 2 \
-            and not call["keepdim"] and call.result.dtype in _EXACT:
+            and not call["keepdim"] and call.result.dtype in EXACT:
         return Counts(ids=known.holds.ids)
     if dims is None or rows.dim in dims:
         raise Mixes("it is taken over the tokens")
@@ -223,7 +233,7 @@ def _index(rows: Rows, ids: Ids | None = None) -> Rows:
 def _along(call: Call) -> Known | list[Known]:
     """Numbers of one row along some dimensions, which keep their places; their sizes may change."""
     if call.name == "cumsum" and isinstance(counts := call.of("self"), Counts) and not counts.summed \
-            and call.result.dtype in _EXACT:
+            and call.result.dtype in EXACT:
         return replace(counts, summed=True)
     x = call.given[call.first]
     rows = same([call.rows(n) for n, t in call.given.items() if isinstance(t, torch.Tensor)])
@@ -297,6 +307,6 @@ def _arange(call: Call) -> Known:
         no_lengths(call)
         return known
     start, step = call["start"] or 0, 1 if call["step"] is None else call["step"]
-    if symbolic(start) or symbolic(step) or start != 0 or step != 1 or call.result.dtype not in _WHOLE:
+    if symbolic(start) or symbolic(step) or start != 0 or step != 1 or call.result.dtype not in WHOLE:
         raise Mixes("it numbers the tokens of the batch; positions must come from position_ids")
     return Rows(0, known.axis, known.inner, holds=Holds("number", known.inner))

@@ -17,6 +17,10 @@ import torch
 
 from quire.passes.fx import symbolic
 
+#: dtypes that hold any number of rows; and those that also hold any number of tokens routed to an expert, or an expert's id.
+WHOLE = (torch.int32, torch.int64)
+EXACT = (*WHOLE, torch.float32, torch.float64)
+
 
 class Mixes(Exception):
     """The operation is not row-wise; the text says why."""
@@ -155,10 +159,13 @@ def token_dims(shape: Any, axes: Any) -> list[tuple[int, Any, int]]:
 
 
 def settled(known: Known, tensor: torch.Tensor, axes: Any) -> Known:
-    """``known`` if the shape agrees: the tokens are in the one dimension that it names. Raises Mixes."""
+    """``known`` if the shape agrees: the tokens are in the one dimension that it names; and of the values as far as the dtype
+    can hold them: numbers of rows in int8 are others from 128 on. Raises Mixes."""
     found = token_dims(tensor.shape, axes)
     if len(found) > 1:
         raise Mixes(f"a tensor of shape {tuple(tensor.shape)}, in which tokens meet tokens")
+    if isinstance(known, Counts) and tensor.dtype not in EXACT:
+        raise Mixes(f"it counts the tokens in {tensor.dtype}")
     if isinstance(known, (Mixed, Counts, Group)):
         return known
     if isinstance(known, Const):
@@ -167,7 +174,10 @@ def settled(known: Known, tensor: torch.Tensor, axes: Any) -> Known:
         return known
     if found != [(known.dim, known.axis, known.inner * known.outer)]:
         raise Mixes(f"its result of shape {tuple(tensor.shape)} has no row for each token")
-    return known
+    what = known.holds.what
+    if not what or known.holds.is_blank or what == "one hot":
+        return known
+    return known if tensor.dtype in (EXACT if what == "sorted" else WHOLE) else known.data  # histc needs floats on a CPU
 
 
 def of_shape(tensor: torch.Tensor, axes: Any, holds: Holds = NOTHING) -> Known:

@@ -1,0 +1,64 @@
+"""Whether transformers' code alone decides what attention its interface stands for.
+
+For a trace by the interface (``hf_interface.py``) the implementation has another name, and what transformers calls by its own
+names is not traced. So code of the user that chooses by the name would choose something else then: a class with an eager
+attention of its own, or with a branch for one implementation. Such a model is traced as it is, and its attention is raised.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.capture import hf_interface
+from quire.passes.capture.own_masks import names_of, own_functions, strings_of
+from quire.passes.verify.sites import site_nodes
+
+_FRAME = re.compile(r'File "(.+?)", line \d+, in (\w+)')
+_NAME = "_attn_implementation"  # also the beginning of others that hold it
+
+
+class ChosenByUser(UnsupportedAttention):
+    """Code outside transformers chooses the attention function of a layer."""
+
+
+def check_code(model: torch.nn.Module, read: Mapping[str, Any]) -> None:
+    """``read``: of ``Reads.values``, or ``functions_beside``. Raises ChosenByUser: code that is not transformers' own reads the
+    implementation's name."""
+    for where, function in own_functions(model, read):
+        code = function.__code__
+        if any(name.startswith(_NAME) for name in names_of(code) | strings_of(code)):
+            raise _chosen(where)
+
+
+def check_callers(graph: fx.Graph) -> None:
+    """``graph``: traced by the interface. Raises ChosenByUser: other code than transformers' own calls the attention function
+    of a site."""
+    import transformers
+
+    package = str(Path(transformers.__file__).parent)
+    for node in site_nodes(graph):
+        frames = _FRAME.findall(node.stack_trace or "")
+        ours = next((i for i, (file, _) in enumerate(frames) if file == hf_interface.__file__), 0)
+        if ours and not frames[ours - 1][0].startswith(package):
+            raise _chosen(frames[ours - 1][1])
+
+
+def functions_beside(model: torch.nn.Module) -> dict[str, Any]:
+    """The functions in the files of the model's modules, by name: what a trace may call, where nobody notes what it reads."""
+    files = sorted({type(module).__module__ for module in model.modules()} & sys.modules.keys())
+    return {f"{file}.{name}": f for file in files for name, f in vars(sys.modules[file]).items()
+            if isinstance(f, types.FunctionType)}
+
+
+def _chosen(where: str) -> ChosenByUser:
+    return ChosenByUser(f"{where}, which is not transformers' code, chooses the attention function by the implementation's "
+                        "name, so quire's attention may stand for another one than it computes")

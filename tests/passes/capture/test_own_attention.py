@@ -1,0 +1,157 @@
+"""Attention classes of the user's that choose their function by the implementation's name: what they compute is served, and
+not what transformers' interface would make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers.models.llama import modeling_llama as llama
+
+import quire
+from quire import CommonAttentionMetadata, Engine, UnsupportedAttention, step
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.passes.capture.paged_model import find_sites
+from tests.tiny import GREEDY, hf_greedy, small_llama
+
+pytestmark = pytest.mark.usefixtures("tokens_unchecked")
+
+WINDOW = 24  # beyond the trial's sequences, and beyond the row that stands for any length
+IDS = [3 + i % 40 for i in range(40)]
+SHORT = replace(GREEDY, max_tokens=6, ignore_eos=True)
+# Sums of up to 40 numbers in float32, of order 1.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def own_traces() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+
+
+def windowed(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """A window that no config mentions."""
+    key, value = (llama.repeat_kv(x, module.num_key_value_groups) for x in (key, value))
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+    i = torch.arange(scores.shape[-1])
+    scores = scores.masked_fill((i[:, None] - i >= WINDOW) | (i[:, None] < i), -torch.inf)
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+class Own(llama.LlamaAttention):
+    def choose(self):
+        raise NotImplementedError
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (f(hidden_states).view(shape).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+        out, weights = self.choose()(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.reshape(*shape[:2], -1).contiguous()), weights
+
+
+class Unless(Own):
+    """As transformers' models before ``get_interface``."""
+
+    def choose(self):
+        name = self.config._attn_implementation
+        return windowed if name == "eager" else llama.ALL_ATTENTION_FUNCTIONS[name]
+
+
+class Default(Own):
+    def choose(self):
+        return llama.ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, windowed)
+
+
+class ByName(Own):
+    def choose(self):
+        return windowed if getattr(self.config, "_attn_implementation") == "sdpa" else llama.eager_attention_forward  # noqa: B009
+
+
+def chosen(self):
+    return llama.ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, windowed)
+
+
+class ByHelper(Own):
+    def choose(self):
+        return chosen(self)
+
+
+class Layer(llama.LlamaDecoderLayer):
+    """Computes something else by the name, with transformers' own attention."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        factor = 2.0 if self.self_attn.config._attn_implementation == "sdpa" else 1.0
+        return super().forward(hidden_states * factor, *args, **kwargs)
+
+
+def model_with(kind: type, implementation: str) -> Any:
+    model = small_llama(0.3)
+    model.set_attn_implementation(implementation)
+    for layer in model.model.layers:
+        (layer if issubclass(kind, llama.LlamaDecoderLayer) else layer.self_attn).__class__ = kind
+    return model
+
+
+KINDS = [(Unless, "eager"), (Default, "eager"), (ByName, "sdpa"), (ByHelper, "eager"), (Layer, "sdpa")]
+
+
+@pytest.mark.parametrize(("kind", "implementation"), KINDS)
+def test_engine(kind: type, implementation: str) -> None:
+    model = model_with(kind, implementation)
+    expected = hf_greedy(model, IDS, 6, eos_token_id=None)
+    with Engine(model, num_pages=40, max_num_seqs=4, cudagraph_capture_sizes=[]) as engine:
+        assert engine.generate(IDS, SHORT)[0].token_ids == expected
+        assert [s.window for s in engine.sites] == ([None] if kind is Layer else [WINDOW]) * 2
+    assert model.config._attn_implementation == implementation
+
+
+def steps(model: Any, lengths: list[int]) -> torch.Tensor:
+    """Logits of ``IDS`` in steps by hand of these lengths."""
+    cache = PagedKVCache.for_sites(find_sites(small_llama(0.3)), num_pages=30, page_size=4, device="cpu")
+    called, done, found = torch.compile(model, backend="quire", options={"compiler": "eager"}), 0, []
+    for n in lengths:
+        done += n
+        meta = CommonAttentionMetadata.build([n], [done], [list(range(1, 12))], page_size=4)
+        with torch.no_grad(), step(cache, meta):
+            found.append(called(input_ids=torch.tensor([IDS[done - n : done]]), position_ids=meta.positions[None],
+                                use_cache=False).logits[0])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(("kind", "implementation"), KINDS)
+def test_steps_by_hand(kind: type, implementation: str) -> None:
+    model = model_with(kind, implementation)
+    with torch.no_grad():
+        want = model(input_ids=torch.tensor([IDS]), use_cache=False).logits[0]
+    assert (steps(model, [17, 1, 22]) - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+def biased(module, query, key, value, attention_mask, scaling, **kwargs):
+    """Cannot be paged: far keys count less."""
+    key, value = (llama.repeat_kv(x, module.num_key_value_groups) for x in (key, value))
+    i = torch.arange(key.shape[2])
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling + torch.where(i[:, None] - i < WINDOW, 0.0, -1.0)
+    weights = (scores.masked_fill(i[:, None] < i, -torch.inf)).softmax(-1)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+class Biased(Own):
+    def choose(self):
+        name = self.config._attn_implementation
+        return biased if name == "eager" else llama.ALL_ATTENTION_FUNCTIONS[name]
+
+
+def test_what_cannot_be_paged_is_refused() -> None:
+    """By an engine and by hand, where it would be seen from position 24 on only."""
+    model = model_with(Biased, "eager")
+    with pytest.raises(UnsupportedAttention, match="its mask is not proven to be one of positions"):
+        Engine(model, num_pages=40)
+    with pytest.raises(UnsupportedAttention, match="choose.*, which is not transformers' code, chooses the attention function"):
+        steps(model, [17, 1, 22])
+    assert quire.explain(model)
