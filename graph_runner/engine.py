@@ -36,7 +36,7 @@ from quire.graph_runner.weights import WeightUpdates
 class Engine(EngineCalls, WeightUpdates):
     """Serves one causal LM in this process; ``EngineCalls`` has its calls. Use as a context manager, or call ``close``: the
     model is then as it was. Threads may share an engine: their requests run together, in the model's dtypes
-    (``torch.autocast`` does not apply).
+    (``torch.autocast`` does not apply) and as in evaluation mode: without dropout, also while the model trains.
 
     Args:
         model: a transformers causal LM, a module with such a forward, or a path to a saved model.

@@ -53,10 +53,21 @@ def check_callers(graph: fx.Graph) -> None:
 
 
 def functions_beside(model: torch.nn.Module) -> dict[str, Any]:
-    """The functions in the files of the model's modules, by name: what a trace may call, where nobody notes what it reads."""
-    files = sorted({type(module).__module__ for module in model.modules()} & sys.modules.keys())
-    return {f"{file}.{name}": f for file in files for name, f in vars(sys.modules[file]).items()
-            if isinstance(f, types.FunctionType)}
+    """The functions that methods of the model's modules may call by name, one through another, and those in the files of
+    transformers' modules; by name. For a trace of which nobody notes what it reads."""
+    files = sorted(file for file in {type(module).__module__ for module in model.modules()} & sys.modules.keys()
+                   if file.startswith("transformers."))
+    found = {f"{file}.{name}": f for file in files for name, f in vars(sys.modules[file]).items()
+             if isinstance(f, types.FunctionType)}
+    left = [f for _, f in own_functions(model, found)]
+    while left:
+        scope, code = (f := left.pop()).__globals__, f.__code__
+        for name in names_of(code) & scope.keys():
+            called, where = scope[name], f"{scope['__name__']}.{name}"
+            if isinstance(called, types.FunctionType) and where not in found:
+                found[where] = called
+                left += [g for _, g in own_functions(None, {where: called})]
+    return found
 
 
 def _chosen(where: str) -> ChosenByUser:

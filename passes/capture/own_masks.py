@@ -47,10 +47,11 @@ def check_masks(model: torch.nn.Module, read: Mapping[str, Any]) -> None:
                                        "quire's attention builds no masks, so it would get None; let it only hand the mask on")
 
 
-def own_functions(model: torch.nn.Module, read: Mapping[str, Any]) -> Iterator[tuple[str, types.FunctionType]]:
+def own_functions(model: torch.nn.Module | None, read: Mapping[str, Any]) -> Iterator[tuple[str, types.FunctionType]]:
     """The user's code that a trace may run: functions that it ``read``, and methods of modules."""
     yield from _read_functions(read)
-    yield from _own_methods(model)
+    if model is not None:
+        yield from _own_methods(model)
 
 
 def _read_functions(read: Mapping[str, Any]) -> Iterator[tuple[str, types.FunctionType]]:

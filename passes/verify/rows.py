@@ -164,9 +164,9 @@ def settled(known: Known, tensor: torch.Tensor, axes: Any) -> Known:
     found = token_dims(tensor.shape, axes)
     if len(found) > 1:
         raise Mixes(f"a tensor of shape {tuple(tensor.shape)}, in which tokens meet tokens")
-    if isinstance(known, Counts) and tensor.dtype not in EXACT:
-        raise Mixes(f"it counts the tokens in {tensor.dtype}")
     if isinstance(known, (Mixed, Counts, Group)):
+        if isinstance(known, Counts) and tensor.dtype not in EXACT:
+            raise Mixes(f"it counts the tokens in {tensor.dtype}")
         return known
     if isinstance(known, Const):
         if found:

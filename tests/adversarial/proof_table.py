@@ -119,6 +119,9 @@ SECTIONS = {
             "graph_runner/test_users_code::test_reasons")),
         Row("steps of one token by hand", "exact", ("passes/test_step::test_steps_of_one_token",
                                                     "zoo/test_zoo::test_greedy_by_hand")),
+        Row("attention that the user's code chooses by the implementation's name", "exact; refused", (
+            "passes/capture/test_own_attention::test_engine", "passes/capture/test_own_attention::test_steps_by_hand",
+            "passes/capture/test_own_attention::test_what_cannot_be_paged_is_refused")),
         Row("steps by the interface of a layer that uses eager attention's weights", "refused", (
             "passes/capture/test_retrace::test_attention_weights_that_a_layer_uses_are_not_dropped",)),
         Row("uncompiled steps of models with positions of their own", "refused", (

@@ -121,7 +121,8 @@ FIELDS: dict[str, Row] = {
     "num_assistant_tokens": same(_ASSISTED, num_assistant_tokens=5),
     "num_assistant_tokens_schedule": same(_ASSISTED, num_assistant_tokens_schedule="constant"),
     "assistant_confidence_threshold": same(_ASSISTED, assistant_confidence_threshold=0.4),
-    "prompt_lookup_num_tokens": same(f"{_ASSISTED}; with do_sample by other random numbers. Batches too",
+    "prompt_lookup_num_tokens": same(f"{_ASSISTED}; with do_sample by other random numbers. Batches too. Beside guidance_scale "
+                                     "the tokens are those without it: transformers' processor keeps a state of its own",
                                      prompt_lookup_num_tokens=2, repetition_penalty=3.0, **SCORES),
     "max_matching_ngram_size": same(_ASSISTED, max_matching_ngram_size=2),
     "assistant_early_exit": same(_ASSISTED, assistant_early_exit=1),

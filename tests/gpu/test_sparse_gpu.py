@@ -149,7 +149,7 @@ def test_engines_are_exact_where_backends_say_so(name: str) -> None:
     prompts = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (3, 40, 200)]
     found = []
     for attention in ("torch_native", name):
-        with quire.Engine(TINY_MODEL, attention=attention, max_num_seqs=4) as engine:
+        with quire.Engine(TINY_MODEL, attention=attention, max_num_seqs=4, num_pages=100) as engine:
             found.append([[(t, p[t].logprob) for t, p in zip(o.token_ids, o.logprobs, strict=True)]
                           for o in engine.generate(prompts, params)])
     for dense, other in zip(*found, strict=True):
@@ -166,7 +166,7 @@ def test_engines_decode_as_on_a_cpu(name: str) -> None:
 
     for device in ("cpu", "cuda"):
         model, _ = load(TINY_MODEL, None)
-        options = dict(attention=name, page_size=16, max_num_seqs=4, enable_prefix_caching=False)
+        options = dict(attention=name, page_size=16, num_pages=100, max_num_seqs=4, enable_prefix_caching=False)
         with quire.Engine(model.to(device), **options) as engine:
             (output,) = engine.generate([{"prompt_token_ids": ids}], params)
         found.append(torch.tensor([p[t].logprob for t, p in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]))

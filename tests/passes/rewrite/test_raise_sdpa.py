@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.backend import QuireBackend
@@ -135,6 +136,27 @@ def test_a_scale_that_is_not_positive_is_refused(scale: float) -> None:
     """Kernels fold it into the exponent, and torch's own gives NaN with some masks."""
     graph = trace(tiny(scale=scale))
     with pytest.raises(UnsupportedAttention, match=f"has scale {scale}"):
+        _ = graph.sites
+
+
+class OfTwo(nn.Module):
+    """Keys, or only values, in a batch of two for queries in a batch of one."""
+
+    def __init__(self, keys: bool) -> None:
+        super().__init__()
+        self.keys, self.qkv = keys, nn.Linear(HIDDEN, 3 * HIDDEN)
+
+    def forward(self, x, position_ids, extra):
+        q, k, v = (t.view(1, -1, HIDDEN // DIM, DIM).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        out = F.scaled_dot_product_attention(q, torch.cat([k, q]) if self.keys else k, torch.cat([v, 2 * v]), is_causal=True)
+        return out.sum(0, keepdim=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("keys", [True, False])
+def test_keys_and_values_of_another_batch_are_refused(keys: bool) -> None:
+    """The cache has one key for each token of the row."""
+    graph = trace(Tiny(OfTwo(keys)).eval())
+    with pytest.raises(UnsupportedAttention, match=r"keys or values of shape \(2, .* for queries of shape \(1, "):
         _ = graph.sites
 
 

@@ -228,6 +228,8 @@ REFUSED = {
     "compared with all": (lambda x, p: x + torch.isin(p, p * 2)[..., None], "among those of all tokens"),
     "boundaries of tokens": (lambda x, p: torch.bucketize(x, x[0, :, 0]).float(), "boundaries differ from token to token"),
     "half of the places": (lambda x, p: x[:, torch.arange(x.shape[1]) // 2], "with the places of the tokens"),
+    "places in a byte": (lambda x, p: x[:, torch.add(torch.arange(x.shape[1]), 0, out=torch.empty(
+        x.shape[1], dtype=torch.int8)).long()], "with the places of the tokens"),
     "places as truths": (lambda x, p: x[:, torch.arange(x.shape[1]).bool().long()], "with the places of the tokens"),
     "sorted twice": (sorted_twice, "it sorts tokens twice"),
     "sorted twice, downwards": (lambda x, p: x[0][order := routed(x)].tanh()[order.argsort(descending=True)], "tokens twice"),
