@@ -205,7 +205,7 @@ class PrefillPart:
 
     Args:
         ready: (sites, device, seconds) -> None if the kernels for prompts of these sites are compiled and load, else why not.
-            It may compile what is missing, in other processes, for at most so many seconds; with 0 it only looks.
+            It may compile what is missing, in other processes, for at most ``seconds``; with 0 it only looks.
         make_state: as of the backend; with this state ``plan`` and ``op`` leave out the sequences of one token at the head of a
             batch: their keys and values are stored, and their rows of the result hold anything.
         begin: (sites, device, seconds) -> None: start to compile what ``ready`` will wait for; optional.
@@ -260,12 +260,12 @@ class AttentionBackend:
         takes_other_batches: the op takes other batches than the step's despite its plan and state, which it does not use then.
             With ``capabilities.any_batch``.
         warm_up: (sites, device, seconds) -> None, or what is not ready: work before an engine's first step, such as compiling
-            kernels in other processes for at most so many seconds.  begin_warm_up: starts it while a model is compiled.
+            kernels in other processes for at most ``seconds``.  begin_warm_up: starts it while a model is compiled.
         without_graph: (sites, device, state, query_lens, seq_lens) -> estimated microseconds of all layers' attention in a step
             with and without a CUDA graph; the state is its own, None without ``make_state``; the (B,) int arrays are on the
             host. Engines may run a step without its graph where that takes less.
         scratch_bytes: (sites, device, tokens) -> bytes, at most, that its op takes for a step without a CUDA graph whose
-            sequences have so many tokens, and does not take for one of padding alone, by which engines measure.
+            sequences have ``tokens`` tokens, and not for one of padding alone, by which engines measure.
     """
 
     name: str

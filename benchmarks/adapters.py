@@ -5,8 +5,8 @@ Steps follow one another as in ``generate``: the host prepares one while the GPU
     python benchmarks/adapters.py --model llama-8b --batch 1,8,32 --deadline 150 --json adapters.json
     python benchmarks/adapters.py --model tiny --batch 2 --context 16 --rank 4            # a dry run on a CPU
 
-Rows with ``tokens`` instead of ``batch`` (``--prompts``) have the time of a request for one token after so many, and the host's
-part of it.
+Rows with ``tokens`` instead of ``batch`` (``--prompts``) have the time of a request for one token after a prompt of that
+length, and the host's part of it.
 
     python benchmarks/adapters.py --places 1,8 --json cpu_places.json                     # on any machine
 
@@ -89,9 +89,9 @@ def main() -> None:
     parser = script(__doc__, "llama-8b", attention="auto", batch=[1, 8, 32], context=1024, rank=16,
                     sites=("all-linear", "all-linear, or names of layers: q_proj,k_proj,v_proj"),
                     lora_dtype=("model,float32", "of the adapters' weights: model (the model's), float32"),
-                    prompts=("", "also prompts of so many tokens: 1024,8192"),
+                    prompts=("", "also prompts of these lengths: 1024,8192"),
                     fusions=("auto", "of the engines, as quire.Engine takes them"), ways=("one,each", "one, each, or both"),
-                    places=("", "instead: the host's time to watch so many adapters in places: 1,8"))
+                    places=("", "instead: the host's time to watch this number of adapters in places: 1,8"))
     args = parser.parse_args()
     kinds = args.lora_dtype.split(",")
     if args.ways not in ("one", "each", "one,each"):

@@ -99,7 +99,7 @@ class AdapterTiles(NamedTuple):
 
     Args:
         adapters: how many.  one_loop: ``one_loop``.  every: each token has all of them.
-        per: at most so many add to the columns of a program.
+        per: the most that add to the columns of a program.
         parts: of the first products' sums.
         block_r, block_q: ranks, padded, and those of a second product at a time.  held: adapters whose B is loaded at once;
             early: which tokens have an adapter is read before the loop over the columns of x.

@@ -150,7 +150,7 @@ def _rows_expand(tile, token_tile, wait_for, bases, lora, out, t, n, sizes, stri
                  BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
     """base + B (A x) * scaling of each token's adapters, to its layer's columns of ``out`` (t, n). The tiles of a layer come
     after those of the layer before; its last one may be partly empty. ``bases``, ``sizes`` and ``strides`` have an entry for
-    each layer; the adapters' ``starts`` are columns of ``out``. ``wait_for``: so many programs of the same launch."""
+    each layer; the adapters' ``starts`` are columns of ``out``. ``wait_for``: the number of first products' programs."""
     layer, first, column = 0, 0, 0  # the tile's layer, and that layer's first tile and column
     next_first, next_column = 0, 0
     size = sizes[0]

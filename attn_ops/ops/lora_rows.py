@@ -226,7 +226,7 @@ def launch_first(x: Tensor, lora: host.Adapters, constants: host.AdapterTiles, t
 
 
 def adapters_per_layer(starts: Sequence[int], b: Sequence[Tensor]) -> int:
-    """At most so many adapters add to the same columns; all of them where layers overlap or B has several dtypes."""
+    """The most adapters that add to the same columns; all of them where layers overlap or B has several dtypes."""
     return most_per_layer(tuple(starts), tuple(up.shape[0] for up in b), tuple(up.dtype for up in b))
 
 

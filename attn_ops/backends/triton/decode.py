@@ -43,7 +43,7 @@ class DecodeConfig(NamedTuple):
     block_n: keys per step.  warps, stages: of the kernel and its loop.  chunk_min: fewest keys per split (a multiple of
     block_n).  max_splits: bound on splits.  dot: tensor cores (the group is padded to 16 rows), else sums of products.
     chunk_max: keys per split that a long context is cut into, unless ``config.wave`` splits per slot, which fill the GPU once,
-    make them longer than max_splits allows.  waves: a context that is cut so fills the GPU a multiple of so many times; 0: any.
+    make them longer than max_splits allows.  waves: such a context fills the GPU a multiple of ``waves`` times; 0: any.
     """
 
     block_n: int

@@ -41,8 +41,8 @@ def new_key(k_head, stride, token, rope, D: tl.constexpr, D_P2: tl.constexpr, RO
 
 @triton.jit
 def split_size(num_keys, splits, chunk_min, chunk_max, one_wave, waves):
-    """Keys per split of a sequence: as many as fill the GPU once, but not so many that one sequence among short ones is served
-    by few programs: then chunk_max, or as many as fill the GPU a multiple of ``waves`` (if not 0) times, since a last part of a
+    """Keys per split of a sequence: as many as fill the GPU once, but without leaving one sequence among short ones to a
+    few programs: then chunk_max, or as many as fill the GPU a multiple of ``waves`` (if not 0) times, since a last part of a
     wave would take as long as a whole one."""
     size = tl.cdiv(num_keys, one_wave)
     if waves > 0:
