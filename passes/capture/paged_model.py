@@ -103,6 +103,7 @@ class PagedModel:
         self._use_cache = "use_cache" in parameters or (takes_any and self.config is not None)
         self.reads = Reads()  # what the trace read
         self.stand_ins: Mapping[int, torch.Tensor] = {}  # tensors to use in the places of the model's own, by their ids
+        self._chosen = ""  # why the model is not traced by transformers' attention interface, if its own code is why
         self._call = model  # under this name, which fx.module_path drops from the paths of modules
         self._ahead, self._closed = ahead, False
         self._mode: InFloat32 | None = None
@@ -116,6 +117,8 @@ class PagedModel:
             self.close()
             if isinstance(error, UnsupportedAttention) and self.config is None and (hint := _wrapped(model)):
                 raise UnsupportedAttention(str(error).rstrip(".") + hint) from error
+            if isinstance(error, UnsupportedAttention) and self._chosen:
+                raise UnsupportedAttention(f"{error}\nIt was traced with the attention that it has: {self._chosen}") from error
             raise
 
     def _traced_by_interface(self) -> Any:
@@ -127,6 +130,7 @@ class PagedModel:
             return self._trace(True)
         except ChosenByUser as error:
             logger.info("%s; traced with the functions that it has", error)
+            self._chosen = str(error)
             self._forget()
             return None
 
