@@ -7,6 +7,7 @@ attention of its own, or with a branch for one implementation. Such a model is t
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import types
@@ -44,7 +45,7 @@ def check_callers(graph: fx.Graph) -> None:
     of a site."""
     import transformers
 
-    package = str(Path(transformers.__file__).parent)
+    package = os.path.join(Path(transformers.__file__).parent, "")
     for node in site_nodes(graph):
         frames = _FRAME.findall(node.stack_trace or "")
         ours = next((i for i, (file, _) in enumerate(frames) if file == hf_interface.__file__), 0)

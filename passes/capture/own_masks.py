@@ -48,10 +48,12 @@ def check_masks(model: torch.nn.Module, read: Mapping[str, Any]) -> None:
 
 
 def own_functions(model: torch.nn.Module | None, read: Mapping[str, Any]) -> Iterator[tuple[str, types.FunctionType]]:
-    """The user's code that a trace may run: functions that it ``read``, and methods of modules."""
+    """The user's code that a trace may run: functions that it ``read``, and methods and hooks of modules."""
     yield from _read_functions(read)
     if model is not None:
         yield from _own_methods(model)
+        for module in model.modules():
+            yield from _attached(module)
 
 
 def _read_functions(read: Mapping[str, Any]) -> Iterator[tuple[str, types.FunctionType]]:
@@ -105,15 +107,19 @@ def _given_masks(model: torch.nn.Module) -> Iterator[tuple[str, types.FunctionTy
     for module in {type(m): m for m in parts.values()}.values():
         yield from _own_methods(module, deep=False)
     for module in parts.values():
-        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), vars(module).get("forward")]
-        for hook in hooks:
-            while isinstance(hook, functools.partial):
-                hook = hook.func
-            function = getattr(hook, "__func__", hook)
-            if callable(function) and not isinstance(function, types.FunctionType):
-                function = type(function).__call__
-            if isinstance(function, types.FunctionType) and not is_code_of(function, *_KNOWN, "peft", "accelerate"):
-                yield function.__qualname__, function
+        yield from _attached(module)
+
+
+def _attached(module: torch.nn.Module) -> Iterator[tuple[str, types.FunctionType]]:
+    """The user's hooks of a module, and the forward in the place of its class's."""
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values(), vars(module).get("forward")):
+        while isinstance(hook, functools.partial):
+            hook = hook.func
+        function = getattr(hook, "__func__", hook)
+        if callable(function) and not isinstance(function, types.FunctionType):
+            function = type(function).__call__
+        if isinstance(function, types.FunctionType) and not is_code_of(function, *_KNOWN, "peft", "accelerate"):
+            yield function.__qualname__, function
 
 
 def _reads_mask(function: types.FunctionType) -> bool:

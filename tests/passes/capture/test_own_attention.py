@@ -3,6 +3,7 @@ not what transformers' interface would make of it."""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -128,6 +129,20 @@ def test_steps_by_hand(kind: type, implementation: str) -> None:
     with torch.no_grad():
         want = model(input_ids=torch.tensor([IDS]), use_cache=False).logits[0]
     assert (steps(model, [17, 1, 22]) - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+def scaled_by_name(self, hidden_states, *args, **kwargs):
+    factor = 2.0 if self.self_attn.config._attn_implementation == "sdpa" else 1.0
+    return llama.LlamaDecoderLayer.forward(self, hidden_states * factor, *args, **kwargs)
+
+
+def test_a_forward_put_on_one_layer() -> None:
+    model = model_with(llama.LlamaDecoderLayer, "sdpa")
+    layer = model.model.layers[-1]
+    layer.forward = types.MethodType(scaled_by_name, layer)
+    expected = model.generate(torch.tensor([IDS]), max_new_tokens=6, do_sample=False, eos_token_id=None, use_cache=False)
+    with Engine(model, num_pages=40, max_num_seqs=4, cudagraph_capture_sizes=[]) as engine:
+        assert engine.generate(IDS, SHORT)[0].token_ids == expected[0, len(IDS) :].tolist()
 
 
 def biased(module, query, key, value, attention_mask, scaling, **kwargs):
