@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The whole GPU suite in one run, on a host of two GPUs or more: tests that must run alone have the last GPU and four cores of their
 # own, the conformance kit the one or two before, and tests that run beside others the rest; of two GPUs these share the first.
-# Exits with 0 if nothing failed and nothing is left. A fresh machine needs some 50,000 seconds of a core, most of them Triton's
-# compiler; FlashInfer's (flashinfer_modules.py) are found on PYTHONPATH, or compiled too.
+# Exits with 0 if nothing failed and nothing is left. FlashInfer's modules (flashinfer_modules.py) are found on PYTHONPATH, or
+# compiled here.
 #
 #   OUT=results LIMIT=1200 benchmarks/gpu_suite.sh           # seconds; what is cut off by then is in $OUT/*/tests_*.log
 #   OUT=more RESUME=results benchmarks/gpu_suite.sh          # goes on where the same sources were, with what has not passed
@@ -29,7 +29,7 @@ part() {  # name, GPUs, first core, number of cores, ALONE, tests
 }
 
 mkdir -p "$out"
-many=$(((cores - 4) / 3)) pids=()  # the kit takes twice as many seconds of a core as these do
+many=$(((cores - 4) / 3)) pids=()  # the kit takes longer, above all on a machine whose Triton cache is empty
 first=$((gpus > 3 ? gpus - 3 : gpus - 2))  # of the kit's GPUs
 part many "$(seq -s, 0 $((first > 0 ? first - 1 : 0)))" 0 "$many" no $files & pids+=($!)
 part kit "$(seq -s, "$first" $((gpus - 2)))" "$many" "$((cores - many - 4))" yes "$kit" & pids+=($!)

@@ -31,9 +31,9 @@ class ChosenByUser(UnsupportedAttention):
     """Code outside transformers chooses the attention function of a layer."""
 
 
-def check_code(model: torch.nn.Module, read: Mapping[str, Any]) -> None:
-    """``read``: of ``Reads.values``, or ``functions_beside``. Raises ChosenByUser: code that is not transformers' own reads the
-    implementation's name."""
+def check_code(model: torch.nn.Module | None, read: Mapping[str, Any]) -> None:
+    """``model``: None if its own code was checked. ``read``: of ``Reads.values``, or ``functions_beside``. Raises ChosenByUser:
+    code that is not transformers' own reads the implementation's name."""
     for where, function in own_functions(model, read):
         code = function.__code__
         if any(name.startswith(_NAME) for name in names_of(code) | strings_of(code)):
@@ -48,6 +48,8 @@ def check_callers(graph: fx.Graph) -> None:
     package = os.path.join(Path(transformers.__file__).parent, "")
     for node in site_nodes(graph):
         frames = _FRAME.findall(node.stack_trace or "")
+        if not frames:
+            raise _chosen("code that the trace does not name")
         ours = next((i for i, (file, _) in enumerate(frames) if file == hf_interface.__file__), 0)
         if ours and not frames[ours - 1][0].startswith(package):
             raise _chosen(frames[ours - 1][1])

@@ -138,7 +138,7 @@ class PagedModel:
         """What was traced."""
         if self._graph is not None:  # fusions may have moved parameters
             self._graph.restore()
-        self._graph, self.reads, self._disk = None, Reads(), None
+        self._graph, self.reads = None, Reads()
 
     def _trace(self, by_interface: bool) -> Any:
         device = next(self.model.parameters()).device
@@ -186,8 +186,9 @@ class PagedModel:
             except Exception as error:
                 raise unwrapped(error, self.model, lambda: self.by_itself(ids[0], positions[0])) from error
             if by_interface:
-                check_callers(self.graph.gm.graph)
-                check_code(self.model, self.reads.values())
+                if not taken:  # a graph from the disk was checked before it was written, and has no stacks
+                    check_callers(self.graph.gm.graph)
+                check_code(None, self.reads.values())
                 check_masks(self.model, self.reads.values())
             _ = self.sites  # verified here, not at the first step
             check_logits(self.model, self.num_logits)
@@ -208,9 +209,7 @@ class PagedModel:
                 _ = self.sites
         except Exception:
             logger.warning("the trace that is kept on disk cannot be used; the model is traced", exc_info=True)
-            disk = self._disk
             self._forget()
-            self._disk = disk
             return False
         self._read_call = found.read
         return True

@@ -250,8 +250,9 @@ class AnyLength:
             same = (x == y) | (x.isnan() & y.isnan()) | ((x - y).abs() <= rounding)
             if not bool(same.all()):
                 if self._theirs != "1":
-                    raise self._different("one sequence has other outputs. Does its forward use the attention weights, or "
-                                          "branch on the length of its input?")
+                    raise UnsupportedAttention(
+                        "the trace for steps gives a sequence other outputs than the model does. Does a layer use the "
+                        "attention weights, which quire does not return, or branch on the length of its input?")
                 raise UnsupportedAttention(
                     "the model computes something else for a row of one token than for longer ones: its forward branches on "
                     "the length of its input. A packed row has the tokens of several sequences, so that its length means "

@@ -51,7 +51,8 @@ class Own(llama.LlamaAttention):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k, v = (f(hidden_states).view(shape).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
         q, k = llama.apply_rotary_pos_emb(q, k, *position_embeddings)
-        out, weights = self.choose()(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        attention_fn = self.choose()
+        out, weights = attention_fn(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
         return self.o_proj(out.reshape(*shape[:2], -1).contiguous()), weights
 
 
@@ -82,6 +83,16 @@ class ByHelper(Own):
         return chosen(self)
 
 
+CHOOSERS = {"own": chosen}
+
+
+class ByTable(Own):
+    """Of functions that are not called by a name."""
+
+    def choose(self):
+        return CHOOSERS["own"](self)
+
+
 class Layer(llama.LlamaDecoderLayer):
     """Computes something else by the name, with transformers' own attention."""
 
@@ -98,7 +109,7 @@ def model_with(kind: type, implementation: str) -> Any:
     return model
 
 
-KINDS = [(Unless, "eager"), (Default, "eager"), (ByName, "sdpa"), (ByHelper, "eager"), (Layer, "sdpa")]
+KINDS = [(Unless, "eager"), (Default, "eager"), (ByName, "sdpa"), (ByHelper, "eager"), (ByTable, "eager"), (Layer, "sdpa")]
 
 
 @pytest.mark.parametrize(("kind", "implementation"), KINDS)
@@ -160,10 +171,26 @@ class Biased(Own):
         return biased if name == "eager" else llama.ALL_ATTENTION_FUNCTIONS[name]
 
 
-def test_what_cannot_be_paged_is_refused() -> None:
+class BiasedByTable(Own):
+    """By a function that no method calls by its name."""
+
+    def choose(self):
+        return CHOOSERS["biased"](self)
+
+
+def choose_biased(self):
+    name = self.config._attn_implementation
+    return biased if name == "eager" else llama.ALL_ATTENTION_FUNCTIONS[name]
+
+
+CHOOSERS["biased"] = choose_biased
+
+
+@pytest.mark.parametrize(("kind", "by_hand"), [(Biased, "Biased.choose"), (BiasedByTable, "forward")])
+def test_what_cannot_be_paged_is_refused(kind: type, by_hand: str) -> None:
     """By an engine and by hand, where it would be seen from position 24 on only."""
-    model = model_with(Biased, "eager")
-    with pytest.raises(UnsupportedAttention, match="(?s)its mask is not proven.*Biased.choose, which is not transformers'"):
+    model = model_with(kind, "eager")
+    with pytest.raises(UnsupportedAttention, match="(?s)its mask is not proven.*, which is not transformers'"):
         Engine(model, num_pages=40)
-    with pytest.raises(UnsupportedAttention, match="Biased.choose, which is not transformers' code, chooses the attention"):
+    with pytest.raises(UnsupportedAttention, match=f"{by_hand}, which is not transformers' code, chooses the attention"):
         steps(model, [17, 1, 22])

@@ -99,7 +99,7 @@ def test_attention_weights_that_a_layer_uses_are_not_dropped(lengths: list[int])
             return out, weights
 
     model.model.layers[0].self_attn.__class__ = Uses
-    with pytest.raises(UnsupportedAttention, match="other outputs. Does its forward use the attention weights"):
+    with pytest.raises(UnsupportedAttention, match="other outputs than the model does. Does a layer use the attention weights"):
         run(model, compiled(model), lengths)
 
 
