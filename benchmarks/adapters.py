@@ -12,6 +12,7 @@ length, and the host's part of it.
 
 ``--places`` measures something else, on the host alone: what it takes, before each step, to see that nothing has changed in so
 many adapters in places (``max_loras``), in milliseconds of processor time. The model has no memory (the meta device).
+``--profile`` adds the GPU time of a step, kernel by kernel, to the rows of decode steps.
 
 ``one`` is an adapter of all linear layers, ``each`` two adapters and the model without any, in turn, in one batch
 (``adapter=``), and ``nobody`` the same engine when no request has an adapter, in each ``--lora-dtype`` (float32 is PEFT's
@@ -31,6 +32,7 @@ from peft import LoraConfig, get_peft_model
 import quire
 from quire.graph_runner.adapter_places import AdapterPlaces
 from quire.graph_runner.adapters import BASE
+from quire.graph_runner.bench.kernel_times import longest, profiled
 from quire.graph_runner.bench.models import free_memory, skeleton
 from quire.graph_runner.bench.record import (
     dtype_of,
@@ -51,24 +53,26 @@ STEPS, ROUNDS = 32, 3
 SHARES = {"none": 3, "one": 3, "each": 6}  # of the time
 
 
-def step_ms(engine: quire.Engine, batch: int, names: list[str | None], context: int) -> float:
-    """The time of a decode step of ``batch`` requests: the median of ROUNDS times STEPS steps."""
+def step_of(engine: quire.Engine, batch: int, names: list[str | None], context: int, profile: bool) -> dict[str, Any]:
+    """A decode step of ``batch`` requests: ``ms``, the median of ROUNDS times STEPS steps; and with ``profile`` the kernels of
+    one."""
     prompt = random_tokens(engine.runner.vocab_size)
-    params = quire.SamplingParams(temperature=0, max_tokens=(ROUNDS + 1) * STEPS, ignore_eos=True)
+    params = quire.SamplingParams(temperature=0, max_tokens=(ROUNDS + 2) * STEPS, ignore_eos=True)
     ids = [one for i in range(batch) for one in engine.add_request(prompt(context), params, adapter=names[i % len(names)])]
     until_decoding(engine)
     for _ in range(8):
         engine.step()
     times = [seconds(lambda: [engine.step() for _ in range(STEPS)]) for _ in range(ROUNDS)]
+    kernels = profiled(lambda: [engine.step() for _ in range(STEPS)], STEPS) if profile else {}
     end(engine, ids)
-    return statistics.median(times) / STEPS * 1e3
+    return {"ms": statistics.median(times) / STEPS * 1e3, **({"kernels": longest(kernels)} if profile else {})}
 
 
-def prompt_ms(engine: quire.Engine, tokens: int) -> float:
-    """The time from a request to its only token: the median of 2 ROUNDS."""
+def prompt_of(engine: quire.Engine, tokens: int) -> dict[str, Any]:
+    """``ms`` from a request to its only token: the median of 2 ROUNDS."""
     prompt, params = random_tokens(engine.runner.vocab_size), quire.SamplingParams(temperature=0, max_tokens=1)
     times = [seconds(lambda: engine.generate([prompt(tokens)], params)) for _ in range(2 * ROUNDS + 1)]
-    return statistics.median(times[1:]) * 1e3
+    return {"ms": statistics.median(times[1:]) * 1e3}
 
 
 def watching_ms(args: Any, adapters: int) -> dict[str, Any]:
@@ -91,6 +95,7 @@ def main() -> None:
                     lora_dtype=("model,float32", "of the adapters' weights: model (the model's), float32"),
                     prompts=("", "also prompts of these lengths: 1024,8192"),
                     fusions=("auto", "of the engines, as quire.Engine takes them"), ways=("one,each", "one, each, or both"),
+                    profile=(False, "also the GPU time by kernel, of a step"),
                     places=("", "instead: the host's time to watch this number of adapters in places: 1,8"))
     args = parser.parse_args()
     kinds = args.lora_dtype.split(",")
@@ -98,6 +103,8 @@ def main() -> None:
         parser.error("--ways is one, each, or one,each")
     if unknown := sorted(set(kinds) - {"model", "float32"}):
         parser.error(f"unknown --lora-dtype {', '.join(unknown)}; there are: model, float32")
+    if args.profile and torch.device(args.device).type != "cuda":
+        parser.error("--profile needs a GPU")
     if args.places:
         torch.set_num_threads(1)
         record = started(args)
@@ -105,7 +112,7 @@ def main() -> None:
             record.keep(watching_ms(args, count))
         return
     prompts = numbers(args.prompts)
-    record, length = started(args), max([args.context + (ROUNDS + 1) * STEPS, *(n + 1 for n in prompts)])
+    record, length = started(args), max([args.context + (ROUNDS + 2) * STEPS, *(n + 1 for n in prompts)])
     model = model_of(args, positions=length)
     todo = [("none", "model"), *((way, kind) for kind in kinds for way in args.ways.split(","))]
 
@@ -117,14 +124,14 @@ def main() -> None:
         def run() -> None:
             with quire.Engine(of, attention=args.attention, max_num_seqs=max(args.batch), max_model_len=length,
                               enable_lora=way == "each", fusions=args.fusions) as engine:
-                times = [(what, "batch", n, lambda n=n, names=names: step_ms(engine, n, names, args.context))
+                times = [(what, "batch", n, lambda n=n, names=names: step_of(engine, n, names, args.context, args.profile))
                          for n, (what, names) in itertools.product(args.batch, requests)]
-                times += [(way, "tokens", n, lambda n=n: prompt_ms(engine, n)) for n in prompts if way != "each"]
+                times += [(way, "tokens", n, lambda n=n: prompt_of(engine, n)) for n in prompts if way != "each"]
                 for what, kind, n, timed in times:
-                    ms = timed()
+                    found = timed()
                     without = [row["ms"] for row in record.rows if row.get("way") == "none" and row.get(kind) == n]
-                    record.keep({"way": what, "lora_dtype": None if way == "none" else lora_dtype, kind: n, "ms": ms,
-                                 "cost": ms / without[0] - 1 if without else None})
+                    record.keep({"way": what, "lora_dtype": None if way == "none" else lora_dtype, kind: n,
+                                 "cost": found["ms"] / without[0] - 1 if without else None, **found})
 
         record.measure(f"{way}, {lora_dtype}", run, most=record.left * share)
         free_memory()

@@ -12,43 +12,14 @@ Prefill: one step of ``tokens`` tokens, in prompts of 960 (the last one shorter)
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from quire.graph_runner.bench.kernel_times import kind, longest, profiled
 from quire.graph_runner.bench.models import build
 from quire.graph_runner.bench.record import end, random_tokens, script, seconds, spec_of, started, until_decoding
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
-
-#: (pattern of a kernel's name, kind); the first match counts.
-KINDS = (
-    ("^(vector|tile|wide|int4|turn|add_up)_kernel", "matrix product with norm, SwiGLU or residual"),
-    ("BatchDecode|BatchPrefill|flashinfer", "attention (FlashInfer)"), ("decode_kernel|reduce_kernel", "attention, decode"),
-    ("extend_kernel", "attention, prefill"), ("rope_kv_write|write_kernel", "rope, KV write"),
-    ("sample_kernel|pick_kernel", "sampling"), ("pairs_kernel|sorted_kernel|order_kernel", "experts"),
-    ("nvjet|gemm|cutlass|sm90_xmma|gemv|splitK|gemvNSP", "matrix product (cuBLAS)"), ("^triton_", "Inductor"),
-    ("[Mm]emcpy|[Mm]emset", "copies"), ("at::native|at::cuda", "PyTorch"))
-
-
-def kind(name: str) -> str:
-    return next((what for pattern, what in KINDS if re.search(pattern, name)), "other")
-
-
-def profiled(run: Callable[[], None], steps: int) -> dict[str, tuple[float, float]]:
-    """Kernels of ``run``, which makes ``steps`` steps: name -> (calls, microseconds) per step."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            found[event.name][0] += 1
-            found[event.name][1] += event.device_time_total if hasattr(event, "device_time_total") else event.cuda_time_total
-    return {name: (calls / steps, us / steps) for name, (calls, us) in found.items()}
 
 
 def row(workload: str, batch: int, tokens: int, wall: float, kernels: dict[str, tuple[float, float]]) -> dict[str, Any]:
@@ -62,12 +33,12 @@ def row(workload: str, batch: int, tokens: int, wall: float, kernels: dict[str, 
           f"{sum(c for c, _ in kernels.values()):.0f} launches, idle {wall - busy:.0f} us")
     for what, (calls, us) in sorted(kinds.items(), key=lambda item: -item[1][1]):
         print(f"  {us:9.1f} us {calls:7.1f} x  {what}")
-    top = sorted(kernels.items(), key=lambda item: -item[1][1])[:24]
-    for name, (calls, us) in top:
-        print(f"      {us:9.1f} us {calls:7.1f} x {us / calls:8.2f} us  {name[:100]}")
+    top = longest(kernels)
+    for each in top:
+        print(f"      {each['us']:9.1f} us {each['calls']:7.1f} x {each['us'] / each['calls']:8.2f} us  {each['name'][:100]}")
     return {"workload": workload, "batch": batch, "tokens": tokens, "wall_us": wall, "kernel_us": busy,
             "launches": sum(c for c, _ in kernels.values()), "kinds": {k: dict(calls=c, us=us) for k, (c, us) in kinds.items()},
-            "kernels": [dict(name=n, calls=c, us=us) for n, (c, us) in top]}
+            "kernels": top}
 
 
 def main() -> None:
