@@ -12,7 +12,7 @@ length, and the host's part of it.
 
 ``--places`` measures something else, on the host alone: what it takes, before each step, to see that nothing has changed in so
 many adapters in places (``max_loras``), in milliseconds of processor time. The model has no memory (the meta device).
-``--profile`` adds the GPU time of a step, kernel by kernel, to the rows of decode steps.
+``--profile`` adds the GPU time of a step, by kernel and its grid, to the rows of decode steps.
 
 ``one`` is an adapter of all linear layers, ``each`` two adapters and the model without any, in turn, in one batch
 (``adapter=``), and ``nobody`` the same engine when no request has an adapter, in each ``--lora-dtype`` (float32 is PEFT's
@@ -63,7 +63,7 @@ def step_of(engine: quire.Engine, batch: int, names: list[str | None], context: 
     for _ in range(8):
         engine.step()
     times = [seconds(lambda: [engine.step() for _ in range(STEPS)]) for _ in range(ROUNDS)]
-    kernels = profiled(lambda: [engine.step() for _ in range(STEPS)], STEPS) if profile else {}
+    kernels = profiled(lambda: [engine.step() for _ in range(STEPS)], STEPS, grids=True) if profile else {}
     end(engine, ids)
     return {"ms": statistics.median(times) / STEPS * 1e3, **({"kernels": longest(kernels)} if profile else {})}
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,16 +26,24 @@ def kind(name: str) -> str:
     return next((what for pattern, what in KINDS if re.search(pattern, name)), "other")
 
 
-def profiled(run: Callable[[], None], steps: int) -> dict[str, tuple[float, float]]:
-    """Kernels of ``run``, which makes ``steps`` steps: name -> (calls, microseconds) per step."""
+def profiled(run: Callable[[], Any], steps: int, grids: bool = False) -> dict[str, tuple[float, float]]:
+    """Kernels of ``run``, which makes ``steps`` steps: name -> (calls, microseconds) per step, and with ``grids`` name and grid.
+    A kernel that begins before the last one ends, by dependent launch, counts from that end."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
     found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            found[event.name][0] += 1
-            found[event.name][1] += event.device_time_total if hasattr(event, "device_time_total") else event.cuda_time_total
+    before = 0.0
+    on_gpu = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    for event in sorted(on_gpu, key=lambda event: event["ts"] + event["dur"]):
+        end, grid = event["ts"] + event["dur"], event.get("args", {}).get("grid")
+        one = found[f"{event['name']} {grid}" if grids else event["name"]]
+        one[0] += 1
+        one[1] += end - max(before, event["ts"])
+        before = end
     return {name: (calls / steps, us / steps) for name, (calls, us) in found.items()}
 
 
