@@ -27,8 +27,8 @@ def kind(name: str) -> str:
 
 
 def profiled(run: Callable[[], Any], steps: int, grids: bool = False) -> dict[str, tuple[float, float]]:
-    """Kernels of ``run``, which makes ``steps`` steps: name -> (calls, microseconds) per step, and with ``grids`` name and grid.
-    A kernel that begins before the last one ends, by dependent launch, counts from that end."""
+    """Kernels of ``run``, which makes ``steps`` steps: name -> (calls, microseconds) per step, with ``grids`` by grid too. A
+    kernel that begins before the last one ends, as dependent ones do, counts from that end."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
