@@ -97,7 +97,7 @@ def wide_tiles(m: int, codes: torch.dtype | None) -> Iterator[Config]:
 
 def splits(config: Config, m: int, n: int, k: int) -> Iterator[int]:
     """One, and what makes as many programs as run at once, one or two per multiprocessor."""
-    programs = -(-n // config.block_n) * -(-m // config.block_m)
+    programs = -(-n // config.block_n) * -(-m // (config.block_m or MAX_TOKENS))
     found = {1}
     for slots in (SMS, 2 * SMS, 3 * SMS):
         split = round(slots / programs) if programs < SMS else 1
@@ -113,7 +113,10 @@ def candidates(shape: LinearShape, m: int, wide: bool) -> list[Config]:
         return [c._replace(splits=s) for c in wide_tiles(m, shape.codes) for s in splits(c, m, shape.n, shape.k)]
     if shape.codes is None and m > 1:
         n, device = shape.n // 2 if shape.swiglu else shape.n, torch.device("cuda")
-        return [*TILE, *(even for c in TILE if (even := evenly(c, m, n, shape.swiglu, device)))]
+        found = [*TILE, *(even for c in TILE if (even := evenly(c, m, n, shape.swiglu, device)))]
+        if not (shape.norm or shape.swiglu):  # these need whole sums in one program
+            found += [c._replace(splits=s) for c in TILE for s in splits(c, m, n, shape.k) if s > 1]
+        return found
     if shape.codes is None:
         return VECTOR
     return TILE_CODES if m > MAX_TOKENS else SLICED if m > 1 else VECTOR_CODES + SLICED

@@ -100,7 +100,7 @@ class AdapterTiles(NamedTuple):
     Args:
         adapters: how many.  one_loop: ``one_loop``.  every: each token has all of them.
         per: the most that add to the columns of a program.
-        parts: of the first products' sums.
+        parts: of the first products' sums.  reduce: whether the last program of some parts adds them up.
         block_r, block_q: ranks, padded, and those of a second product at a time.  held: adapters whose B is loaded at once;
             early: which tokens have an adapter is read before the loop over the columns of x.
         first_t, ranks, slices, stages: of a program of first products: tokens, ranks, and as of ``first_products``.
@@ -111,6 +111,7 @@ class AdapterTiles(NamedTuple):
     every: bool
     per: int
     parts: int
+    reduce: bool
     block_r: int
     block_q: int
     held: int

@@ -25,6 +25,8 @@ def rows_shrink_kernel(x, lora, t, k, x_stride, LORA: tl.constexpr, PDL: tl.cons
     wait_for_previous(PDL)
     let_next_start(PDL)
     first_products(tl.program_id(0), x, None, lora, t, k, x_stride, LORA)
+    if LORA.reduce:
+        count_first_products(tl.program_id(0), lora, t, LORA)
 
 
 @triton.jit(do_not_specialize=["t"])  # else prompts of other lengths would be other kernels
@@ -56,7 +58,13 @@ def rows_shrink_all_kernel(x, lora, t, k, x_stride, LORA: tl.constexpr, RANKS: t
             total = tl.dot(factors, tile.to(factors.dtype), total, input_precision="tf32x3")
         wait_for_products()
     at_token = ((i * LORA.parts + part)[:, None] * t + tokens[None, :]).to(tl.int64) * LORA.block_r + r[:, None]
-    tl.store(lora.shrunk + at_token, total, mask=(i < ADAPTERS)[:, None] & (tokens < t)[None, :])
+    mask = (i < ADAPTERS)[:, None] & (tokens < t)[None, :]
+    tl.store(lora.shrunk + at_token, total, mask=mask)
+    if LORA.reduce:
+        tl.debug_barrier()
+        if tl.atomic_add(lora.counter + 1 + tl.program_id(1), 1, sem="acq_rel", scope="gpu") == LORA.parts - 1:
+            first_part = at_token - (part * t * LORA.block_r).to(tl.int64)
+            _add_parts(lora.shrunk + first_part, t * LORA.block_r, mask, LORA)
 
 
 @triton.jit
@@ -136,7 +144,7 @@ def rows_kernel(x, bases, lora, out, t, k, n, first, tiles, x_stride, sizes, str
             wait_for_previous(PDL)
             let_next_start(PDL)
             first_products(program, x, None, lora, t, k, x_stride, LORA)
-            count_first_products(lora)
+            count_first_products(program, lora, t, LORA)
         else:
             _rows_expand((program - first) % tiles, (program - first) // tiles, first, bases, lora, out, t, n, sizes, strides,
                          LAYERS, LORA, BLOCK_T, BLOCK_N, PDL)
@@ -166,8 +174,7 @@ def _rows_expand(tile, token_tile, wait_for, bases, lora, out, t, n, sizes, stri
     columns = start + tl.arange(0, BLOCK_N)
     live = (columns < size)[:, None] & (tokens < t)[None, :]
     mine = bits_of(tokens, t, lora, LORA.every)
-    held = factors_of(mine, column + start, column + size, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, BLOCK_N,
-                      LORA.block_q)
+    held = factors_of(mine, column + start, column + size, lora, 0, 0, LORA.held, LORA, BLOCK_N)
     wait_for_previous(PDL)
     total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for i in tl.static_range(LAYERS):
@@ -176,11 +183,9 @@ def _rows_expand(tile, token_tile, wait_for, bases, lora, out, t, n, sizes, stri
                             other=0.0).to(tl.float32)
     ones = tl.full((BLOCK_T,), 1.0, tl.float32)
     if wait_for > 0:
-        wait_for_first_products(lora, wait_for)
-    lows = lows_of(mine, ones, column + start, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, LORA.parts, BLOCK_T,
-                   BLOCK_N, LORA.block_r, LORA.block_q)
-    total = expand(total, mine, ones, held, lows, column + start, column + size, tokens, t, lora, LORA.adapters, LORA.per,
-                   LORA.parts, BLOCK_T, BLOCK_N, LORA.block_r, LORA.block_q, LORA.held)
+        wait_for_first_products(lora, wait_for, LORA)
+    lows = lows_of(mine, ones, column + start, tokens, t, lora, 0, 0, LORA.held, LORA, BLOCK_T, BLOCK_N)
+    total = expand(total, mine, ones, held, lows, column + start, column + size, tokens, t, lora, LORA, BLOCK_T, BLOCK_N)
     let_next_start(PDL)
     tl.store(out + tokens.to(tl.int64)[None, :] * n + (column + columns)[:, None], total.to(out.dtype.element_ty), mask=live)
 
@@ -198,10 +203,10 @@ def bits_of(tokens, t, lora, EVERY: tl.constexpr):
 @triton.jit
 def adapter_factors(mine, start, n, lora, SWIGLU: tl.constexpr, LORA: tl.constexpr, BLOCK_N: tl.constexpr):
     """``factors_of`` the first adapters, for the columns of a layer from ``start``, and with SWIGLU for those n further on."""
-    held = factors_of(mine, start, n, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, BLOCK_N, LORA.block_q)
+    held = factors_of(mine, start, n, lora, 0, 0, LORA.held, LORA, BLOCK_N)
     held_up = held
     if SWIGLU:
-        held_up = factors_of(mine, n + start, 2 * n, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, BLOCK_N, LORA.block_q)
+        held_up = factors_of(mine, n + start, 2 * n, lora, 0, 0, LORA.held, LORA, BLOCK_N)
     return held, held_up
 
 
@@ -210,29 +215,50 @@ def add_adapters(y, up, mine, factor, held, held_up, start, n, tokens, t, lora, 
                  BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
     """``y`` (BLOCK_N, BLOCK_T) float32 of the columns from ``start``, and with SWIGLU ``up`` of those n further on, plus the
     adapters' parts. ``factor``: of each token, which ``lora.shrunk`` lacks. ``held``, ``held_up``: ``adapter_factors``."""
-    lows = lows_of(mine, factor, start, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, LORA.parts, BLOCK_T,
-                   BLOCK_N, LORA.block_r, LORA.block_q)
+    lows = lows_of(mine, factor, start, tokens, t, lora, 0, 0, LORA.held, LORA, BLOCK_T, BLOCK_N)
     if SWIGLU:
-        lows_up = lows_of(mine, factor, n + start, tokens, t, lora, 0, 0, LORA.held, LORA.adapters, LORA.per, LORA.parts,
-                          BLOCK_T, BLOCK_N, LORA.block_r, LORA.block_q)
-    y = expand(y, mine, factor, held, lows, start, n, tokens, t, lora, LORA.adapters, LORA.per, LORA.parts, BLOCK_T, BLOCK_N,
-               LORA.block_r, LORA.block_q, LORA.held)
+        lows_up = lows_of(mine, factor, n + start, tokens, t, lora, 0, 0, LORA.held, LORA, BLOCK_T, BLOCK_N)
+    y = expand(y, mine, factor, held, lows, start, n, tokens, t, lora, LORA, BLOCK_T, BLOCK_N)
     if SWIGLU:
-        up = expand(up, mine, factor, held_up, lows_up, n + start, 2 * n, tokens, t, lora, LORA.adapters, LORA.per, LORA.parts,
-                    BLOCK_T, BLOCK_N, LORA.block_r, LORA.block_q, LORA.held)
+        up = expand(up, mine, factor, held_up, lows_up, n + start, 2 * n, tokens, t, lora, LORA, BLOCK_T, BLOCK_N)
     return y, up
 
 
 @triton.jit
-def count_first_products(lora):
-    """A program of first products has stored them. See NOTE [First products in the same launch]."""
+def count_first_products(program, lora, t, LORA: tl.constexpr):
+    """``program`` of first products has stored them. With LORA.reduce the last of those that have parts of the same sums adds
+    them up, and counts for all. See NOTE [First products in the same launch]."""
     tl.debug_barrier()
-    tl.atomic_add(lora.counter, 1, sem="release", scope="gpu")
+    if LORA.reduce:
+        BLOCK_R: tl.constexpr = LORA.block_r
+        RANKS: tl.constexpr = LORA.ranks
+        BLOCK_T: tl.constexpr = LORA.first_t
+        ACROSS: tl.constexpr = LORA.adapters * (BLOCK_R // RANKS)
+        across, tile = program % ACROSS, program // (ACROSS * LORA.parts)
+        if tl.atomic_add(lora.counter + 1 + tile * ACROSS + across, 1, sem="acq_rel", scope="gpu") == LORA.parts - 1:
+            tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+            i, r = across // (BLOCK_R // RANKS), across % (BLOCK_R // RANKS) * RANKS + tl.arange(0, RANKS)
+            at = (i * LORA.parts * t + tokens).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
+            _add_parts(lora.shrunk + at, t * BLOCK_R, (tokens < t)[:, None] & (r < BLOCK_R)[None, :], LORA)
+            tl.debug_barrier()
+            tl.atomic_add(lora.counter, 1, sem="release", scope="gpu")
+    else:
+        tl.atomic_add(lora.counter, 1, sem="release", scope="gpu")
 
 
 @triton.jit
-def wait_for_first_products(lora, first):
-    """Until all ``first`` programs have stored theirs."""
+def _add_parts(first, apart, mask, LORA: tl.constexpr):
+    """Put the sum of the parts of first products, ``apart`` numbers from each other, in the place of the ``first``."""
+    total = tl.load(first, mask=mask, other=0.0, cache_modifier=".cg")
+    for part in range(1, LORA.parts):
+        total += tl.load(first + part * apart, mask=mask, other=0.0, cache_modifier=".cg")
+    tl.store(first, total, mask=mask)
+
+
+@triton.jit
+def wait_for_first_products(lora, programs, LORA: tl.constexpr):
+    """Until all ``programs`` have stored theirs, and added up."""
+    first = programs // LORA.parts if LORA.reduce else programs
     stored = tl.atomic_add(lora.counter, 0, sem="acquire", scope="gpu")
     while stored < first:
         stored = tl.atomic_add(lora.counter, 0, sem="acquire", scope="gpu")
@@ -250,7 +276,7 @@ def finish_kernel(x, base, lora, res, out, t, k, n, first, tiles, x_stride, base
             wait_for_previous(PDL)
             let_next_start(PDL)
             first_products(program, x, None, lora, t, k, x_stride, LORA)
-            count_first_products(lora)
+            count_first_products(program, lora, t, LORA)
         else:
             _finish((program - first) % tiles, (program - first) // tiles, first, base, lora, res, out, t, n, base_stride,
                     res_stride, LORA, BLOCK_T, BLOCK_N, SWIGLU, NORM, PDL)
@@ -274,7 +300,7 @@ def _finish(tile, token_tile, wait_for, base, lora, res, out, t, n, base_stride,
         up = tl.load(base + rows * base_stride + n + columns[:, None], mask=live, other=0.0).to(tl.float32)
     factor = tl.load(lora.rms + tokens) if NORM else tl.full((BLOCK_T,), 1.0, tl.float32)
     if wait_for > 0:
-        wait_for_first_products(lora, wait_for)
+        wait_for_first_products(lora, wait_for, LORA)
     y, up = add_adapters(y, up, mine, factor, held, held_up, start, n, tokens, t, lora, SWIGLU, LORA, BLOCK_T, BLOCK_N)
     if SWIGLU:
         y = y * tl.sigmoid(y) * up
@@ -293,10 +319,11 @@ def _pick(values, i, N: tl.constexpr):
 
 
 @triton.jit
-def _adapter(j: tl.constexpr, start, mine, lora, ADAPTERS: tl.constexpr, PER: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The j-th of at most PER adapters that add to the columns from ``start`` on: its number, b, first column, columns, rank
-    and scaling; which of the tokens, whose bits ``mine`` are, have it; and whether one of them does."""
-    if PER == ADAPTERS:
+def _adapter(j: tl.constexpr, start, mine, lora, LORA: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The j-th of at most LORA.per adapters that add to the columns from ``start`` on: its number, b, first column, columns,
+    rank and scaling; which of the tokens, whose bits ``mine`` are, have it; and whether one of them does."""
+    ADAPTERS: tl.constexpr = LORA.adapters
+    if LORA.per == ADAPTERS:
         i, there = j, True
         b, first, size, rank, scaling = lora.b[j], lora.starts[j], lora.sizes[j], lora.ranks[j], lora.scalings[j]
         place = lora.places[j]
@@ -314,15 +341,16 @@ def _adapter(j: tl.constexpr, start, mine, lora, ADAPTERS: tl.constexpr, PER: tl
 
 
 @triton.jit
-def factors_of(mine, start, end, lora, ranks_from, FROM: tl.constexpr, TO: tl.constexpr, ADAPTERS: tl.constexpr,
-               PER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Of the adapters FROM to TO (of PER: ``_adapter``) the ranks ranks_from .. ranks_from + BLOCK_Q of B for the columns from
-    ``start`` to ``end``, (BLOCK_N, BLOCK_Q); zeros where no token needs them. May be called before ``wait_for_previous``:
-    see NOTE [Reads before the wait] in attn_ops/kernels/pdl.py."""
+def factors_of(mine, start, end, lora, ranks_from, FROM: tl.constexpr, TO: tl.constexpr, LORA: tl.constexpr,
+               BLOCK_N: tl.constexpr):
+    """Of the adapters FROM to TO (of LORA.per: ``_adapter``) the ranks ranks_from .. ranks_from + LORA.block_q of B for the
+    columns from ``start`` to ``end``, (BLOCK_N, block_q); zeros where no token needs them. May be called before
+    ``wait_for_previous``: see NOTE [Reads before the wait] in attn_ops/kernels/pdl.py."""
+    BLOCK_Q: tl.constexpr = LORA.block_q
     columns, r = start + tl.arange(0, BLOCK_N), ranks_from + tl.arange(0, BLOCK_Q)
     held = ()
     for j in tl.static_range(FROM, TO):
-        _, b, first, size, rank, _, _, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
+        _, b, first, size, rank, _, _, needed = _adapter(j, start, mine, lora, LORA, BLOCK_N)
         at = columns - first
         inside = (at >= 0) & (at < size) & (columns < end) & needed
         tile = tl.load(b + at.to(tl.int64)[:, None] * rank + r[None, :], mask=inside[:, None] & (r < rank)[None, :], other=0.0)
@@ -331,23 +359,25 @@ def factors_of(mine, start, end, lora, ranks_from, FROM: tl.constexpr, TO: tl.co
 
 
 @triton.jit
-def lows_of(mine, factor, start, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: tl.constexpr, ADAPTERS: tl.constexpr,
-            PER: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-            BLOCK_Q: tl.constexpr):
-    """``A x * scaling * factor`` of the adapters FROM to TO (of PER: ``_adapter``) for the columns from ``start``, as far as
-    they are needed there: of the ranks ranks_from .. ranks_from + BLOCK_Q, (BLOCK_Q, BLOCK_T) float32 of each. Without the
-    scaling for adapters in float16, which might not hold it. ``factor``: of each token."""
+def lows_of(mine, factor, start, tokens, t, lora, ranks_from, FROM: tl.constexpr, TO: tl.constexpr, LORA: tl.constexpr,
+            BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
+    """``A x * scaling * factor`` of the adapters FROM to TO (of LORA.per: ``_adapter``) for the columns from ``start``, as far
+    as they are needed there: of the ranks ranks_from .. ranks_from + LORA.block_q, (block_q, BLOCK_T) float32 of each. Without
+    the scaling for adapters in float16, which might not hold it. ``factor``: of each token."""
+    PARTS: tl.constexpr = LORA.parts
+    READ: tl.constexpr = 1 if LORA.reduce else PARTS
+    BLOCK_Q: tl.constexpr = LORA.block_q
     lows = ()
     for j in tl.static_range(FROM, TO):
-        i, b, _, _, _, scaling, has, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
+        i, b, _, _, _, scaling, has, needed = _adapter(j, start, mine, lora, LORA, BLOCK_N)
         low = tl.zeros((BLOCK_Q, BLOCK_T), tl.float32)
         mask = (tokens < t) & has & needed
-        if PER <= 2:
-            for part in tl.static_range(PARTS):
-                low += _low_of(i * PARTS + part, mask, tokens, t, lora, ranks_from, BLOCK_R, BLOCK_Q)
+        if LORA.per <= 2:
+            for part in tl.static_range(READ):
+                low += _low_of(i * PARTS + part, mask, tokens, t, lora, ranks_from, LORA.block_r, BLOCK_Q)
         else:  # code for each part of many adapters takes long to compile
-            for part in range(PARTS):
-                low += _low_of(i * PARTS + part, mask, tokens, t, lora, ranks_from, BLOCK_R, BLOCK_Q)
+            for part in range(READ):
+                low += _low_of(i * PARTS + part, mask, tokens, t, lora, ranks_from, LORA.block_r, BLOCK_Q)
         if b.dtype.element_ty != tl.float16:
             low *= scaling
         lows = lows + (low * factor[None, :],)  # type: ignore[assignment]
@@ -362,35 +392,34 @@ def _low_of(part, mask, tokens, t, lora, ranks_from, BLOCK_R: tl.constexpr, BLOC
 
 
 @triton.jit
-def expand(total, mine, factor, held, lows, start, end, tokens, t, lora, ADAPTERS: tl.constexpr, PER: tl.constexpr,
-           PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr,
-           HELD: tl.constexpr):
+def expand(total, mine, factor, held, lows, start, end, tokens, t, lora, LORA: tl.constexpr, BLOCK_T: tl.constexpr,
+           BLOCK_N: tl.constexpr):
     """``total`` (BLOCK_N, BLOCK_T) float32 plus ``B (A x) * scaling * factor`` of each token's adapters, for the columns from
-    ``start`` to ``end``. ``held``, ``lows``: ``factors_of`` and ``lows_of`` of the first BLOCK_Q ranks of the first HELD
+    ``start`` to ``end``. ``held``, ``lows``: ``factors_of`` and ``lows_of`` of the first block_q ranks of the first LORA.held
     adapters: all loads come before the products, which would make later ones wait. BLOCK_T is 1 for one token, which needs no
     tensor cores."""
-    total = _add_products(total, held, lows, start, mine, lora, 0, HELD, ADAPTERS, PER, BLOCK_T, BLOCK_N)
+    HELD: tl.constexpr = LORA.held
+    PER: tl.constexpr = LORA.per
+    total = _add_products(total, held, lows, start, mine, lora, 0, HELD, LORA, BLOCK_T, BLOCK_N)
     # The others one after the other: all at once do not fit the registers.
     for j in tl.static_range(HELD, PER):
-        more = factors_of(mine, start, end, lora, 0, j, j + 1, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
-        low = lows_of(mine, factor, start, tokens, t, lora, 0, j, j + 1, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N, BLOCK_R,
-                      BLOCK_Q)
-        total = _add_products(total, more, low, start, mine, lora, j, j + 1, ADAPTERS, PER, BLOCK_T, BLOCK_N)
-    for ranks_from in range(BLOCK_Q, BLOCK_R, BLOCK_Q):
+        more = factors_of(mine, start, end, lora, 0, j, j + 1, LORA, BLOCK_N)
+        low = lows_of(mine, factor, start, tokens, t, lora, 0, j, j + 1, LORA, BLOCK_T, BLOCK_N)
+        total = _add_products(total, more, low, start, mine, lora, j, j + 1, LORA, BLOCK_T, BLOCK_N)
+    for ranks_from in range(LORA.block_q, LORA.block_r, LORA.block_q):
         for j in tl.static_range(PER):
-            more = factors_of(mine, start, end, lora, ranks_from, j, j + 1, ADAPTERS, PER, BLOCK_N, BLOCK_Q)
-            low = lows_of(mine, factor, start, tokens, t, lora, ranks_from, j, j + 1, ADAPTERS, PER, PARTS, BLOCK_T, BLOCK_N,
-                          BLOCK_R, BLOCK_Q)
-            total = _add_products(total, more, low, start, mine, lora, j, j + 1, ADAPTERS, PER, BLOCK_T, BLOCK_N)
+            more = factors_of(mine, start, end, lora, ranks_from, j, j + 1, LORA, BLOCK_N)
+            low = lows_of(mine, factor, start, tokens, t, lora, ranks_from, j, j + 1, LORA, BLOCK_T, BLOCK_N)
+            total = _add_products(total, more, low, start, mine, lora, j, j + 1, LORA, BLOCK_T, BLOCK_N)
     return total
 
 
 @triton.jit
-def _add_products(total, held, lows, start, mine, lora, FROM: tl.constexpr, TO: tl.constexpr, ADAPTERS: tl.constexpr,
-                  PER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
-    """``expand`` for the adapters FROM to TO and BLOCK_Q ranks."""
+def _add_products(total, held, lows, start, mine, lora, FROM: tl.constexpr, TO: tl.constexpr, LORA: tl.constexpr,
+                  BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
+    """``expand`` for the adapters FROM to TO and block_q ranks."""
     for j in tl.static_range(FROM, TO):
-        _, _, column, size, _, scaling, has, needed = _adapter(j, start, mine, lora, ADAPTERS, PER, BLOCK_N)
+        _, _, column, size, _, scaling, has, needed = _adapter(j, start, mine, lora, LORA, BLOCK_N)
         at, factors = start + tl.arange(0, BLOCK_N) - column, held[j - FROM]
         mixed = ((at >= 0) & (at < size))[:, None] & has[None, :]  # elsewhere it is 0, which times inf is not 0
         if BLOCK_T == 1:

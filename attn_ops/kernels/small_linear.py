@@ -157,7 +157,7 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
             if SPLITS == 1:
                 first_products(program, x, norm, lora, M, K, stride_x, LORA)
                 let_next_start(PDL)
-                count_first_products(lora)
+                count_first_products(program, lora, M, LORA)
             else:
                 if tl.program_id(2) == 0:
                     first_products(program, x, norm, lora, M, K, stride_x, LORA)
@@ -305,7 +305,7 @@ def _finish(acc, acc_up, squares, rows, end, tokens, scale, bias, norm, res, out
             mine = bits_of(tokens, M, lora, LORA.every)
         held, held_up = adapter_factors(mine, start, N, lora, SWIGLU, LORA, BLOCK_N)
         if first_programs > 0:
-            wait_for_first_products(lora, first_programs)
+            wait_for_first_products(lora, first_programs, LORA)
         acc, acc_up = add_adapters(y, up, mine, rms, held, held_up, start, N, tokens, M, lora, SWIGLU, LORA, BLOCK_M,
                                BLOCK_N)
     if SWIGLU:

@@ -22,13 +22,14 @@ from torch import Tensor
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
-from quire.attn_ops.ops.lora_counters import next_counter
+from quire.attn_ops.ops.lora_counters import next_counters
 from quire.attn_ops.ops.lora_rows import (
     WARPS_APART,
     RowsTiles,
     adapters_fit,
     adapters_for,
     adapters_per_layer,
+    counters_of,
     first_stages,
     launch_first,
     lora_rows_eager,
@@ -110,7 +111,7 @@ def lora_linear_cuda(
         config = config_for(t, rows, k, swiglu, x.device) or by_rule(t, rows, k, swiglu)
     if t > 1:
         parts = _parts(a, t, n, k, swiglu, norm_weight is not None, config, x.device)
-        lora = adapters_for(x, *of_adapters, parts, next_counter(x, counters))
+        lora = adapters_for(x, *of_adapters, parts, next_counters(x, counters, 1))
         return small_linear_cuda(x, weight, bias, norm_weight, eps, residual, swiglu, config=config, pdl=pdl, lora=lora)
     lora = adapters_for(x, *of_adapters, 1)
     base = small_linear_cuda(x, weight, bias, norm_weight, eps, None, swiglu, config=config, pdl=pdl, lora=lora)
@@ -151,10 +152,11 @@ def _finished(base: Tensor, x: Tensor, residual: Tensor | None, swiglu: bool, of
               pdl: bool, counters: Tensor | None) -> Tensor:
     """The layer's result (1, T, n) from its product ``base`` and its input, (T, N) and (T, K)."""
     t, n = base.shape[0], base.shape[1] // (2 if swiglu else 1)
-    lora = adapters_for(x.unsqueeze(0), *of_adapters, tiles.parts, None if tiles.apart else next_counter(x, counters))
+    count = counters_of(tiles, of_adapters[0], t)
+    lora = adapters_for(x.unsqueeze(0), *of_adapters, tiles.parts, next_counters(x, counters, count) if count else None)
     constants = adapter_tiles(lora, n, Config(tiles.block_n, 1, tiles.num_warps, 1), tiles.block_t, swiglu, False)._replace(
         first_t=tiles.first_t, ranks=min(lora.shrunk.shape[3], 32), slices=WARPS_APART if tiles.apart else tiles.num_warps,
-        stages=first_stages(tiles, lora, x.element_size()))
+        stages=first_stages(tiles, lora, x.element_size()), reduce=tiles.reduces)
     first = launch_first(x, lora, constants, tiles, t)
     return _launch_finish(base, x, residual, n, swiglu, lora, constants, first, tiles, pdl)
 

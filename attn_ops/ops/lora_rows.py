@@ -27,7 +27,7 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import next_power_of_2
 from quire.attn_ops.kernels.launch import is_recording, launch
 from quire.attn_ops.library import define_op
-from quire.attn_ops.ops.lora_counters import next_counter
+from quire.attn_ops.ops.lora_counters import next_counters
 from quire.attn_ops.step import current_step
 
 #: Bits of the int64 numbers in ``Step.adapters``, the sign left out.
@@ -129,6 +129,7 @@ class RowsTiles(NamedTuple):
         block_t, block_n, num_warps: tokens, columns and warps of a program of second products.
         first_t, parts, stages: tokens of a program of first products, parts of their sums, iterations that are loaded ahead.
         apart: whether the first products have a launch of their own.
+        reduce: whether the last program of some parts adds them up, so that those of second products read sums.
     """
 
     block_t: int
@@ -138,6 +139,11 @@ class RowsTiles(NamedTuple):
     parts: int
     stages: int
     apart: bool = False
+    reduce: bool = False
+
+    @property
+    def reduces(self) -> bool:
+        return self.reduce and self.parts > 1
 
 
 def rows_tiles(t: int, k: int, per: int, a: Sequence[Tensor], swiglu: bool = False) -> RowsTiles:
@@ -178,7 +184,8 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
     tiles = rows_tiles(t, k, per, a)
     if t == 1:
         tiles = RowsTiles(1, tiles.block_n, 4, 1, next_power_of_2(max(1, min(k // 512, 16))), 1, True)
-    lora = adapters_for(x, a, b, starts, scaling, bits, tiles.parts, None if tiles.apart else next_counter(x, counters))
+    count = counters_of(tiles, a, t)
+    lora = adapters_for(x, a, b, starts, scaling, bits, tiles.parts, next_counters(x, counters, count) if count else None)
     constants = _constants(lora, tiles, per, x2.element_size())
     first = launch_first(x2, lora, constants, tiles, t)
     columns = sum(-(-n // tiles.block_n) for n in sizes)
@@ -188,6 +195,14 @@ def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence
            LAYERS=len(bases), LORA=constants, BLOCK_T=tiles.block_t, BLOCK_N=tiles.block_n, FIRST=first > 0,
            pdl=host.use_pdl(x.device, t), num_warps=tiles.num_warps)
     return out
+
+
+def counters_of(tiles: RowsTiles, a: Sequence[Tensor], t: int) -> int:
+    """How many counters launches with these tiles need: one of programs, and one for each sum of parts."""
+    block_r = next_power_of_2(max(down.shape[0] for down in a), 16)
+    together = tiles.apart and side_by_side(block_r, tuple(down.dtype for down in a))
+    sums = -(-t // tiles.first_t) * (1 if together else len(a) * (block_r // min(block_r, 32)))
+    return 1 + sums if tiles.reduces else 0 if tiles.apart else 1
 
 
 def first_stages(tiles: RowsTiles, lora: host.Adapters, item: int) -> int:
@@ -205,9 +220,9 @@ def _constants(lora: host.Adapters, tiles: RowsTiles, per: int, item: int) -> ho
     block_q = min(block_r, 32 if per <= 2 else 16)
     warps = tiles.num_warps if not tiles.apart else 1 if t == 1 else WARPS_APART
     every = all(place == EVERY for place in lora.places)
-    return host.AdapterTiles(adapters, host.one_loop(tuple(up.dtype for up in lora.b), t), every, per, parts, block_r, block_q,
-                             per, True, tiles.first_t, block_r if t == 1 else min(block_r, 32), warps,
-                             1 if t == 1 else first_stages(tiles, lora, item))
+    return host.AdapterTiles(adapters, host.one_loop(tuple(up.dtype for up in lora.b), t), every, per, parts,
+                             tiles.reduces, block_r, block_q, per, True, tiles.first_t,
+                             block_r if t == 1 else min(block_r, 32), warps, 1 if t == 1 else first_stages(tiles, lora, item))
 
 
 def launch_first(x: Tensor, lora: host.Adapters, constants: host.AdapterTiles, tiles: RowsTiles, t: int) -> int:

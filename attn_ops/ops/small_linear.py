@@ -195,7 +195,8 @@ def _adapter_tiles(shrunk: tuple[int, ...], starts: tuple[int, ...], sizes: tupl
     # A large loop with a norm has no registers left for what is kept meanwhile: qkv's of 32 tokens took 3 to 5 us more
     # (h200_lora_linear_early.json).
     early = not norm or padded(t) * config.block_k // (32 * num_warps) <= 32
-    return host.AdapterTiles(adapters, host.one_loop(dtypes, t), every, per, parts, block_r, block_q, held, early, *first)
+    return host.AdapterTiles(adapters, host.one_loop(dtypes, t), every, per, parts, False, block_r, block_q, held, early,
+                             *first)
 
 
 def memory_of(config: Config, tokens: int, swiglu: bool) -> int:

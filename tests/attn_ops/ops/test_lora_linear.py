@@ -99,6 +99,8 @@ def test_kernels(tokens, swiglu, fold, every, width, dtype, own) -> None:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(("tokens", "swiglu", "every", "own", "tiles"), [
     (70, True, False, torch.float32, RowsTiles(32, 64, 4, 32, 4, 2)),
+    (70, True, False, torch.float32, RowsTiles(64, 64, 4, 32, 4, 2, reduce=True)),
+    (70, False, False, None, RowsTiles(64, 32, 4, 64, 2, 2, True, reduce=True)),
     (70, False, True, None, RowsTiles(64, 32, 4, 64, 2, 2, True)), (40, True, False, None, Config(64, 64, 4, 2)),
     (130, True, False, torch.float32, RowsTiles(64, 64, 4, 64, 1, 2, True)),
     (70, True, False, torch.float32, Config(64, 64, 4, 2)),
@@ -116,15 +118,16 @@ def test_large_batches(tokens, swiglu, every, own, tiles, dtype) -> None:
     assert got.dtype == dtype and not got.isnan().any()
 
 
+@pytest.mark.parametrize("reduce", [False, True], ids=["parts", "sums"])
 @pytest.mark.parametrize("ranks", [(4, 16, 1, 40), (4, 16, 1, 16)], ids=["large", "of two dtypes"])
-def test_first_products_apart_that_do_not_fit_side_by_side(ranks) -> None:
+def test_first_products_apart_that_do_not_fit_side_by_side(ranks, reduce) -> None:
     """Of long prompts, adapters of more ranks than a program takes, and of several dtypes."""
     pytest.importorskip("triton")
     case = Case(70, torch.float32, width=300, ranks=ranks)
     if max(ranks) < 40:
         case.a, case.b = ([t.half() if i % 2 else t for i, t in enumerate(of)] for of in (case.a, case.b))
     with case.step:
-        got = case.run(functools.partial(lora_linear_cuda, tiles=RowsTiles(32, 32, 4, 64, 2, 3, True)))
+        got = case.run(functools.partial(lora_linear_cuda, tiles=RowsTiles(32, 32, 4, 64, 2, 3, True, reduce)))
         want = case.run(lora_linear_eager, dtype=torch.float64)
     torch.testing.assert_close(got.double(), want, atol=3 * 32 * 2**-11 / 4, rtol=2**-9)
 
@@ -171,7 +174,7 @@ def test_each_launch_has_a_counter(monkeypatch) -> None:
     """Else programs would read first products that are not there yet. What is no launch's stays zero; after as many launches as
     there are counters, and for a tensor that ``lora_counters`` did not make, others are made."""
     pytest.importorskip("triton")
-    monkeypatch.setattr("quire.attn_ops.ops.lora_counters.COUNTERS", 4)
+    monkeypatch.setattr("quire.attn_ops.ops.lora_counters.COUNTERS", 16)
     cases = [Case(6, torch.float32, every=True, width=width, ranks=ranks) for width, ranks in (
         (K, (4, 16, 1, 33)), (2048, (16, 4, 4, 4)))]
     alone, programs = [], []
