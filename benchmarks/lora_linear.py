@@ -87,7 +87,7 @@ def times(name: str, tokens: int, own: torch.dtype, rank: int, adapters: int) ->
 
 
 #: Of second and of first products, as of RowsTiles: the latter within the launch of the former, and in one of their own.
-SECOND = [(32, 64, 4), (64, 64, 4), (32, 32, 4), (32, 128, 8)]
+SECOND = [(32, 64, 4), (64, 64, 4), (32, 32, 4), (32, 128, 4), (32, 128, 8), (64, 128, 8)]
 WITHIN = [(32, 8, 4), (32, 16, 4), (32, 4, 4), (16, 8, 4), (16, 16, 4)]
 APART = [(64, 2, 3), (64, 8, 3), (128, 2, 3)]
 WHOLE = [Config(*c) for c in itertools.chain(
@@ -126,7 +126,8 @@ def tile_times(model: str, name: str, tokens: int, own: torch.dtype, rank: int, 
     else:
         chosen = large_tiles(tokens, k, n, swiglu, layer.a[0], layer.b[0], layer.starts)
         first = [(*each, True) for each in APART] if tokens > 512 else WITHIN
-        tiles = [*(RowsTiles(*second, *first[0]) for second in SECOND), *(RowsTiles(*SECOND[0], *each) for each in first[1:]),
+        pairs = [*((second, first[0]) for second in SECOND), *((SECOND[0], each) for each in first[1:])]
+        tiles = [*(RowsTiles(*second, *each)._replace(reduce=reduce) for second, each in pairs for reduce in (False, True)),
                  *(WHOLE if tokens <= MAX_TOKENS_PER_TILE else [])]
     swiglu_of = torch.compile(lambda y: F.silu(y[:, : sizes[0]]) * y[:, sizes[0] :], dynamic=False)
 

@@ -8,6 +8,7 @@ fraction of the others' time, so that hardly anyone waits. Each launch has a cou
 (``lora_counters``). One token has too short programs for that: a second launch adds its ``B (A x)``. ``rows_kernel`` and
 ``finish_kernel`` do the same for several tokens beside products of other libraries. Of long prompts, where a launch costs
 little, first products have one of their own.
+With LORA.reduce the last program that has a part of a sum, which a counter for each sum says, adds up all parts in their order.
 """
 
 from __future__ import annotations
@@ -63,8 +64,7 @@ def rows_shrink_all_kernel(x, lora, t, k, x_stride, LORA: tl.constexpr, RANKS: t
     if LORA.reduce:
         tl.debug_barrier()
         if tl.atomic_add(lora.counter + 1 + tl.program_id(1), 1, sem="acq_rel", scope="gpu") == LORA.parts - 1:
-            first_part = at_token - (part * t * LORA.block_r).to(tl.int64)
-            _add_parts(lora.shrunk + first_part, t * LORA.block_r, mask, LORA)
+            _add_parts(lora.shrunk + (at_token - part * t * LORA.block_r), t * LORA.block_r, mask, LORA)
 
 
 @triton.jit
@@ -226,20 +226,19 @@ def add_adapters(y, up, mine, factor, held, held_up, start, n, tokens, t, lora, 
 
 @triton.jit
 def count_first_products(program, lora, t, LORA: tl.constexpr):
-    """``program`` of first products has stored them. With LORA.reduce the last of those that have parts of the same sums adds
-    them up, and counts for all. See NOTE [First products in the same launch]."""
+    """``program`` of first products has stored them. See NOTE [First products in the same launch]."""
     tl.debug_barrier()
     if LORA.reduce:
-        BLOCK_R: tl.constexpr = LORA.block_r
         RANKS: tl.constexpr = LORA.ranks
         BLOCK_T: tl.constexpr = LORA.first_t
-        ACROSS: tl.constexpr = LORA.adapters * (BLOCK_R // RANKS)
+        ACROSS: tl.constexpr = LORA.adapters * (LORA.block_r // RANKS)
         across, tile = program % ACROSS, program // (ACROSS * LORA.parts)
         if tl.atomic_add(lora.counter + 1 + tile * ACROSS + across, 1, sem="acq_rel", scope="gpu") == LORA.parts - 1:
             tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
-            i, r = across // (BLOCK_R // RANKS), across % (BLOCK_R // RANKS) * RANKS + tl.arange(0, RANKS)
-            at = (i * LORA.parts * t + tokens).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
-            _add_parts(lora.shrunk + at, t * BLOCK_R, (tokens < t)[:, None] & (r < BLOCK_R)[None, :], LORA)
+            per = LORA.block_r // RANKS  # programs of an adapter
+            at = (across // per * LORA.parts * t + tokens).to(tl.int64)[:, None] * LORA.block_r
+            at += across % per * RANKS + tl.arange(0, RANKS)[None, :]
+            _add_parts(lora.shrunk + at, t * LORA.block_r, (tokens < t)[:, None], LORA)
             tl.debug_barrier()
             tl.atomic_add(lora.counter, 1, sem="release", scope="gpu")
     else:
@@ -248,7 +247,7 @@ def count_first_products(program, lora, t, LORA: tl.constexpr):
 
 @triton.jit
 def _add_parts(first, apart, mask, LORA: tl.constexpr):
-    """Put the sum of the parts of first products, ``apart`` numbers from each other, in the place of the ``first``."""
+    """Put the sum of the parts, ``apart`` numbers from each other, in the place of the ``first``."""
     total = tl.load(first, mask=mask, other=0.0, cache_modifier=".cg")
     for part in range(1, LORA.parts):
         total += tl.load(first + part * apart, mask=mask, other=0.0, cache_modifier=".cg")
@@ -364,8 +363,7 @@ def lows_of(mine, factor, start, tokens, t, lora, ranks_from, FROM: tl.constexpr
     """``A x * scaling * factor`` of the adapters FROM to TO (of LORA.per: ``_adapter``) for the columns from ``start``, as far
     as they are needed there: of the ranks ranks_from .. ranks_from + LORA.block_q, (block_q, BLOCK_T) float32 of each. Without
     the scaling for adapters in float16, which might not hold it. ``factor``: of each token."""
-    PARTS: tl.constexpr = LORA.parts
-    READ: tl.constexpr = 1 if LORA.reduce else PARTS
+    READ: tl.constexpr = 1 if LORA.reduce else LORA.parts
     BLOCK_Q: tl.constexpr = LORA.block_q
     lows = ()
     for j in tl.static_range(FROM, TO):
@@ -374,10 +372,10 @@ def lows_of(mine, factor, start, tokens, t, lora, ranks_from, FROM: tl.constexpr
         mask = (tokens < t) & has & needed
         if LORA.per <= 2:
             for part in tl.static_range(READ):
-                low += _low_of(i * PARTS + part, mask, tokens, t, lora, ranks_from, LORA.block_r, BLOCK_Q)
+                low += _low_of(i * LORA.parts + part, mask, tokens, t, lora, ranks_from, LORA.block_r, BLOCK_Q)
         else:  # code for each part of many adapters takes long to compile
             for part in range(READ):
-                low += _low_of(i * PARTS + part, mask, tokens, t, lora, ranks_from, LORA.block_r, BLOCK_Q)
+                low += _low_of(i * LORA.parts + part, mask, tokens, t, lora, ranks_from, LORA.block_r, BLOCK_Q)
         if b.dtype.element_ty != tl.float16:
             low *= scaling
         lows = lows + (low * factor[None, :],)  # type: ignore[assignment]

@@ -149,22 +149,26 @@ class RowsTiles(NamedTuple):
 def rows_tiles(t: int, k: int, per: int, a: Sequence[Tensor], swiglu: bool = False) -> RowsTiles:
     """Launch parameters for t > 1 tokens, chosen as those of ``lora_linear.one_launch``. ``per``: ``adapters_per_layer``. All
     parts of first products are read by each program of second ones, so there are few of them: no more than fill the GPU
-    twice, and fewer with SwiGLU, whose programs read them for two layers, or with several adapters."""
+    twice, and fewer with SwiGLU, whose programs read them for two layers, or with several adapters. With more tokens, and so
+    more of these programs, parts are added up first (``h200_lora_sums.json``)."""
     block_r = next_power_of_2(max(down.shape[0] for down in a), 16)
     ranks, together = per * block_r, side_by_side(block_r, tuple(down.dtype for down in a))
+    apart, reduce = t > 512, t > 128 or (t > 64 and per > 1 and (len(a) > per or k > 8192))
+    at_once = (3 if reduce else 2) * host.num_sms(a[0].device)
     block_n = 64 if ranks <= 128 else 32 if ranks <= 256 else 16  # registers
-    block_t = 16 if t <= 16 else 64 if t > 32 and ranks <= 64 and per == 1 and not swiglu else 32
-    apart, at_once = t > 512, 2 * host.num_sms(a[0].device)
+    if reduce and not apart and ranks <= 32 and (t > 256 or per == 1 or not swiglu):
+        block_n = 128
+    block_t = 16 if t <= 16 else 64 if t > 32 and ranks <= 64 and per == 1 and not (swiglu or reduce) else 32
     if apart:
         first_t, most = 128 if t > 2048 else 64, min(8, k // 512, max(2, 8192 // t))
     else:
         first_t = 16 if t <= 16 else 32
-        most = min(4, k // 512) if swiglu else min(16 if k > 8192 and per == 1 else 8, k // 256)
+        most = min(8 if reduce and per == 1 else 4, k // 512) if swiglu else min(16 if k > 8192 and per == 1 else 8, k // 256)
     of_tokens = 1 if apart and together else len(a) * (block_r // min(block_r, 32))  # programs of a part
     if not (apart or swiglu) and per == 1 and k >= 4096 and -(-t // 16) * of_tokens * most <= at_once:
         first_t = 16
     parts = next_power_of_2(max(1, min(most, at_once // (-(-t // first_t) * of_tokens))))
-    return RowsTiles(block_t, block_n, 4, first_t, parts, 3 if apart else 4, apart)
+    return RowsTiles(block_t, block_n, 4, first_t, parts, 3 if apart else 4, apart, reduce)
 
 
 def side_by_side(block_r: int, dtypes: tuple[torch.dtype, ...]) -> int:

@@ -19,7 +19,17 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.launch import CAPTURE_MODE, Launch, recording, side_stream
 from quire.attn_ops.ops import small_linear as op
 from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS
-from quire.attn_ops.tuning.launch_config import INT4, STORE, Config, keep, key, known, wide_configs
+from quire.attn_ops.tuning.launch_config import (
+    INT4,
+    LEAST_COLUMNS,
+    MOST_SPLITS,
+    STORE,
+    Config,
+    keep,
+    key,
+    known,
+    wide_configs,
+)
 
 logger = logging.getLogger(__name__)
 SIZES = (1, 8, 32)  # tokens that are measured: one per padded size
@@ -73,12 +83,12 @@ def evenly(config: Config, num_tokens: int, n: int, swiglu: bool, device: torch.
 
 
 def split(n: int, k: int, device: torch.device) -> Iterator[Config]:
-    """For several tokens and weights of few rows (n, k), whose tiles are fewer than multiprocessors: as many programs as these,
-    which share the columns of a tile. Of the layers of two small models the best, or within 4 % of it, in
-    ``h200_small_linear_small.json``."""
-    for block_n in (32, 64):
-        splits = min(MOST_SPLITS, k // LEAST_COLUMNS, host.num_sms(device) // -(-n // block_n))
-        if splits > 1:
+    """For several tokens and weights (n, k) of few rows, whose tiles leave a quarter of the multiprocessors without work: as
+    many programs as these, which share the columns of a tile. Of the layers of two small models the best, or within 4 % of it
+    (``h200_small_linear_small.json``)."""
+    programs = host.num_sms(device)
+    for block_n in (32, 64) if n <= 32 * 3 / 4 * programs else ():
+        if (splits := min(MOST_SPLITS, k // LEAST_COLUMNS, programs // -(-n // block_n))) > 1:
             yield Config(block_n, 128, 4, 4, splits)
 
 

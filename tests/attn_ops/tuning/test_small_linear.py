@@ -117,6 +117,20 @@ def test_uneven_tiles_are_tried_in_even_shares() -> None:
         assert {config.block_k for config in tuning.candidates(1, shape, h200)} >= {512, 1024}, "3584 is 7 times 512"
 
 
+def test_few_rows_share_their_columns() -> None:
+    """64 tiles of 32 rows leave half of 132 multiprocessors without work. A norm and SwiGLU need whole sums in one program."""
+    h200 = torch.device("cuda")
+    with mock.patch.multiple(host, num_sms=lambda device: 132, shared_memory=lambda device: 233472):
+        for n, k in ((2048, 8192), (1024, 2048), (512, 1024), (4096, 4096), (2560, 600)):
+            plain = LinearShape(n, k, False, True, False, torch.bfloat16)
+            found = [config for config in tuning.candidates(8, plain, h200) if config.splits > 1]
+            assert bool(found) == (n < 4096 and k >= 1024)
+            assert all(n / config.block_n * config.splits <= 132 and k / config.splits >= 512 for config in found)
+            assert not any(c.splits > 1 for each in (plain._replace(norm=True), plain._replace(swiglu=True))
+                           for c in tuning.candidates(8, each, h200))
+            assert not any(config.splits > 1 for config in tuning.candidates(1, plain, h200))
+
+
 @pytest.mark.parametrize("codes", [None, torch.int8])
 def test_what_was_measured_is_launched(codes: torch.dtype | None) -> None:
     shape = SHAPE._replace(norm=False, codes=codes)
