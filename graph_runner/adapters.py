@@ -58,7 +58,7 @@ def choose(made: Sequence[Request], adapter: str | None, model: torch.nn.Module,
 def _assign(requests: Iterable[Request], names: tuple[str, ...] | None) -> None:
     """Keys and values depend on the adapters: the requests have computed none, or they are forgotten."""
     for request in requests:
-        request.adapters, request.root = names, b"" if names is None else "\0".join(("", *names)).encode()
+        request.adapters, request.root = names, repr(names).encode() if names else b""
         request.page_keys, request.num_keyed = [], 0
 
 

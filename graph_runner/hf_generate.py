@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quire.graph_runner.engine import Engine
-from quire.graph_runner.hf_generation_config import IN_LOCKSTEP, from_generation_config
+from quire.graph_runner.hf_generation_config import IN_LOCKSTEP, from_generation_config, options_beyond
 from quire.graph_runner.lockstep import DoesNotFit, Rows
 from quire.graph_runner.on_instance import OwnCopies
 from quire.graph_runner.own_forward import reads_inputs, training_difference
@@ -90,7 +90,7 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
         odd = any(not _of_integers(getattr(config, name, None)) for name in _INTEGERS)
         if not odd and all(v is None for v in (given.get("max_length"), getattr(base, "max_length", None), own.max_length)):
             config.max_length = None  # 20 by default, which counts new tokens, and not those of the prompt
-        params, names = (None, []) if odd else from_generation_config(config, ids.shape[1])
+        params, names = (None, options_beyond(config)) if odd else from_generation_config(config, ids.shape[1])
     except (TypeError, ValueError) as error:
         return str(error)
     if config.cache_implementation == "paged":

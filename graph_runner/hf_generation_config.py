@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -26,10 +27,7 @@ def from_generation_config(generation_config: Any, prompt_length: int) -> tuple[
 
     Raises ValueError or TypeError as SamplingParams does; ValueError for do_sample with temperature 0 or a negative top_k, as
     in ``generate``."""
-    def option(name: str, default: Any = None) -> Any:
-        value = getattr(generation_config, name, None)
-        return default if value is None else value
-
+    option = functools.partial(_option, generation_config)
     sampling = bool(option("do_sample"))
     beams = option("num_beams", 1) > 1  # of which num_return_sequences are returned
     values: dict[str, Any] = {"n": 1 if beams else option("num_return_sequences", 1), "stop": option("stop_strings"),
@@ -50,8 +48,20 @@ def from_generation_config(generation_config: Any, prompt_length: int) -> tuple[
     values["max_tokens"] = option("max_new_tokens", from_length)
     # generate stops at the maximum, whatever the minimum
     values["min_tokens"] = min(option("min_new_tokens", max(option("min_length", 0) - prompt_length, 0)), values["max_tokens"])
+    return SamplingParams(**values), options_beyond(generation_config)
+
+
+def options_beyond(generation_config: Any) -> list[str]:
+    """The names of ``from_generation_config``, also of a config whose numbers of tokens are no integers."""
+    option = functools.partial(_option, generation_config)
+    sampling = bool(option("do_sample"))
     unsupported = [name for name, has_no_effect in _REFUSED.items() if _is_set(option, name, has_no_effect, sampling)]
-    return SamplingParams(**values), unsupported + _unknown_options(generation_config)
+    return unsupported + _unknown_options(generation_config)
+
+
+def _option(generation_config: Any, name: str, default: Any = None) -> Any:
+    value = getattr(generation_config, name, None)
+    return default if value is None else value
 
 
 def is_generation_config(given: Any) -> bool:

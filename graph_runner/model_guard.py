@@ -7,8 +7,9 @@ is busy a few modules per step (``next_change``). After a change it traces the m
 Compared is what the trace read, by Dynamo's guards: attributes that are plain values, functions, or lists, dicts and sets of
 these; fields of the configs that modules hold; attributes of the classes; and what was read elsewhere, in Python modules,
 closures, and objects that modules or hooks hold. In addition the hooks, with what they read beside their arguments (closures,
-globals, the object of a bound method), which modules there are, dtypes and devices, addresses where a CUDA graph has captured
-them, and the versions of buffers whose values were read. Not compared: tensors that are neither parameters nor buffers.
+globals, the object of a bound method), which modules there are, tensors' shapes, dtypes, devices and quantization, addresses
+where a CUDA graph has captured them, and the versions of buffers whose values were read. Not compared: tensors that are neither
+parameters nor buffers.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from quire.passes.capture.hf_interface import NAME, functions_of
 from quire.passes.capture.own_masks import read_by_masks
 from quire.passes.capture.reads import is_code_of
 from quire.passes.verify.quantized import addresses as addresses_of
+from quire.passes.verify.quantized import kind_of
 
 _MAX_ENTRIES = 1000  # of a container and those inside it; larger ones are data, and slow to compare
 _OTHER = object()  # stands for what is not compared
@@ -68,14 +70,14 @@ class _Same:
 class _Tensor(NamedTuple):
     """The facts of a parameter or buffer that the trace and captured graphs depend on."""
 
-    kind: type
+    kind: tuple[Any, ...]
     dtype: torch.dtype
     device: torch.device
     addresses: Any
     version: int
 
     def __repr__(self) -> str:
-        return f"{self.kind.__name__} ({self.dtype}, {self.device}, version {self.version})"
+        return f"{self.kind[0].__name__} ({self.dtype}, {self.device}, version {self.version})"
 
 
 def _fact(value: Any, room: int = _MAX_ENTRIES) -> Any:
@@ -160,7 +162,8 @@ def _difference(where: str, before: dict[str, Any], after: dict[str, Any]) -> st
         a, b = before.get(name, _OTHER), after.get(name, _OTHER)
         if a != b:
             if isinstance(a, _Tensor) and isinstance(b, _Tensor) and repr(a) == repr(b):
-                return f"{where}.{name}: another tensor, or moved in memory"
+                how = "another tensor, or moved in memory" if a.kind == b.kind else "of another shape, or quantized otherwise"
+                return f"{where}.{name}: {how}"
             return f"{where}.{name}: {_text(a)} -> {_text(b)}".removeprefix(".")
     return None
 
@@ -233,7 +236,7 @@ class ModelGuard:
             **{k: f for k, v in own.items() if k not in _OWN and k != "forward" and self._read(k)
                and not _is_class_default(module, k, v) and not _checkpoints(module, k)
                and (f := _setting(k, entries(module, k, v, self._apart))) is not _OTHER},
-            **{n: _Tensor(type(p), p.dtype, p.device, addresses_of(p) if self._addresses else (), 0)
+            **{n: _Tensor(kind_of(p), p.dtype, p.device, addresses_of(p) if self._addresses else (), 0)
                for n, p in module._parameters.items() if p is not None},
             **{n: self._buffer(b) for n, b in module._buffers.items() if b is not None},
         }
@@ -241,7 +244,7 @@ class ModelGuard:
     def _buffer(self, b: torch.Tensor) -> Any:
         read = (self._buffer_values or not b.dtype.is_floating_point) and id(b) not in self._updated
         place = addresses_of(b) if self._addresses else _Same(b) if read else ()
-        return _Tensor(type(b), b.dtype, b.device, place, _version(b) if read else 0)
+        return _Tensor(kind_of(b), b.dtype, b.device, place, _version(b) if read else 0)
 
     def _glance(self, module: torch.nn.Module) -> Glance | None:
         """None for a module whose facts are more than objects."""
@@ -272,7 +275,7 @@ class ModelGuard:
             if p is not None:
                 if type(p) is not torch.nn.Parameter:
                     return None
-                found += name, p.dtype, p.device, p.data_ptr() if self._addresses else 0
+                found += name, p.dtype, p.shape, p.device, p.data_ptr() if self._addresses else 0
         for name, b in module._buffers.items():
             if b is not None:
                 if type(b) is not torch.Tensor:

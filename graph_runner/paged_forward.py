@@ -23,6 +23,12 @@ from quire.passes.capture.hf_interface import interface_active, uses_interface
 from quire.passes.capture.paged_model import prove_uncompiled
 from quire.passes.verify.sites import check_config
 
+#: Arguments of an uncompiled step with which it computes what is proved, and returns more or fewer of its values; and those of
+#: which that is true when they are False.
+_ALLOWED = frozenset(("input_ids", "inputs_embeds", "position_ids", "cache_position", "past_key_values", "use_cache",
+                      "return_dict", "output_hidden_states", "logits_to_keep", "num_logits_to_keep"))
+_SWITCHES = frozenset(("output_attentions", "output_router_logits"))
+
 
 class PagedForward(OnInstance):
     """Replaces ``model.__dict__["forward"]``; a forward patched on the instance before runs inside it."""
@@ -90,6 +96,15 @@ class PagedForward(OnInstance):
         if masks:  # by token_type_ids, image tokens see each other
             raise UnsupportedAttention(f"{masks[0]} in a paged step: the batch is ragged, so pass no masks, nothing that masks "
                                        "are made of, and no padding")
+        others = [name for name, x in given.items() if name not in _ALLOWED and not (name in _SWITCHES and x is False)]
+        if others:
+            raise UnsupportedAttention(f"{others[0]} in a paged step: quire has proved the model for token ids and positions "
+                                       "alone; with other arguments the sequences of a batch may meet. Leave it out, and "
+                                       "compute what it is for, such as a loss, from the logits")
+        cached = getattr(given.get("past_key_values"), "get_seq_length", lambda: 0)()
+        if cached:
+            raise UnsupportedAttention(f"past_key_values of {cached} tokens in a paged step: keys and values are in the paged "
+                                       "cache. Pass none, or a new cache")
         if given.get("position_ids") is None and "position_ids" in self.__signature__.parameters:
             raise UnsupportedAttention("no position_ids in a paged step: the model would count the row from 0, and every "
                                        "sequence has positions of its own; pass position_ids=metadata.positions[None]")

@@ -41,6 +41,22 @@ def _scales(state: Any) -> list[torch.Tensor]:
     return found + _scales(held["state2"]) if "state2" in held else found
 
 
+def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What decides how a tensor is multiplied, beside its data: its class and shape, and of a quantized one how that was done.
+    Of equal kinds, one can stand for another."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, how = tensor.__tensor_flatten__()
+        return (type(tensor), tuple(tensor.shape), repr(how), *(kind_of(getattr(tensor, name)) for name in names))
+    return (type(tensor), tuple(tensor.shape), *_state_of(getattr(tensor, "quant_state", None)))
+
+
+def _state_of(state: Any) -> tuple[Any, ...]:
+    """The settings of bitsandbytes' ``QuantState``, and of the one of its scales."""
+    held = getattr(state, "__dict__", {})
+    own = repr(sorted((k, v) for k, v in held.items() if k != "state2" and not isinstance(v, torch.Tensor))) if held else ""
+    return (*([own] if held else []), *(_state_of(held["state2"]) if "state2" in held else ()))
+
+
 def holds_codes(tensor: torch.Tensor) -> bool:
     """Whether the memory of a parameter is not the values of a checkpoint, in the dtype that it says."""
     return is_traceable_wrapper_subclass(tensor) or getattr(tensor, "quant_state", None) is not None
@@ -68,7 +84,7 @@ def check_rows(graph: fx.Graph, real: Mapping[fx.Node, Any]) -> None:
             weight = real.get(node.args[1]) if node.target in LINEAR and len(node.args) > 1 else None
             if not isinstance(weight, torch.Tensor) or not is_traceable_wrapper_subclass(weight):
                 continue
-            kind = (type(weight), tuple(weight.shape), repr(weight.__tensor_flatten__()[1]))
+            kind = kind_of(weight)
             product = (type(weight).__name__, weight.shape[1], weight.dtype, weight.device,
                        lambda rows, weight=weight: torch.nn.functional.linear(rows, weight))
         if kind not in tried:

@@ -57,6 +57,11 @@ def test_pages_of_other_adapters_are_not_read() -> None:
     assert none == one and len({one, two, base}) == 3
     it.peft.set_adapter("two")
     assert it.request(None).root == two and it.request("one").root == one
+    for name in ("one\0two", "one', 'two"):  # names that PEFT takes
+        it.peft.add_adapter(name, LORA)
+    it.traced = TokenAdapters(it.model, ["one", "two", "one\0two", "one', 'two"])
+    it.peft.base_model.set_adapter(["one", "two"])
+    assert len({it.request(name).root for name in (None, "one\0two", "one', 'two")}) == 3
 
 
 def test_merged_adapters_are_not_applied_again() -> None:

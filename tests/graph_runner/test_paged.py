@@ -262,6 +262,16 @@ def test_numbers_as_transformers_reads_them(no_warnings, options, plain, model, 
     same(plain, model, **batch, **{"max_new_tokens": 5, **options})
 
 
+def test_other_options_beside_such_numbers(plain, model, batch) -> None:
+    """They count as ever."""
+    options = dict(max_new_tokens=3, eos_token_id=torch.tensor([12]), output_hidden_states=True, return_dict_in_generate=True)
+    want = plain.generate(**batch, **options)
+    with pytest.warns(UserWarning, match="because quire does not have output_hidden_states"):
+        got = model.generate(**batch, **options)
+    assert torch.equal(got.sequences, want.sequences)
+    torch.testing.assert_close(got.hidden_states, want.hidden_states)
+
+
 def test_masks_with_holes_and_windows() -> None:
     """transformers counts masked tokens in a window."""
     ids, mask = torch.tensor([[5, 6, 7, 8, 9, 3]]), torch.tensor([[1, 0, 0, 1, 1, 1]])

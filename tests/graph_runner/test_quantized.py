@@ -233,6 +233,25 @@ def test_weights_updated_in_place_reach_a_running_engine(way: str, prompts: list
         assert after != before and after == [hf_greedy(model, p, GREEDY.max_tokens) for p in prompts[:2]]
 
 
+@pytest.mark.parametrize("granularity", ["PerTensor", pytest.param("PerRow", marks=pytest.mark.slow)])
+def test_weights_quantized_otherwise(granularity: str, prompts: list[list[int]]) -> None:
+    """Other settings of the same class of tensor, which a running engine's graph does not know. One that scales the activations
+    of all tokens together would mix the requests of a batch."""
+    torchao = pytest.importorskip("torchao.quantization")
+    model, other = quantized("torchao int8"), load_model()
+    by_torchao("Int8DynamicActivationInt8WeightConfig", granularity=getattr(torchao, granularity)())(other)
+    with quire.Engine(model, compiler="eager", fusions="none") as engine:
+        engine.generate(prompts[:1], GREEDY)
+        for module, same in zip(model.modules(), other.modules(), strict=True):
+            if isinstance(module, nn.Linear):
+                module.weight = same.weight
+        if granularity == "PerTensor":
+            with pytest.raises(RuntimeError, match=r"q_proj.weight: .* quantized otherwise\).*by one scale"):
+                engine.generate(prompts[:2], GREEDY)
+        else:
+            assert_greedy(model, "dynamic", prompts[:2], tokens(engine.generate(prompts[:2], GREEDY)))
+
+
 def test_eight_bit_layers_of_bitsandbytes_are_refused_with_what_to_use() -> None:
     """LLM.int8 decides by the activations of the whole batch: a sequence would depend on what runs beside it."""
     class Linear8bitLt(torch.nn.Linear):

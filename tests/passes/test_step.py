@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -308,7 +309,14 @@ def test_wrong_token_count(way) -> None:
     (1, {}, quire.UnsupportedAttention, "no position_ids in a paged step"),
     (1, dict(attention_mask=torch.zeros(1, 1, 5, 5)), quire.UnsupportedAttention,
      "attention_mask in a paged step: .*no padding"),
-], ids=["two_rows", "no_positions", "a_mask"])
+    # The loss would compare the last token of a sequence with the first of the next.
+    (1, dict(position_ids=torch.arange(5)[None], labels=torch.ones(1, 5, dtype=torch.long)), quire.UnsupportedAttention,
+     "labels in a paged step: .*such as a loss, from the logits"),
+    (1, dict(position_ids=torch.arange(5)[None], output_router_logits=True), quire.UnsupportedAttention,
+     "output_router_logits in a paged step"),
+    (1, dict(position_ids=torch.arange(5)[None], past_key_values=SimpleNamespace(get_seq_length=lambda: 3)),
+     quire.UnsupportedAttention, "past_key_values of 3 tokens in a paged step"),
+], ids=["two_rows", "no_positions", "a_mask", "labels", "a_loss_of_routers", "a_cache"])
 def test_inputs_that_are_no_ragged_row(rows, inputs, error, message, model, cache) -> None:
     with pytest.raises(error, match=message), quire.step(cache, metadata(5)), torch.no_grad():
         model(input_ids=torch.ones(rows, 5, dtype=torch.long), use_cache=False, **inputs)
