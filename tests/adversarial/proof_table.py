@@ -129,13 +129,18 @@ SECTIONS = {
         Row("what an uncompiled forward reads changes between steps; so do hooks, by hand", "proved again", (
             "adversarial/test_mixers::test_changes_between_uncompiled_steps_are_seen",
             "adversarial/test_mixers::test_a_hook_between_steps_by_hand_is_seen")),
+        Row("labels, losses of routers and filled caches in an uncompiled step", "refused", (
+            "passes/test_step::test_inputs_that_are_no_ragged_row",)),
         Row("masks with holes on window models; odd numbers of `generate`", "transformers' own path", (
             "graph_runner/test_paged::test_masks_with_holes_and_windows",
-            "graph_runner/test_paged::test_numbers_as_transformers_reads_them")),
+            "graph_runner/test_paged::test_numbers_as_transformers_reads_them",
+            "graph_runner/test_paged::test_other_options_beside_such_numbers")),
         Row("`logits_to_keep` that the model ignores", "exact", (
             "passes/capture/test_paged_model::test_logits_to_keep_that_is_ignored",)),
     ],
     "The model and the engine": [
+        Row("weights quantized otherwise while the engine is open", "traced again, or refused", (
+            "graph_runner/test_quantized::test_weights_quantized_otherwise",)),
         Row("hidden states, checkpointing, `enable_input_require_grads`, training", "the engine goes on", (
             "graph_runner/test_live_model::test_ordinary_calls_do_not_concern_the_engine",
             "graph_runner/test_live_model::test_training_with_checkpointing")),
