@@ -60,8 +60,8 @@ def lora_linear_eager(
         weight, bias, norm_weight, eps, residual, swiglu: as of ``small_linear_eager``, without a scale.
         a, b, scaling, bits: of each adapter, as of ``lora_rows_eager``.
         starts: the first row of ``weight`` that the adapter's b (N_i, r_i) adds to.
-        counters: what ``lora_counters`` made for this forward; each launch takes one number of it. None, or any other tensor:
-            a counter is zeroed in a launch of its own. The schema does not say that they are written: nothing else reads
+        counters: what ``lora_counters`` made for this forward; each launch takes numbers of it. None, or any other tensor:
+            counters are zeroed in a launch of their own. The schema does not say that they are written: nothing else reads
             them, and a declared write would be copied around each layer.
 
     Raises:
