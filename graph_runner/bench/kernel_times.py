@@ -35,15 +35,20 @@ def profiled(run: Callable[[], Any], steps: int, grids: bool = False) -> dict[st
     with tempfile.TemporaryDirectory() as folder:
         profile.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    return by_kernel(events, steps, grids)
+
+
+def by_kernel(events: list[dict[str, Any]], steps: int, grids: bool = False) -> dict[str, tuple[float, float]]:
+    """``profiled`` of the events of a Chrome trace."""
     found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     before = 0.0
     on_gpu = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    for event in sorted(on_gpu, key=lambda event: event["ts"] + event["dur"]):
+    for event in sorted(on_gpu, key=lambda event: event["ts"]):
         end, grid = event["ts"] + event["dur"], event.get("args", {}).get("grid")
         one = found[f"{event['name']} {grid}" if grids else event["name"]]
         one[0] += 1
-        one[1] += end - max(before, event["ts"])
-        before = end
+        one[1] += max(0.0, end - max(before, event["ts"]))
+        before = max(before, end)
     return {name: (calls / steps, us / steps) for name, (calls, us) in found.items()}
 
 
