@@ -162,7 +162,7 @@ def _difference(where: str, before: dict[str, Any], after: dict[str, Any]) -> st
         a, b = before.get(name, _OTHER), after.get(name, _OTHER)
         if a != b:
             if isinstance(a, _Tensor) and isinstance(b, _Tensor) and repr(a) == repr(b):
-                how = "another tensor, or moved in memory" if a.kind == b.kind else "of another shape, or quantized otherwise"
+                how = "of another shape, or quantized otherwise" if a.kind != b.kind else "another tensor, or moved in memory"
                 return f"{where}.{name}: {how}"
             return f"{where}.{name}: {_text(a)} -> {_text(b)}".removeprefix(".")
     return None

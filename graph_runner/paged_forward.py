@@ -25,8 +25,8 @@ from quire.passes.verify.sites import check_config
 
 #: Arguments of an uncompiled step with which it computes what is proved, and returns more or fewer of its values; and those of
 #: which that is true when they are False.
-_ALLOWED = frozenset(("input_ids", "inputs_embeds", "position_ids", "cache_position", "past_key_values", "use_cache",
-                      "return_dict", "output_hidden_states", "logits_to_keep", "num_logits_to_keep"))
+_ALLOWED = frozenset(("input_ids", "position_ids", "past_key_values", "use_cache", "return_dict", "output_hidden_states",
+                      "logits_to_keep", "num_logits_to_keep"))
 _SWITCHES = frozenset(("output_attentions", "output_router_logits"))
 
 
@@ -101,10 +101,9 @@ class PagedForward(OnInstance):
             raise UnsupportedAttention(f"{others[0]} in a paged step: quire has proved the model for token ids and positions "
                                        "alone; with other arguments the sequences of a batch may meet. Leave it out, and "
                                        "compute what it is for, such as a loss, from the logits")
-        cached = getattr(given.get("past_key_values"), "get_seq_length", lambda: 0)()
-        if cached:
-            raise UnsupportedAttention(f"past_key_values of {cached} tokens in a paged step: keys and values are in the paged "
-                                       "cache. Pass none, or a new cache")
+        if (cache := given.get("past_key_values")) is not None and not _is_empty(cache):
+            raise UnsupportedAttention(f"past_key_values ({type(cache).__name__}) in a paged step: keys and values are in the "
+                                       "paged cache. Pass none, or a new DynamicCache")
         if given.get("position_ids") is None and "position_ids" in self.__signature__.parameters:
             raise UnsupportedAttention("no position_ids in a paged step: the model would count the row from 0, and every "
                                        "sequence has positions of its own; pass position_ids=metadata.positions[None]")
@@ -113,6 +112,13 @@ class PagedForward(OnInstance):
             step.attention = self.attention
         with interface_active(self.model), experts_active(self.model), torch.no_grad():  # attention to a cache has no gradient
             return self._plain(*args, **kwargs)
+
+
+def _is_empty(cache: Any) -> bool:
+    """Whether attention gets the keys and values of this forward alone from it."""
+    from transformers import DynamicCache
+
+    return type(cache) is DynamicCache and cache.get_seq_length() == 0
 
 
 @contextlib.contextmanager

@@ -42,12 +42,12 @@ def _scales(state: Any) -> list[torch.Tensor]:
 
 
 def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What decides how a tensor is multiplied, beside its data: its class and shape, and of a quantized one how that was done.
-    Of equal kinds, one can stand for another."""
+    """What decides how a tensor is multiplied, beside its data: its class, shape and dtype, and of a quantized one how that was
+    done. Of equal kinds, one can stand for another."""
     if is_traceable_wrapper_subclass(tensor):
         names, how = tensor.__tensor_flatten__()
-        return (type(tensor), tuple(tensor.shape), repr(how), *(kind_of(getattr(tensor, name)) for name in names))
-    return (type(tensor), tuple(tensor.shape), *_state_of(getattr(tensor, "quant_state", None)))
+        return (type(tensor), tuple(tensor.shape), tensor.dtype, repr(how), *(kind_of(getattr(tensor, name)) for name in names))
+    return (type(tensor), tuple(tensor.shape), tensor.dtype, *_state_of(getattr(tensor, "quant_state", None)))
 
 
 def _state_of(state: Any) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, DynamicCache, MixtralConfig
 
 import quire
 from quire.attn_ops.ops.experts import expert_swiglu
@@ -301,6 +301,12 @@ def test_wrong_token_count(way) -> None:
             run(call, tokens)
 
 
+def filled_cache() -> DynamicCache:
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8), 0)
+    return cache
+
+
 @pytest.mark.parametrize("rows, inputs, error, message", [
     # Sequences lie end to end in one row.
     (2, dict(position_ids=torch.arange(5).expand(2, 5)), ValueError,
@@ -314,9 +320,11 @@ def test_wrong_token_count(way) -> None:
      "labels in a paged step: .*such as a loss, from the logits"),
     (1, dict(position_ids=torch.arange(5)[None], output_router_logits=True), quire.UnsupportedAttention,
      "output_router_logits in a paged step"),
-    (1, dict(position_ids=torch.arange(5)[None], past_key_values=SimpleNamespace(get_seq_length=lambda: 3)),
-     quire.UnsupportedAttention, "past_key_values of 3 tokens in a paged step"),
-], ids=["two_rows", "no_positions", "a_mask", "labels", "a_loss_of_routers", "a_cache"])
+    (1, dict(position_ids=torch.arange(5)[None], past_key_values=SimpleNamespace(get_seq_length=lambda: 0)),
+     quire.UnsupportedAttention, r"past_key_values \(SimpleNamespace\) in a paged step"),
+    (1, dict(position_ids=torch.arange(5)[None], past_key_values=filled_cache()), quire.UnsupportedAttention,
+     r"past_key_values \(DynamicCache\) in a paged step: .*Pass none, or a new DynamicCache"),
+], ids=["two_rows", "no_positions", "a_mask", "labels", "a_loss_of_routers", "a_cache_of_the_users", "a_filled_cache"])
 def test_inputs_that_are_no_ragged_row(rows, inputs, error, message, model, cache) -> None:
     with pytest.raises(error, match=message), quire.step(cache, metadata(5)), torch.no_grad():
         model(input_ids=torch.ones(rows, 5, dtype=torch.long), use_cache=False, **inputs)
