@@ -2,8 +2,8 @@
 
 A trace has ``max_loras`` places (``LoraPlaces``), which are inputs of its graphs, and LoRA adapters are copied into them: those
 that the model has when it is traced and those that it gets later, as long as they fit. So adapters come and go, and neither
-their number nor their names are in a graph. What does not fit a place (DoRA, a greater rank, more adapters than places) is
-built into the trace, as without ``max_loras``.
+their number nor their names are in a graph. What does not fit a place (DoRA, adapters of experts, a greater rank, more adapters
+than places) is built into the trace, as without ``max_loras``.
 
 The copies follow the adapters (``graph_runner/copies.py``). Before each step all layers are looked at: which adapters they
 have, which parameters these are, and their scaling. What else a place cannot hold (a hook on ``lora_A``, another dtype) is
@@ -25,7 +25,8 @@ import torch
 from quire.attn_ops.ops.lora_rows import MAX_ADAPTERS, MAX_KERNEL_ADAPTERS, MAX_RANK
 from quire.graph_runner.copies import Copies
 from quire.graph_runner.model_parts import Apart
-from quire.passes.capture.lora import LoraPlaces, adapter_layers, adapter_names, more_than_matrices
+from quire.passes.capture.expert_lora import is_wrapper, more_than_matrices
+from quire.passes.capture.lora import LoraPlaces, adapter_layers, adapter_names
 
 logger = logging.getLogger(__name__)
 LEAST_RANK = 16  # of places if no rank is asked for; the kernels compute as much for smaller ones
@@ -70,8 +71,8 @@ class AdapterPlaces:
         self.version, self.placed, self._stale, self._next = 0, 0, False, 0
         names = adapter_names(model)
         if rank is None:
-            rank = max([LEAST_RANK, *(len(layer.lora_A[name].weight) for layer in self._layers for name in layer.lora_A
-                                      if name not in layer.lora_variant)])
+            rank = max([LEAST_RANK, *(len(layer.lora_A[name].weight) for layer in self._layers if not is_wrapper(layer)
+                                      for name in layer.lora_A if name not in layer.lora_variant)])
         # Float32, PEFT's default, also for adapters in half precision, whose product with a scaling would be rounded.
         own = [{layer.lora_A[name].weight.dtype for name in layer.lora_A} for layer in self._layers]
         dtypes = [functools.reduce(torch.promote_types, sorted(each, key=str), torch.float32) for each in own]
@@ -120,6 +121,8 @@ class AdapterPlaces:
         has = [name in each for each in (layer.lora_A, layer.lora_B, layer.scaling)]
         if not any(has):
             return None
+        if is_wrapper(layer):
+            return "it adapts the parameters of experts"
         if not all(has) or name in layer.lora_variant or name in layer.lora_magnitude_vector:
             return "it is more than LoRA of a linear layer (DoRA, for one)"
         if (why := more_than_matrices(layer, name)) is not None:
@@ -189,7 +192,8 @@ class AdapterPlaces:
 
     def _clear(self, place: int) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            torch._foreach_zero_([t for i in range(len(self._layers)) for t in self.lora.pair(i, place)])
+            torch._foreach_zero_([t for i, layer in enumerate(self._layers)
+                                 if not is_wrapper(layer) for t in self.lora.pair(i, place)])
 
     # -- following --------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Kernels of ``attn_ops/ops/experts.py``, which says what they compute, and why their tiles have these sizes.
 
 Legend: S pairs of a row and an expert, E experts, N outputs, K inputs. Ids outside 0 .. E-1 count as expert E, which has no
-weight: its rows are zeros.
+weight: its rows are zeros. ``lora``: host.ExpertAdapters, or None.
 """
 
 from __future__ import annotations
@@ -9,15 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quire.attn_ops.kernels.expert_lora import add_expert_adapters
+from quire.attn_ops.kernels.expert_pairs import count_of_leader, load_ids, pairs_of_expert, pairs_of_tile
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
-
-
-@triton.jit
-def _load_ids(ids, at, S, E):
-    """The experts of the pairs ``at``, int32; -1 past the end."""
-    found = tl.load(ids + at, mask=at < S, other=0)
-    found = tl.where((found >= 0) & (found < E), found, E).to(tl.int32)
-    return tl.where(at < S, found, -1)
 
 
 @triton.jit
@@ -40,8 +34,9 @@ def _load_weight(w, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED: tl.cons
 
 @triton.jit
 def _multiply_rows(x, w, bias, out, pairs, inside, expert, first, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k,
-                   alpha, limit, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
-                   GATE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+                   alpha, limit, S, lora, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                   TRANSPOSED: tl.constexpr, GATE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+                   PRECISION: tl.constexpr, LORA: tl.constexpr):
     """Write the BLOCK_N outputs from ``first`` of ``pairs`` (BLOCK_M,) of one ``expert``. The weight is the left operand of the
     tensor cores (the long side). The order of a row's sum does not depend on the other rows.
 
@@ -70,6 +65,9 @@ def _multiply_rows(x, w, bias, out, pairs, inside, expert, first, N, K, E, repea
     if bias is not None:
         add = tl.load(bias + expert.to(tl.int64) * (PER * N) + own, mask=(own < PER * N) & (expert < E), other=0.0)
         acc += add.to(tl.float32)[:, None]
+    if lora is not None:
+        acc, up = add_expert_adapters(acc, up, pairs, inside, expert, first * PER, out, S, PER * N, E, lora, BLOCK_M,
+                                      PER * BLOCK_N, GATE == "halves", LORA)
     if GATE == "halves":  # rounded as the two products would be by themselves
         gate = acc.to(out.dtype.element_ty).to(tl.float32)
         acc = gate / (1 + tl.exp(-gate)) * up.to(out.dtype.element_ty).to(tl.float32)
@@ -85,43 +83,20 @@ def _multiply_rows(x, w, bias, out, pairs, inside, expert, first, N, K, E, repea
 
 
 @triton.jit(do_not_specialize=["S"])  # else batch sizes would be separate kernels
-def pairs_kernel(x, w, bias, ids, out, S, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k, alpha, limit,
+def pairs_kernel(x, w, bias, ids, out, S, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k, alpha, limit, lora,
                  BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                  BY_PAIR: tl.constexpr, TRANSPOSED: tl.constexpr, GATE: tl.constexpr, EVEN_N: tl.constexpr,
-                 EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr):
-    """Few pairs, in any order. Program (n, l): block n of the outputs, for all pairs with the expert of leader l, which is
-    pair l (BY_PAIR; nothing to do if an earlier pair has its expert) or expert l (0 .. E)."""
+                 EVEN_K: tl.constexpr, PRECISION: tl.constexpr, LORA: tl.constexpr, PDL: tl.constexpr):
+    """Few pairs, in any order. Program (n, l): block n of the outputs, for all pairs with the expert of leader l."""
     let_next_start(PDL)
     wait_for_previous(PDL)
-    leader = tl.program_id(1)
-    expert = leader
-    if BY_PAIR:
-        expert = _load_ids(ids, leader, S, E)
-    lanes = tl.arange(0, BLOCK_S)
-    count = 0
-    earlier = 0
-    for start in range(0, S, BLOCK_S):
-        at = start + lanes
-        mine = _load_ids(ids, at, S, E) == expert
-        count += tl.sum(mine.to(tl.int32), 0)
-        earlier += tl.sum((mine & (at < leader)).to(tl.int32), 0)
-    if BY_PAIR:
-        count = tl.where(earlier > 0, 0, count)
-    tile = tl.arange(0, BLOCK_M)
+    expert, count = count_of_leader(ids, tl.program_id(1), S, E, BLOCK_S, BY_PAIR)
     for first in range(0, count, BLOCK_M):
-        # The pairs with rank first + tile among this expert's.
-        pairs = tl.zeros((BLOCK_M,), tl.int32)
-        before = 0
-        for start in range(0, S, BLOCK_S):
-            at = start + lanes
-            mine = (_load_ids(ids, at, S, E) == expert).to(tl.int32)
-            rank = before + tl.cumsum(mine, 0) - 1 - first
-            hit = (mine > 0)[None, :] & (rank[None, :] == tile[:, None])
-            pairs += tl.sum(tl.where(hit, at[None, :], 0), 1)
-            before += tl.sum(mine, 0)
-        _multiply_rows(x, w, bias, out, pairs, first + tile < count, expert, tl.program_id(0) * BLOCK_N, N, K, E, repeat,
-                       stride_x, stride_e, stride_n, stride_k, alpha, limit, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, GATE,
-                       EVEN_N, EVEN_K, PRECISION)
+        pairs = pairs_of_expert(ids, expert, first, S, E, BLOCK_S, BLOCK_M)
+        inside = first + tl.arange(0, BLOCK_M) < count
+        _multiply_rows(x, w, bias, out, pairs, inside, expert, tl.program_id(0) * BLOCK_N, N, K, E, repeat, stride_x, stride_e,
+                       stride_n, stride_k, alpha, limit, S, lora, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, GATE, EVEN_N, EVEN_K,
+                       PRECISION, LORA)
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -135,7 +110,7 @@ def order_kernel(ids, order, ends, S, E, BLOCK_S: tl.constexpr, PDL: tl.constexp
     fewer = tl.zeros((BLOCK_S,), tl.int32)
     equal = tl.zeros((BLOCK_S,), tl.int32)
     for start in range(0, S, BLOCK_S):
-        found = _load_ids(ids, start + lanes, S, E)
+        found = load_ids(ids, start + lanes, S, E)
         fewer += ((found >= 0) & (found < expert)).to(tl.int32)
         equal += (found == expert).to(tl.int32)
     place = tl.sum(fewer, 0)
@@ -145,7 +120,7 @@ def order_kernel(ids, order, ends, S, E, BLOCK_S: tl.constexpr, PDL: tl.constexp
     if place < end:
         for start in range(0, S, BLOCK_S):
             at = start + lanes
-            mine = (_load_ids(ids, at, S, E) == expert).to(tl.int32)
+            mine = (load_ids(ids, at, S, E) == expert).to(tl.int32)
             tl.store(order + place + tl.cumsum(mine, 0) - 1, at.to(order.dtype.element_ty), mask=mine > 0)
             place += tl.sum(mine, 0)
 
@@ -175,10 +150,10 @@ def tiles_kernel(ends, tiles, S, E, count, BLOCK_E: tl.constexpr, BLOCK_M: tl.co
 
 
 @triton.jit(do_not_specialize=["S"])
-def sorted_kernel(x, w, bias, order, tiles, out, S, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k, alpha, limit,
+def sorted_kernel(x, w, bias, order, tiles, out, S, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k, alpha, limit, lora,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                   TRANSPOSED: tl.constexpr, GATE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-                  PRECISION: tl.constexpr, PDL: tl.constexpr):
+                  PRECISION: tl.constexpr, LORA: tl.constexpr, PDL: tl.constexpr):
     """Many pairs, sorted by expert. One program per tile of sorted pairs and block of outputs, blocks first; the grid has as
     many tiles as any distribution of the pairs among the experts can need, and surplus programs return.
 
@@ -188,10 +163,7 @@ def sorted_kernel(x, w, bias, order, tiles, out, S, N, K, E, repeat, stride_x, s
     blocks = tl.cdiv(N, BLOCK_N)
     tile = (tl.program_id(0) // blocks).to(tl.int32)
     first = tl.program_id(0) % blocks * BLOCK_N
-    expert = tl.load(tiles + tile * 4)
+    expert, pairs, inside = pairs_of_tile(order, tiles, tile, E, BLOCK_M)
     if expert <= E:
-        at = tl.load(tiles + tile * 4 + 1) + tl.arange(0, BLOCK_M)
-        last = tl.load(tiles + tile * 4 + 2)
-        pairs = tl.load(order + tl.minimum(at, last - 1)).to(tl.int32)
-        _multiply_rows(x, w, bias, out, pairs, at < last, expert, first, N, K, E, repeat, stride_x, stride_e, stride_n,
-                       stride_k, alpha, limit, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, GATE, EVEN_N, EVEN_K, PRECISION)
+        _multiply_rows(x, w, bias, out, pairs, inside, expert, first, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k,
+                       alpha, limit, S, lora, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, GATE, EVEN_N, EVEN_K, PRECISION, LORA)

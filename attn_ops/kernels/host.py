@@ -122,6 +122,35 @@ class AdapterTiles(NamedTuple):
     stages: int
 
 
+class ExpertAdapters(NamedTuple):
+    """LoRA's adapters of a mixture of experts, for the kernels (attn_ops/kernels/expert_lora.py). Tuples as in ``Adapters``.
+
+    Args:
+        rows, ranks, places, scalings: as of ``Adapters``.  a, b: (E r_i, K) and (N_i, r_i E).  top_k: pairs of a token.
+        shrunk: (adapters, parts, S, R) float32, parts of ``A x`` of each pair that add up to it.
+    """
+
+    rows: Any
+    a: Any
+    b: Any
+    shrunk: Any
+    top_k: int
+    ranks: Any
+    places: Any
+    scalings: Any
+
+
+class ExpertTiles(NamedTuple):
+    """One constant argument of a kernel: how many adapters; whether each token has all; parts of the first products' sums;
+    ranks, padded, in all and at a time."""
+
+    adapters: int
+    every: bool
+    parts: int
+    block_r: int
+    ranks: int
+
+
 def one_loop(dtypes: tuple[torch.dtype, ...], t: int) -> bool:
     """Whether the programs of first products of adapters of these dtypes choose their adapter as they run. Each adapter has a
     loop of its own otherwise, which is faster with few adapters (of one token qkv by 2.4 us:

@@ -1,7 +1,8 @@
 """Linear layers of a mixture of experts.
 
 ``torch.ops.quire.expert_linear``: each row times the weight of its expert. ``torch.ops.quire.expert_swiglu``: an expert's gate
-and up product, SwiGLU and down product; ``torch.ops.quire.expert_clamped_swiglu``: the same with the gate of gpt-oss.
+and up product, SwiGLU and down product; ``torch.ops.quire.expert_clamped_swiglu``: the same with the gate of gpt-oss. All
+take LoRA's adapters of their weights: see expert_lora.py.
 
 Legend: T tokens with k experts each, S = T * k pairs of a token and an expert, E experts, weights (E, N, K).
 
@@ -15,6 +16,7 @@ devices, run the eager definitions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,21 +27,36 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import next_power_of_2, rows_contiguous
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
+from quire.attn_ops.ops.expert_lora import ExpertLora
 
 #: Maximum pairs for one launch per product. Above, every program would search the ids for longer than the two launches that
 #: sort them take (`benchmarks/experts.py --tiles` compares the paths).
 MAX_PAIRS = 256
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Of adapters; None: there are none.
+Tensors = Sequence[Tensor] | None
 #: Elements of weights that the definition gathers at a time.
 _GATHERED = 1 << 24
 
 
-def expert_linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, transposed: bool) -> Tensor:
+def expert_linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, transposed: bool,
+                        a: Tensors = None, b: Tensors = None, scaling: Sequence[float] = (),
+                        bits: Sequence[int] = ()) -> Tensor:
     """The definition: ``y[s] = x[s // (S / R)] @ weight[e].T + bias[e]`` with ``e = expert_ids.flatten()[s]``, summed in fp32:
-    (S, N), in the order of the pairs, in x's dtype. x: (R, K), a row per pair (R = S) or per token (R = T). weight: (E, N, K),
-    or (E, K, N) if ``transposed``, of x's dtype. bias: (E, N), or None. expert_ids: (T, k) or (S,), of an integer dtype; the
-    row of an id outside 0 .. E-1 is zeros. Raises ValueError for shapes or dtypes that do not match."""
-    _check(x, weight, bias, expert_ids, transposed)
+    (S, N), in the order of the pairs, in x's dtype.
+
+    Args:
+        x: (R, K), a row per pair (R = S) or per token (R = T).
+        weight: (E, N, K), or (E, K, N) if ``transposed``, of x's dtype.  bias: (E, N), or None.
+        expert_ids: (T, k) or (S,), of an integer dtype; the row of an id outside 0 .. E-1 is zeros.
+        a, b, scaling, bits: of LoRA's adapters, as of ``ExpertLora``; they add to the sum.
+
+    Raises:
+        ValueError: shapes or dtypes do not match.
+        RuntimeError: as of ``lora_rows_eager``.
+    """
+    lora = ExpertLora(a or (), b or (), scaling, bits)
+    _check(x, weight, bias, expert_ids, transposed, lora)
     ids = expert_ids.reshape(-1)
     experts, n = weight.shape[0], weight.shape[1 + transposed]
     out = x.new_empty(len(ids), n)
@@ -47,44 +64,51 @@ def expert_linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None, expert_i
         return out
     wide = torch.promote_types(x.dtype, torch.float32)
     repeat, known = len(ids) // len(x), (ids >= 0) & (ids < experts)
-    safe = ids.where(known, 0).long()
+    safe, of_tokens = ids.where(known, 0).long(), lora.rows(expert_ids)
     size = max(1, _GATHERED // max(1, weight[0].numel()))
     for start in range(0, len(ids), size):
         here = slice(start, start + size)
-        rows = torch.arange(start, min(start + size, len(ids)), device=x.device) // repeat
-        weights = weight[safe[here]].to(wide)
-        y = torch.bmm(x[rows].to(wide)[:, None], weights if transposed else weights.mT)[:, 0]
+        pairs = torch.arange(start, min(start + size, len(ids)), device=x.device)
+        inputs, weights = x[pairs // repeat].to(wide), weight[safe[here]].to(wide)
+        y = torch.bmm(inputs[:, None], weights if transposed else weights.mT)[:, 0]
         if bias is not None:
             y = y + bias[safe[here]].to(wide)
+        for more in lora.products(inputs, experts, safe[here], pairs // (len(ids) // len(expert_ids)), of_tokens):
+            y = y + more
         out[here] = y.masked_fill(~known[here, None], 0.0).to(x.dtype)
     return out
 
 
-def expert_swiglu_eager(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, transposed: bool) -> Tensor:
+def expert_swiglu_eager(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, transposed: bool,
+                        a: Tensors = None, b: Tensors = None, scaling: Sequence[float] = (),
+                        bits: Sequence[int] = (), first: int = 0) -> Tensor:
     """The definition: ``down[e] @ (silu(gate) * up)`` with ``gate, up = (gate_up[e] @ x).chunk(2)``; each product and the
-    activation are rounded to x's dtype. (S, N), in the order of the pairs. x, expert_ids: see ``expert_linear_eager``. gate_up:
-    (E, 2 I, K), the gate's outputs first; down: (E, N, I). ``transposed``: (E, K, 2 I) and (E, I, N). Raises ValueError for
-    shapes or dtypes that do not match."""
+    activation are rounded to x's dtype. (S, N), in the order of the pairs. x, expert_ids: see ``expert_linear_eager``, also for
+    what is raised. gate_up: (E, 2 I, K), the gate's outputs first; down: (E, N, I). ``transposed``: (E, K, 2 I) and (E, I, N).
+    The ``first`` adapters are those of gate_up, the others those of down."""
     _check_swiglu(x, gate_up, down, transposed)
-    gate, up = expert_linear_eager(x, gate_up, None, expert_ids, transposed).float().chunk(2, -1)
-    return expert_linear_eager((torch.nn.functional.silu(gate) * up).to(x.dtype), down, None, expert_ids, transposed)
+    lora = ExpertLora(a or (), b or (), scaling, bits).split(first)
+    gate, up = expert_linear_eager(x, gate_up, None, expert_ids, transposed, *lora[0]).float().chunk(2, -1)
+    return expert_linear_eager((torch.nn.functional.silu(gate) * up).to(x.dtype), down, None, expert_ids, transposed, *lora[1])
 
 
 def expert_clamped_swiglu_eager(x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor,
-                                down_bias: Tensor | None, expert_ids: Tensor, transposed: bool, alpha: float,
-                                limit: float) -> Tensor:
+                                down_bias: Tensor | None, expert_ids: Tensor, transposed: bool, alpha: float, limit: float,
+                                a: Tensors = None, b: Tensors = None, scaling: Sequence[float] = (),
+                                bits: Sequence[int] = (), first: int = 0) -> Tensor:
     """The definition: ``down[e] @ ((up + 1) * gate * sigmoid(alpha * gate)) + down_bias[e]`` with gate and up by turns in
     ``gate_up[e] @ x + gate_up_bias[e]``, both at most ``limit``, up at least -limit; each product and the activation are
     rounded to x's dtype. The gate of gpt-oss (OpenAI, 2025), there with alpha 1.702 and limit 7. Other arguments, shapes and
     what is raised: as of ``expert_swiglu_eager``; biases: as of ``expert_linear_eager``."""
     _check_swiglu(x, gate_up, down, transposed)
-    both = expert_linear_eager(x, gate_up, gate_up_bias, expert_ids, transposed).float()
+    lora = ExpertLora(a or (), b or (), scaling, bits).split(first)
+    both = expert_linear_eager(x, gate_up, gate_up_bias, expert_ids, transposed, *lora[0]).float()
     gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
     active = (up + 1) * (gate * torch.sigmoid(alpha * gate))
-    return expert_linear_eager(active.to(x.dtype), down, down_bias, expert_ids, transposed)
+    return expert_linear_eager(active.to(x.dtype), down, down_bias, expert_ids, transposed, *lora[1])
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, transposed: bool) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, transposed: bool, lora: ExpertLora) -> None:
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2 - transposed] or x.dtype != weight.dtype:
         raise ValueError(f"expert_linear: x {tuple(x.shape)} {x.dtype} does not match weights {tuple(weight.shape)} "
                          f"{weight.dtype}, transposed={transposed}")
@@ -92,6 +116,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, t
     pairs, rows = expert_ids.numel(), x.shape[0]
     if expert_ids.dtype.is_floating_point or expert_ids.dtype == torch.bool or (pairs % rows if rows else pairs):
         raise ValueError(f"expert_linear: {rows} rows do not match ids {tuple(expert_ids.shape)} {expert_ids.dtype}")
+    lora.check(weight, transposed, expert_ids)
 
 
 def _check_bias(bias: Tensor | None, weight: Tensor, transposed: bool) -> None:
@@ -107,7 +132,7 @@ def _check_swiglu(x: Tensor, gate_up: Tensor, down: Tensor, transposed: bool) ->
                          f"and x {x.dtype}, transposed={transposed}")
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, transposed: bool) -> Tensor:
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, transposed: bool, *adapters: object) -> Tensor:
     return x.new_empty(expert_ids.numel(), weight.shape[2 if transposed else 1])
 
 
@@ -163,56 +188,72 @@ def prefill_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gate: Gat
     return replace(tile, block_n=max(32, tile.block_n // 2)) if gate else tile
 
 
-def expert_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, transposed: bool, *,
-                       path: str | None = None, tile: Tile | None = None, pdl: bool | None = None) -> Tensor:
-    """The op on CUDA. Runs the definition for dtypes that the kernels do not support. ``path``: "pairs" or "sorted"; path and
-    tile are chosen by sizes by default, ``pdl`` by ``host.use_pdl`` (attn_ops/kernels/pdl.py)."""
-    _check(x, weight, bias, expert_ids, transposed)
+def expert_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, transposed: bool,
+                       a: Tensors = None, b: Tensors = None, scaling: Sequence[float] = (),
+                       bits: Sequence[int] = (), *, path: str | None = None, tile: Tile | None = None, pdl: bool | None = None
+                       ) -> Tensor:
+    """The op on CUDA. Runs the definition for dtypes and adapters that the kernels do not support. ``path``: "pairs" or
+    "sorted"; path and tile are chosen by sizes by default, ``pdl`` by ``host.use_pdl`` (attn_ops/kernels/pdl.py)."""
+    lora = ExpertLora(a or (), b or (), scaling, bits)
+    _check(x, weight, bias, expert_ids, transposed, lora)
     w = weight.mT if transposed else weight  # (E, N, K)
-    if not _supported(x, expert_ids, w):
-        return expert_linear_eager(x, weight, bias, expert_ids, transposed)
+    if not _supported(x, expert_ids, lora, w):
+        return expert_linear_eager(x, weight, bias, expert_ids, transposed, *lora)
     bias = bias.contiguous() if bias is not None else None
-    return _Pairs.of(expert_ids, len(w), x.dtype, path, tile, pdl).multiply(x, w, bias)
+    return _Pairs.of(expert_ids, len(w), x.dtype, path, tile, pdl).multiply(x, w, bias, lora)
 
 
-def expert_swiglu_cuda(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, transposed: bool, *,
-                       path: str | None = None, tile: Tile | None = None, pdl: bool | None = None) -> Tensor:
+def expert_swiglu_cuda(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, transposed: bool,
+                       a: Tensors = None, b: Tensors = None, scaling: Sequence[float] = (),
+                       bits: Sequence[int] = (), first: int = 0, *, path: str | None = None, tile: Tile | None = None,
+                       pdl: bool | None = None) -> Tensor:
     """The op on CUDA; arguments as of ``expert_linear_cuda``."""
-    _check(x, gate_up, None, expert_ids, transposed)
+    lora = ExpertLora(a or (), b or (), scaling, bits)
+    of_up, of_down = lora.split(first)
+    _check(x, gate_up, None, expert_ids, transposed, of_up)
     _check_swiglu(x, gate_up, down, transposed)
+    of_down.check(down, transposed, expert_ids)
     up, w = (gate_up.mT, down.mT) if transposed else (gate_up, down)
-    if not _supported(x, expert_ids, up, w):
-        return expert_swiglu_eager(x, gate_up, down, expert_ids, transposed)
+    if not _supported(x, expert_ids, lora, up, w):
+        return expert_swiglu_eager(x, gate_up, down, expert_ids, transposed, *lora, first)
     pairs = _Pairs.of(expert_ids, len(w), x.dtype, path, tile, pdl)
-    return pairs.multiply(pairs.multiply(x, up, None, SWIGLU), w, None)
+    return pairs.multiply(pairs.multiply(x, up, None, of_up, SWIGLU), w, None, of_down)
 
 
 def expert_clamped_swiglu_cuda(x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None,
-                               expert_ids: Tensor, transposed: bool, alpha: float, limit: float, *, path: str | None = None,
-                               tile: Tile | None = None, pdl: bool | None = None) -> Tensor:
+                               expert_ids: Tensor, transposed: bool, alpha: float, limit: float, a: Tensors = None,
+                               b: Tensors = None, scaling: Sequence[float] = (), bits: Sequence[int] = (),
+                               first: int = 0, *, path: str | None = None, tile: Tile | None = None, pdl: bool | None = None
+                               ) -> Tensor:
     """The op on CUDA; arguments as of ``expert_linear_cuda``."""
-    _check(x, gate_up, gate_up_bias, expert_ids, transposed)
+    lora = ExpertLora(a or (), b or (), scaling, bits)
+    of_up, of_down = lora.split(first)
+    _check(x, gate_up, gate_up_bias, expert_ids, transposed, of_up)
     _check_swiglu(x, gate_up, down, transposed)
     _check_bias(down_bias, down, transposed)
+    of_down.check(down, transposed, expert_ids)
     up, w = (gate_up.mT, down.mT) if transposed else (gate_up, down)
-    if not _supported(x, expert_ids, up, w):
-        return expert_clamped_swiglu_eager(x, gate_up, gate_up_bias, down, down_bias, expert_ids, transposed, alpha, limit)
+    if not _supported(x, expert_ids, lora, up, w):
+        return expert_clamped_swiglu_eager(x, gate_up, gate_up_bias, down, down_bias, expert_ids, transposed, alpha, limit,
+                                           *lora, first)
     biases = [bias.contiguous() if bias is not None else None for bias in (gate_up_bias, down_bias)]
     pairs = _Pairs.of(expert_ids, len(w), x.dtype, path, tile, pdl)
-    return pairs.multiply(pairs.multiply(x, up, biases[0], Gate("neighbours", alpha, limit)), w, biases[1])
+    active = pairs.multiply(x, up, biases[0], of_up, Gate("neighbours", alpha, limit))
+    return pairs.multiply(active, w, biases[1], of_down)
 
 
-def _supported(x: Tensor, expert_ids: Tensor, *weights: Tensor) -> bool:
+def _supported(x: Tensor, expert_ids: Tensor, lora: ExpertLora, *weights: Tensor) -> bool:
     """Whether there is something to compute, and the kernels can."""
-    return (x.dtype in KERNEL_DTYPES and expert_ids.numel() > 0
+    return (x.dtype in KERNEL_DTYPES and expert_ids.numel() > 0 and lora.fits(len(weights[0]))
             and all(w.shape[1] and (w.stride(2) == 1 or w.stride(1) == 1) for w in weights))
 
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The pairs of a batch. ids: (S,), contiguous. order: (S,) int64, the pairs in the order of their experts, and tiles:
-    (tiles, 4) int32, of ``tiles_kernel``; None for few pairs. tile: None: chosen by sizes."""
+    """The pairs of a batch. expert_ids: as of the op. ids: (S,), contiguous. order: (S,) int64, the pairs in the order of
+    their experts, and tiles: (tiles, 4) int32, of ``tiles_kernel``; None for few pairs. tile: None: chosen by sizes."""
 
+    expert_ids: Tensor
     ids: Tensor
     pdl: bool
     tile: Tile | None
@@ -228,38 +269,59 @@ class _Pairs:
         if path is None:
             path = "pairs" if pairs <= MAX_PAIRS else "sorted"
         if path == "pairs":
-            return cls(ids, pdl, tile)
+            return cls(expert_ids, ids, pdl, tile)
         block_m = (tile or prefill_tile(pairs, experts, 0, dtype)).block_m
         order, ends = _sort(ids, experts, pdl)
         count = pairs // block_m + min(experts + 1, pairs)  # each expert's last tile may be short
         tiles = ids.new_empty(count, 4, dtype=torch.int32)
         launch(host.kernel_module("kernels.experts").tiles_kernel, (-(-count // 64),), ends, tiles, pairs, experts, count,
                BLOCK_E=next_power_of_2(experts + 1, 16), BLOCK_M=block_m, BLOCK_T=64, pdl=pdl, num_warps=4)
-        return cls(ids, pdl, tile, order, tiles)
+        return cls(expert_ids, ids, pdl, tile, order, tiles)
 
-    def multiply(self, x: Tensor, w: Tensor, bias: Tensor | None, gate: Gate | None = None) -> Tensor:
-        """Rows times the weights (E, N, K) of their experts: (S, N), or what the gate makes of it, (S, N / 2)."""
+    def multiply(self, x: Tensor, w: Tensor, bias: Tensor | None, adapters: ExpertLora, gate: Gate | None = None) -> Tensor:
+        """Rows times the weights (E, N, K) of their experts, with the adapters' parts: (S, N), or what the gate makes of it,
+        (S, N / 2)."""
         kernels = host.kernel_module("kernels.experts")
         x = rows_contiguous(x)
         pairs, (experts, n, k) = len(self.ids), w.shape
         n = n // 2 if gate else n
         tile = self.tile or (decode_tile if self.tiles is None else prefill_tile)(pairs, experts, k, x.dtype, gate)
         out = x.new_empty(pairs, n)
+        lora, constants = self._first_products(x, adapters, experts, k, tile) if adapters.a else (None, None)
         options: dict[str, Any] = {
             "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TRANSPOSED": w.stride(2) != 1,
             "GATE": gate.form if gate else "", "EVEN_N": n % tile.block_n == 0, "EVEN_K": k % tile.block_k == 0,
             "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",  # tf32 would keep 10 bits of fp32; ignored for others
-            "pdl": self.pdl, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+            "LORA": constants, "pdl": self.pdl, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
         sizes = (pairs, n, k, experts, pairs // len(x), x.stride(0), *w.stride(), *(gate or Gate(""))[1:])
         blocks = -(-n // tile.block_n)
         if self.tiles is None:
             by_pair = pairs <= experts  # fewer leaders than experts and one more for ids out of range
-            launch(kernels.pairs_kernel, (blocks, pairs if by_pair else experts + 1), x, w, bias, self.ids, out, *sizes,
+            launch(kernels.pairs_kernel, (blocks, pairs if by_pair else experts + 1), x, w, bias, self.ids, out, *sizes, lora,
                    BLOCK_S=max(16, 4096 // tile.block_m), BY_PAIR=by_pair, **options)
         else:
             launch(kernels.sorted_kernel, (self.tiles.shape[0] * blocks,), x, w, bias, self.order, self.tiles, out, *sizes,
-                   **options)
+                   lora, **options)
         return out
+
+    def _first_products(self, x: Tensor, adapters: ExpertLora, experts: int, k: int, tile: Tile
+                        ) -> tuple[host.ExpertAdapters, host.ExpertTiles]:
+        """``A x`` of all pairs, in a launch of its own."""
+        kernels, pairs = host.kernel_module("kernels.expert_lora"), len(self.ids)
+        lora, constants = adapters.for_kernels(x.device, self.expert_ids, experts,
+                                               1 if self.tiles is not None else max(1, min(4, k // 256)))
+        programs = constants.adapters * constants.parts * (constants.block_r // constants.ranks)
+        options: dict[str, Any] = {"BLOCK_M": tile.block_m, "BLOCK_K": 32 if x.dtype == torch.float32 else 64,
+                                   "LORA": constants, "pdl": self.pdl, "num_warps": 4, "num_stages": 3}
+        sizes = (pairs, k, experts, pairs // len(x), x.stride(0))
+        if self.tiles is None:
+            by_pair = pairs <= experts
+            launch(kernels.pairs_shrink_kernel, (programs, pairs if by_pair else experts), x, self.ids, lora, *sizes,
+                   BLOCK_S=max(16, 4096 // tile.block_m), BY_PAIR=by_pair, **options)
+        else:
+            launch(kernels.sorted_shrink_kernel, (programs, self.tiles.shape[0]), x, self.order, self.tiles, lora, *sizes,
+                   **options)
+        return lora, constants
 
 
 def _sort(ids: Tensor, experts: int, pdl: bool) -> tuple[Tensor, Tensor]:
@@ -271,15 +333,16 @@ def _sort(ids: Tensor, experts: int, pdl: bool) -> tuple[Tensor, Tensor]:
     return order, ends
 
 
+_LORA = "Tensor[]? a=None, Tensor[]? b=None, float[] scaling=[], int[] bits=[]"
 expert_linear = define_op(
-    "expert_linear(Tensor x, Tensor weight, Tensor? bias, Tensor expert_ids, bool transposed) -> Tensor",
+    f"expert_linear(Tensor x, Tensor weight, Tensor? bias, Tensor expert_ids, bool transposed, {_LORA}) -> Tensor",
     cpu=expert_linear_eager, cuda=expert_linear_cuda, fake=_fake, launches=True)
 expert_swiglu = define_op(
-    "expert_swiglu(Tensor x, Tensor gate_up, Tensor down, Tensor expert_ids, bool transposed) -> Tensor",
+    f"expert_swiglu(Tensor x, Tensor gate_up, Tensor down, Tensor expert_ids, bool transposed, {_LORA}, int first=0) -> Tensor",
     cpu=expert_swiglu_eager, cuda=expert_swiglu_cuda, fake=lambda x, gate_up, down, *rest: _fake(x, down, None, *rest),
     launches=True)
 expert_clamped_swiglu = define_op(
     "expert_clamped_swiglu(Tensor x, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, Tensor expert_ids, "
-    "bool transposed, float alpha, float limit) -> Tensor",
+    f"bool transposed, float alpha, float limit, {_LORA}, int first=0) -> Tensor",
     cpu=expert_clamped_swiglu_eager, cuda=expert_clamped_swiglu_cuda,
     fake=lambda x, gate_up, gate_up_bias, down, down_bias, *rest: _fake(x, down, None, *rest[:2]), launches=True)

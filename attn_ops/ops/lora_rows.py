@@ -38,7 +38,7 @@ MAX_KERNEL_ADAPTERS, MAX_RANK = 16, 128
 WARPS_APART, BLOCK_K = 4, 64
 #: In the place of a bit's number, to the kernels: every token has the adapter.
 EVERY = 63
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def lora_rows_eager(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float],
@@ -112,14 +112,14 @@ def lora_group_cuda(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: 
 
 
 def _in_range(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return x.shape[1] > 0 and adapters_fit(x, a, b) and all(y.dtype in _DTYPES for y in (*bases, x))
+    return x.shape[1] > 0 and adapters_fit(x, a, b) and all(y.dtype in DTYPES for y in (*bases, x))
 
 
 def adapters_fit(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     """Whether the kernels take these adapters, for an input x (1, T, K)."""
     return x.dim() == 3 and x.shape[0] == 1 and 0 < len(a) <= MAX_KERNEL_ADAPTERS and all(
         down.shape[0] <= MAX_RANK and down.is_contiguous() and up.is_contiguous() and down.dtype == up.dtype
-        and down.dtype in _DTYPES for down, up in zip(a, b, strict=True))
+        and down.dtype in DTYPES for down, up in zip(a, b, strict=True))
 
 
 class RowsTiles(NamedTuple):

@@ -7,9 +7,9 @@ registered as ``"quire"``. It computes what transformers' ``batched_mm_experts_f
     before  sort, count, gather rows -> grouped_mm -> gate -> grouped_mm -> weigh, gather back, sum     (or a loop on the host)
     after   expert_linear -> gate -> expert_linear -> weigh and sum
 
-A model keeps its own implementation on a CPU, where torch's grouped GEMM is faster; if the user chose a kernel (deepgemm,
-sonicmoe, ...); and with anything unknown here, such as weights that are not plain tensors. "eager", transformers' loop over the
-experts in use, is replaced: it cannot be traced into one graph.
+A model keeps its own implementation on a CPU, where torch's grouped GEMM is faster, unless PEFT adapts its experts
+(expert_lora.py); if the user chose a kernel (deepgemm, sonicmoe, ...); and with anything unknown here, such as weights that are
+not plain tensors. "eager", transformers' loop over the experts in use, is replaced: it cannot be traced into one graph.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.ops.expert_lora import ExpertLora
 from quire.attn_ops.ops.experts import KERNEL_DTYPES, expert_linear, expert_swiglu
 from quire.passes.capture.looped_experts import looped_experts_active
 
@@ -37,11 +39,16 @@ _BEFORE: dict[int, str | None] = {}  # the implementation of a config that is sw
 
 
 def experts_function(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
-                     *args: Any, **kwargs: Any) -> torch.Tensor:
+                     *args: Any, quire_adapters: Mapping[str, ExpertLora] | None = None, **kwargs: Any) -> torch.Tensor:
     """What transformers calls: (T, H) rows, (T, k) expert ids and (T, k) weights -> (T, H). Ids past the last expert (of other
-    devices, with expert parallelism) add nothing. A call with other arguments goes to the implementation that the model had."""
+    devices, with expert parallelism) add nothing. A call with other arguments goes to the implementation that the model had.
+    ``quire_adapters``: of the parameters, by name."""
+    lora = quire_adapters or {}
     unknown = [name for name, given in kwargs.items() if given is not None]
     if args or unknown or hidden_states.dim() != 2 or top_k_index.dim() != 2:
+        if lora:
+            raise UnsupportedAttention(f"{type(module).__name__}, whose parameters an adapter adapts, is called in a way that "
+                                       "quire does not know: merge the adapter with merge_adapter()")
         before = _BEFORE.get(id(module.config))
         _say(f"experts: {type(module).__name__} is called in a way that quire does not know ({len(args)} more arguments, "
              f"{unknown}, {hidden_states.dim()}-dimensional rows); it keeps its own implementation, {before}")
@@ -51,12 +58,14 @@ def experts_function(module: Any, hidden_states: torch.Tensor, top_k_index: torc
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:
         weight = getattr(module, name)
         bias = getattr(module, name + "_bias") if module.has_bias else None
-        return expert_linear(x.to(weight.dtype), weight, bias, top_k_index, module.is_transposed)
+        return expert_linear(x.to(weight.dtype), weight, bias, top_k_index, module.is_transposed, *lora.get(name, ()))
 
     # (T * k, ...), in the order of the pairs
     if _is_swiglu(module):
         rows = hidden_states.to(module.down_proj.dtype)
-        out = expert_swiglu(rows, module.gate_up_proj, module.down_proj, top_k_index, module.is_transposed)
+        first, second = (lora.get(name, ExpertLora()) for name in ("gate_up_proj", "down_proj"))
+        adapters = (*first.joined(second), len(first.a)) if lora else ()
+        out = expert_swiglu(rows, module.gate_up_proj, module.down_proj, top_k_index, module.is_transposed, *adapters)
     else:
         out = linear(hidden_states, "gate_up_proj" if module.has_gate else "up_proj")
         out = linear(module._apply_gate(out) if module.has_gate else module.act_fn(out), "down_proj")
@@ -135,6 +144,12 @@ def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [m for m in model.modules() if _find_class_once(type(m)) is not None]
 
 
+def can_adapt(module: torch.nn.Module) -> bool:
+    """Whether ``experts_function`` computes this module, while a model is traced, and so may compute it with adapters."""
+    switched = getattr(getattr(module, "config", None), "_experts_implementation_internal", None) == NAME
+    return _find_class_once(type(module)) is not None and (switched or _unknown(module) is None)
+
+
 def _configs(model: torch.nn.Module) -> list[Any]:
     """The configs to switch over: those all of whose modules may be. Logs which are left alone, and why."""
     found: dict[int, Any] = {}
@@ -159,14 +174,15 @@ def _options() -> frozenset[str]:
 
 
 def wanted(model: torch.nn.Module) -> bool:
-    """Whether the model is on a GPU, where the op has kernels."""
+    """Whether the model is on a GPU, where the op has kernels, or has experts with adapters, which no other function takes."""
     first = next(model.parameters(), None)
-    return first is not None and first.is_cuda
+    return first is not None and first.is_cuda or any(type(m).__name__ == "ParamWrapper" for m in model.modules())
 
 
 @contextlib.contextmanager
 def experts_active(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, the experts of a model on a GPU run by the op, and those in a loop (``looped_experts.py``) anywhere."""
+    """While inside, the experts of a model on a GPU, or with adapters, run by the op, and those in a loop
+    (``looped_experts.py``) anywhere."""
     configs = _configs(model) if wanted(model) else []
     if configs and NAME not in _interface():
         _interface().register(NAME, experts_function)

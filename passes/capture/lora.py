@@ -8,6 +8,7 @@ looks for quantized weights in a way that Dynamo cannot trace, so plain weights 
 adapters of their own, each DoRA adapter is computed for all tokens, and kept for those that have it.
 
 What is merged is in the weight of ``base_layer``: tokens of such a model have no bits set (``graph_runner/adapters.py``).
+Adapters of experts: expert_lora.py.
 
 The forwards are replaced only while the model is traced. What a layer may do otherwise is refused: ``check_adapters``.
 """
@@ -23,17 +24,27 @@ import torch
 import torch.nn.functional as F
 
 from quire.attn_ops.ops.lora_rows import MAX_ADAPTERS, lora_rows
+from quire.passes.capture.expert_lora import (
+    adapted_forward,
+    has_adapter,
+    is_of_experts,
+    is_wrapper,
+    more_than_matrices,
+    unfit,
+)
 
 # PEFT's modules whose layers, when disabled, unmerge in their forward.
 _UNMERGE_DISABLED = frozenset(("peft.tuners.lora.layer", "peft.tuners.lora.bnb"))
 
 
 def adapter_layers(model: torch.nn.Module) -> dict[str, Any]:
-    """The modules that PEFT has put into the model to adapt it, by path; of those inside each other the outer ones."""
+    """The modules that PEFT has put into the model to adapt it, by path; of those inside each other the outer ones, unless each
+    adapts a parameter of its own."""
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("peft.")}
-        if kinds & {"BaseTunerLayer", "AuxiliaryTrainingWrapper"} and not any(path.startswith(f"{p}.") for p in found):
+        if kinds & {"BaseTunerLayer", "AuxiliaryTrainingWrapper"} and not any(
+                path.startswith(f"{p}.") and not (is_wrapper(outer) and is_wrapper(module)) for p, outer in found.items()):
             found[path] = module
     return found
 
@@ -77,8 +88,13 @@ def is_merged_and_disabled(layer: Any) -> bool:
 
 
 def add_up(model: torch.nn.Module, names: Collection[str]) -> bool:
-    """Whether adapters together give a token the sum of what each gives: not if one of several is DoRA."""
-    return len(names) < 2 or not any(name in _dora_layers(layer) for layer in adapter_layers(model).values() for name in names)
+    """Whether adapters together give a token the sum of what each gives: not if one of several is DoRA, or adapts a router."""
+    return len(names) < 2 or not any(name in _alone(layer) for layer in adapter_layers(model).values() for name in names)
+
+
+def _alone(layer: Any) -> Collection[str]:
+    """The adapters whose part of the result depends on which others there are."""
+    return layer.lora_A if is_wrapper(layer) and not is_of_experts(layer) else _dora_layers(layer)
 
 
 def can_choose(model: torch.nn.Module) -> bool:
@@ -118,23 +134,25 @@ def _check_active(layers: Collection[Any]) -> None:
                                  "some layers, and others apply other adapters. unmerge_adapter makes them equal")
         return
     states = {(layer.disable_adapters, tuple(sorted(layer.active_adapters))) for layer in layers}
-    if any(len(layer.active_adapters) > 1 and any(name in _dora_layers(layer) for name in layer.active_adapters)
+    if any(len(layer.active_adapters) > 1 and any(name in _alone(layer) for name in layer.active_adapters)
            for layer in layers):
         raise ValueError("adapters cannot be chosen for each request while several are active together, of which some are "
-                         "DoRA: their result depends on the order. set_adapter makes one active")
+                         "DoRA, or adapt a router: the result is not the sum of theirs. set_adapter makes one active")
     if len(states) > 1:
         raise ValueError("adapters cannot be chosen for each request: its layers have different active adapters, which "
                          "set_adapter makes equal")
 
 
 def _unknown(layer: Any) -> str | None:
+    if is_wrapper(layer):
+        return unfit(layer)
     from peft.tuners.lora.layer import Linear
 
     # Of a base in 4 bits: the same products, and the sum is rounded after each adapter.
     in_four_bits = (type(layer).__module__, type(layer).__name__) == ("peft.tuners.lora.bnb", "Linear4bit")
     if type(layer) is not Linear and not in_four_bits:
         return (f"is a {type(layer).__module__}.{type(layer).__name__}, and of those in one batch quire knows LoRA, rsLoRA and "
-                "DoRA of linear layers")
+                "DoRA of linear layers, and LoRA of experts")
     if other := {name: v for name, v in layer.lora_variant.items() if name not in _dora_layers(layer)}:
         kinds = sorted({type(v).__name__.removesuffix("LinearVariant") for v in other.values()})
         return f"has {' and '.join(kinds).replace('Dora', 'DoRA of quantized weights')}, and not LoRA or DoRA alone"
@@ -146,18 +164,8 @@ def _unknown(layer: Any) -> str | None:
     return None
 
 
-def more_than_matrices(layer: Any, name: str) -> str | None:
-    """What A and B of an adapter do beside a product with their weights."""
-    a, b = layer.lora_A[name], layer.lora_B[name]
-    if type(a) is not torch.nn.Linear or type(b) is not torch.nn.Linear or a.bias is not None or b.bias is not None:
-        return "that is more than two matrices"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in (a, b)):
-        return "with hooks"
-    return None
-
-
 class LoraPlaces(torch.nn.Module):
-    """Memory for adapters that a model may get: ``count`` for each of its adapted layers, zeros at first. ``a{i}_{j}``
+    """Memory for adapters that a model may get: ``count`` for each of its adapted linear layers, zeros at first. ``a{i}_{j}``
     (rank, K) and ``b{i}_{j}`` (N, rank): of the i-th layer of ``adapter_layers`` and the j-th place, in ``dtypes[i]``. A trace
     with them takes each adapter of up to ``rank`` that is copied into one, its scaling multiplied into B."""
 
@@ -165,6 +173,8 @@ class LoraPlaces(torch.nn.Module):
         super().__init__()
         self.count, self.rank = count, rank
         for i, (layer, dtype) in enumerate(zip(layers, dtypes, strict=True)):
+            if is_wrapper(layer):
+                continue
             device = layer.get_base_layer().weight.device
             for j in range(count):
                 for name, shape in ((f"a{i}_{j}", (rank, layer.in_features)), (f"b{i}_{j}", (layer.out_features, rank))):
@@ -173,7 +183,7 @@ class LoraPlaces(torch.nn.Module):
                     self.register_parameter(name, torch.nn.Parameter(zeros, requires_grad=False))
 
     def pair(self, layer: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B of a place, to be written."""
+        """A and B of a place of a linear layer, to be written."""
         return getattr(self, f"a{layer}_{place}").data, getattr(self, f"b{layer}_{place}").data
 
 
@@ -181,14 +191,18 @@ class LoraPlaces(torch.nn.Module):
 def adapters_per_token(model: torch.nn.Module, names: Sequence[str] | None, places: LoraPlaces | None = None
                        ) -> Iterator[list[Any]]:
     """While inside, the LoRA layers of ``model`` apply each token's adapters, ``names[i]`` where bit i is set; None: the active
-    ones. The bits after those of ``names`` are of ``places``. DoRA layers can be traced. Gives what must be kept as long as the
-    trace, which Dynamo drops when an object dies that it read. Raises ValueError as ``check_adapters``."""
+    ones. The bits after those of ``names`` are of ``places``. DoRA layers and experts with adapters can be traced. Gives what
+    must be kept as long as the trace, which Dynamo drops when an object dies that it read. Raises ValueError as
+    ``check_adapters``."""
     layers = list(adapter_layers(model).values())
     forwards = [(dora, functools.partial(_dora, dora)) for layer in layers for dora in _dora_layers(layer).values()]
-    if names is not None:
+    own = None if names is None else list(names)
+    forwards += [(layer, functools.partial(adapted_forward, layer, own)) for layer in layers
+                 if is_wrapper(layer) and unfit(layer) is None]
+    if own is not None:
         check_adapters(model)
-        forwards += [(layer, functools.partial(_forward, layer, list(names), sorted(_dora_layers(layer)), places, i))
-                     for i, layer in enumerate(layers)]
+        forwards += [(layer, functools.partial(_forward, layer, own, sorted(_dora_layers(layer)), places, i))
+                     for i, layer in enumerate(layers) if not is_wrapper(layer)]
     try:
         for module, forward in forwards:
             object.__setattr__(module, "forward", forward)
@@ -238,12 +252,5 @@ def _forward(layer: Any, names: list[str], doras: list[str], places: LoraPlaces 
             added = layer.lora_magnitude_vector[name](
                 x.to(own), lora_A=layer.lora_A[name], lora_B=layer.lora_B[name], scaling=layer.scaling[name],
                 base_layer=layer.get_base_layer(), base_result=result)
-            result = torch.where(_has(x, 1 << i), (result + added).to(base.dtype), result)
+            result = torch.where(has_adapter(x, 1 << i), (result + added).to(base.dtype), result)
     return result
-
-
-def _has(x: torch.Tensor, bit: int) -> torch.Tensor:
-    """(1, T, 1) bool: the tokens that have an adapter, for ``lora_rows`` adds one to their zeros."""
-    one = (x[..., :1].abs() >= 0).to(torch.float32)  # a number of each token: rows of the batch, to the proof
-    unit = torch.ones(1, 1, device=x.device)
-    return lora_rows(one - one, one, [unit], [unit], [1.0], [bit]) != 0

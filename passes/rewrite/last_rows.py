@@ -32,9 +32,10 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.ops.experts import expert_linear, expert_swiglu
 from quire.attn_ops.ops.lora_rows import lora_rows
 from quire.passes.fake_values import compute_value, made_like
-from quire.passes.fx import placeholders, symbolic, value, written_by
+from quire.passes.fx import is_function, placeholders, schema_arguments, symbolic, value, written_by
 from quire.passes.rewrite.length_rope import longer_than
 from quire.passes.verify.row_wise import picked
 from quire.passes.verify.rows import Const, Holds, Rows
@@ -53,6 +54,11 @@ class LastRows:
 
     layers: frozenset[int]
     index: fx.Node
+
+
+def _chosen(node: fx.Node) -> bool:
+    """Whether it is an op of experts with adapters that requests choose."""
+    return is_function(node, (expert_linear, expert_swiglu)) and any(schema_arguments(node).get("bits", ()))
 
 
 def keep_last_rows(gm: fx.GraphModule, row_data: Collection[fx.Node] = ()) -> None:
@@ -87,9 +93,9 @@ class _Cut:
             if not self._gathers(node):
                 _refuse(node, "it uses the numbers of the wanted rows otherwise than to take rows")
         for node in self.tail:
-            if node.target in _PLACED:
+            if node.target in _PLACED or _chosen(node):
                 _refuse(node, "it reads from the step which token it is at" + (
-                    " (adapters that requests choose)" if node.target is lora_rows else ""))
+                    "" if node.target is longer_than else " (adapters that requests choose)"))
         for x in self.output.all_input_nodes:
             if x in self.head:
                 _refuse(x, "it is returned from before the last layer with keys of its own")

@@ -241,19 +241,26 @@ def _experts(call: Call) -> Known:
     x, ids = call.rows("x"), call.rows("expert_ids")
     shape = call["expert_ids"].shape
     weights = ("weight", "bias") if call.name == "quire::expert_linear" else ("gate_up", "down")
-    if x is None or ids is None or x.dim != 0 or ids.dim != 0 or any(call.rows(name) for name in weights):
+    if x is None or ids is None or x.dim != 0 or ids.dim != 0 or any(call.rows(name) for name in weights) or _of_rows(call):
         raise Mixes("its rows are not tokens")
+    if any(call["bits"] or ()) and ids != Rows(0, call.axes[0]):
+        raise Mixes("an adapter's rows are not the tokens of the batch, in their order")
     pairs = ids.inner * (shape[1] if len(shape) > 1 else 1)
     if (x.order, x.outer, ids.order, ids.outer) != (None, 1, None, 1) or pairs % x.inner or x.axis != ids.axis:
         raise Mixes("its rows are not those of the expert ids")
     return Rows(0, x.axis, pairs)
 
 
+def _of_rows(call: Call) -> bool:
+    """Whether adapters of the call are computed from rows of the batch."""
+    return any(as_data(call.known(w)) is not None for w in (*(call["a"] or ()), *(call["b"] or ())))
+
+
 @rule("quire::lora_rows")
 def _lora_rows(call: Call) -> Known:
     """quire::lora_rows: a row for each token, by the adapters of that token, which the step has in the order of its tokens."""
     base, x = call.rows("base"), call.rows("x")
-    if base is None or x is None or any(as_data(call.known(w)) is not None for w in (*call["a"], *call["b"])):
+    if base is None or x is None or _of_rows(call):
         raise Mixes("its rows are not tokens")
     if not base == x == Rows(1, call.axes[0]):
         raise Mixes("an adapter's rows are not the tokens of the batch, in their order")

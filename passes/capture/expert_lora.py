@@ -1,0 +1,135 @@
+"""PEFT's LoRA of the experts in a mixture (``target_parameters``, which ``target_modules="all-linear"`` includes), traced.
+
+PEFT registers the change of each parameter anew in each forward, and adds ``B A * scaling`` to the weights of all experts.
+Dynamo cannot trace that, and a decode step would take many times as long. While a model is traced, PEFT's wrappers hand their
+adapters to the experts, which ``hf_experts.py`` computes with ops that take them (``attn_ops/ops/expert_lora.py``).
+
+    before  experts(x, ids, weights) with gate_up_proj + B A * scaling in the place of gate_up_proj
+    after   experts(x, ids, weights, quire_adapters={"gate_up_proj": [A ...], [B ...], [scaling ...], bits})
+
+A matrix that is adapted in this way, such as a router's, is changed in the graph as PEFT changes it: it is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.func import functional_call
+
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.ops.expert_lora import ExpertLora
+from quire.attn_ops.ops.experts import KERNEL_DTYPES
+from quire.attn_ops.ops.lora_rows import lora_rows
+from quire.passes.capture.hf_experts import can_adapt
+
+
+def is_wrapper(layer: Any) -> bool:
+    """Whether it is PEFT's module around one whose parameter an adapter adapts; such modules are nested for several."""
+    return (type(layer).__module__, type(layer).__name__) == ("peft.tuners.lora.layer", "ParamWrapper")
+
+
+def is_of_experts(wrapper: Any) -> bool:
+    """Whether the parameter is a weight of experts, and not a matrix, such as a router's."""
+    return wrapper.get_param().dim() == 3
+
+
+def unfit(wrapper: Any) -> str | None:
+    """Why the adapters of a parameter cannot be applied while a model is traced; None if they can."""
+    owner, name, shape = wrapper.get_base_layer(), wrapper.parameter_name, tuple(wrapper.get_param().shape)
+    if is_of_experts(wrapper):
+        if not can_adapt(owner):
+            return f"adapts a parameter of {type(owner).__name__}, which are no experts that quire computes"
+        if name not in ("gate_up_proj" if owner.has_gate else "up_proj", "down_proj"):
+            return f"adapts {name}, which is none of the experts' weights"
+        count, n, k = (shape[0], shape[2], shape[1]) if owner.is_transposed else shape
+        if wrapper._did_swap_in_out_features == owner.is_transposed or wrapper.num_experts != count:
+            return f"adapts {name} as if its weights {shape} lay otherwise"
+    else:
+        if wrapper.base_layer is not owner or len(shape) != 2 or type(wrapper.get_param()) is not torch.nn.Parameter:
+            return f"adapts {name} of {type(owner).__name__}, which is no matrix, or beside another parameter"
+        if wrapper.get_param().dtype not in KERNEL_DTYPES:
+            return f"adapts {name} in {wrapper.get_param().dtype}"
+        count, (n, k) = 1, shape
+    if wrapper.lora_variant:
+        return "has more than LoRA"
+    for adapter in wrapper.lora_A:
+        if (why := more_than_matrices(wrapper, adapter)) is not None:
+            return f"has an adapter {adapter!r} {why}"
+        a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+        if a.dim() != 2 or len(a) % count or a.shape[1] != k or b.shape != (n, len(a)):
+            return f"has an adapter {adapter!r} with weights {tuple(a.shape)} and {tuple(b.shape)} of {shape}"
+        if not isinstance(wrapper.scaling[adapter], (int, float)):
+            return f"has an adapter {adapter!r} whose scaling is a tensor"
+    return None
+
+
+def more_than_matrices(layer: Any, name: str) -> str | None:
+    """What A and B of an adapter do beside a product with their weights."""
+    a, b = layer.lora_A[name], layer.lora_B[name]
+    if type(a) is not torch.nn.Linear or type(b) is not torch.nn.Linear or a.bias is not None or b.bias is not None:
+        return "that is more than two matrices"
+    if any(module._forward_hooks or module._forward_pre_hooks for module in (a, b)):
+        return "with hooks"
+    return None
+
+
+def adapted_forward(wrapper: Any, names: Sequence[str] | None, x: torch.Tensor, *args: Any,
+                    quire_adapters: Mapping[str, ExpertLora] | None = None, **kwargs: Any) -> Any:
+    """The forward of a wrapper while it is traced. ``names``: as of ``adapters_per_token``. ``quire_adapters``: of the wrappers
+    around this one."""
+    if not torch.compiler.is_compiling():  # the model's own forward, which says why it cannot be traced
+        return type(wrapper).forward(wrapper, x, *args, **kwargs)
+    if names is None:
+        on = [] if wrapper.disable_adapters or wrapper.merged_adapters else wrapper.active_adapters
+        found = [(name, 0) for name in on if name in wrapper.lora_A]
+    else:
+        found = [(name, 1 << i) for i, name in enumerate(names) if name in wrapper.lora_A]
+    if not is_of_experts(wrapper):
+        return _with_matrix(wrapper, found, x, *args, **kwargs)
+    adapters = [(wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, float(wrapper.scaling[name]), bit)
+                for name, bit in found]
+    given = dict(quire_adapters or {})
+    if adapters:
+        given[wrapper.parameter_name] = ExpertLora(*[[*each] for each in zip(*adapters, strict=True)])
+    return wrapper.base_layer(x, *args, **({"quire_adapters": given} if given else {}), **kwargs)
+
+
+def _with_matrix(wrapper: Any, found: Sequence[tuple[str, int]], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What a module returns whose matrix is adapted, as PEFT computes it. Adapters of single tokens: all tokens are computed
+    with each of them, and each token keeps the results of its own. ``found``: names and bits."""
+    module, name = wrapper.base_layer, wrapper.parameter_name
+    weight = getattr(module, name)
+    if not found:
+        return module(x, *args, **kwargs)
+    deltas = [(wrapper.lora_B[n].weight @ wrapper.lora_A[n].weight * wrapper.scaling[n]).to(weight.dtype) for n, _ in found]
+    if not any(bit for _, bit in found):
+        total = deltas[0]
+        for delta in deltas[1:]:
+            total = total + delta
+        return functional_call(module, {name: weight + total}, (x, *args), kwargs)
+    result = module(x, *args, **kwargs)
+    for (_, bit), delta in zip(found, deltas, strict=True):
+        mine = functional_call(module, {name: weight + delta}, (x, *args), kwargs)
+        result = _kept(has_adapter(x if x.dim() == 3 else x[None], bit), mine, result, x.shape[:-1])
+    return result
+
+
+def _kept(has: torch.Tensor, mine: Any, others: Any, rows: Sequence[int]) -> Any:
+    if isinstance(mine, torch.Tensor):
+        if mine.shape[:-1] != rows:
+            raise UnsupportedAttention("an adapter of single requests adapts a module whose results are not rows of tokens: "
+                                       "merge it with merge_adapter(), or name the linear layers (target_modules)")
+        return torch.where(has if mine.dim() == 3 else has[0], mine, others)
+    if not isinstance(mine, (tuple, list)):
+        raise UnsupportedAttention(f"an adapter of single requests adapts a module that returns {type(mine).__name__}: merge "
+                                   "it with merge_adapter(), or name the linear layers (target_modules)")
+    return type(mine)(_kept(has, one, other, rows) for one, other in zip(mine, others, strict=True))
+
+
+def has_adapter(x: torch.Tensor, bit: int) -> torch.Tensor:
+    """(1, T, 1) bool: the tokens that have an adapter, for ``lora_rows`` adds one to their zeros."""
+    one = (x[..., :1].abs() >= 0).to(torch.float32)  # a number of each token: rows of the batch, to the proof
+    unit = torch.ones(1, 1, device=x.device)
+    return lora_rows(one - one, one, [unit], [unit], [1.0], [bit]) != 0
