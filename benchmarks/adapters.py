@@ -17,7 +17,8 @@ many adapters in places (``max_loras``), in milliseconds of processor time. The 
 ``one`` is an adapter of all linear layers, ``each`` two adapters and the model without any, in turn, in one batch
 (``adapter=``), and ``nobody`` the same engine when no request has an adapter, in each ``--lora-dtype`` (float32 is PEFT's
 default). ``cost`` is the time beside that without adapters, at the same batch. ``sites`` restricts the adapters' layers
-(PEFT's ``target_modules``). Each has its share of the time left.
+(PEFT's ``target_modules``; names with a dot are ``target_parameters``: mlp.experts.gate_up_proj). Each has its share of the
+time left.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def watching_ms(args: Any, adapters: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = script(__doc__, "llama-8b", attention="auto", batch=[1, 8, 32], context=1024, rank=16,
-                    sites=("all-linear", "all-linear, or names of layers: q_proj,k_proj,v_proj"),
+                    sites=("all-linear", "all-linear, or names of layers and of parameters: q_proj,mlp.experts.down_proj"),
                     lora_dtype=("model,float32", "of the adapters' weights: model (the model's), float32"),
                     prompts=("", "also prompts of these lengths: 1024,8192"),
                     fusions=("auto", "of the engines, as quire.Engine takes them"), ways=("one,each", "one, each, or both"),
@@ -137,8 +138,9 @@ def main() -> None:
         free_memory()
 
     measure("none", model, ("none", [None]))
-    sites = args.sites if args.sites == "all-linear" else args.sites.split(",")
-    config = LoraConfig(r=args.rank, target_modules=sites, init_lora_weights=False)
+    sites = args.sites.split(",")
+    config = LoraConfig(r=args.rank, init_lora_weights=False, target_modules=args.sites if args.sites == "all-linear" else [
+        site for site in sites if "." not in site], target_parameters=[site for site in sites if "." in site] or None)
     adapted: Any = get_peft_model(model, config, adapter_name="first", autocast_adapter_dtype=False)
     adapted.add_adapter("second", config)
     adapted.set_adapter("first")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -126,15 +126,29 @@ def experts(tokens: int, count: int, each: int, n: int, k: int, transposed: bool
                        path="pairs" if tokens <= 128 else "sorted", pdl=pdl)
 
 
-def gated_experts(tokens: int, count: int, each: int, n: int, k: int, clamped: bool, pdl: bool) -> None:
+def gated_experts(tokens: int, count: int, each: int, n: int, k: int, clamped: bool, pdl: bool, lora: Sequence[Any] = ()
+                  ) -> None:
     sizes = ((k, n), (n // 2, k)) if clamped else ((n, k), (k, n // 2))
     up, down = (torch.empty(count, *size, dtype=HALF) for size in sizes)
     x, ids = zeros(tokens, k), zeros(tokens, each, dtype=torch.int64)
     path = "pairs" if tokens * each <= 128 else "sorted"
     if clamped:
-        expert_clamped_swiglu_cuda(x, up, zeros(count, n), down, zeros(count, k), ids, True, 1.702, 7.0, path=path, pdl=pdl)
+        expert_clamped_swiglu_cuda(x, up, zeros(count, n), down, zeros(count, k), ids, True, 1.702, 7.0, *lora, path=path,
+                                   pdl=pdl)
     else:
-        expert_swiglu_cuda(x, up, down, ids, False, path=path, pdl=pdl)
+        expert_swiglu_cuda(x, up, down, ids, False, *lora, path=path, pdl=pdl)
+
+
+def adapted_experts(tokens: int, count: int, each: int, n: int, k: int, clamped: bool, rank: int, own: torch.dtype, every: bool
+                    ) -> None:
+    """With two adapters of both products, of every token or of each token's own."""
+    sizes = ((n, k), (n, k), (k, n // 2), (k, n // 2))
+    a, b = ([torch.empty(*shape, dtype=own) for shape in shapes] for shapes in (
+        [(count * rank, k) for _, k in sizes], [(n, rank * count) for n, _ in sizes]))
+    lora = (a, b, [2.0] * 4, [0] * 4 if every else [1, 2, 1, 2], 2)
+    step: Any = SimpleNamespace(adapters=zeros(tokens, dtype=torch.int64))
+    with running(step):
+        gated_experts(tokens, count, each, n, k, clamped, False, lora)
 
 
 def state(heads: int, kv_heads: int, dim: int, *, query_lens: list[int], causal: bool, kv_dtype: torch.dtype | None = None
@@ -317,6 +331,11 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
         if tokens == 1 or not pdl:
             yield f"experts {name} {'clamped ' * turned}swiglu {tokens}{' pdl' * pdl}", partial(
                 gated_experts, tokens, count, each, *layers[0], turned, pdl)
+    for (name, (count, each, layers, turned)), tokens, (rank, own, every) in product(
+            EXPERTS.items(), (1, 32, 2048), ((16, FULL, True), (16, HALF, False), (64, FULL, False))):
+        if name != "deepseek-v2-lite" and (tokens == 32 or rank == 16):
+            yield f"experts {name} lora {tokens} {rank} {own}{' every' * every}", partial(
+                adapted_experts, tokens, count, each, *layers[0], turned, rank, own, every)
     yield "small kernels", partial(small_kernels, 7)
 
 

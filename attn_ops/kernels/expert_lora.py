@@ -42,23 +42,26 @@ def sorted_shrink_kernel(x, order, tiles, lora, S, K, E, repeat, stride_x, BLOCK
 def _shrink(program, x, lora, pairs, inside, expert, S, K, repeat, stride_x, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
             LORA: tl.constexpr):
     """``A[expert] x`` of the pairs that have an adapter, over a part of K, to ``lora.shrunk`` (adapters, parts, S, block_r)."""
-    PER: tl.constexpr = LORA.block_r // LORA.ranks
-    part = program % LORA.parts
-    r = program // LORA.parts % PER * LORA.ranks + tl.arange(0, LORA.ranks)
+    ADAPTERS: tl.constexpr = LORA.adapters
+    PARTS: tl.constexpr = LORA.parts
+    RANKS: tl.constexpr = LORA.ranks
+    PER: tl.constexpr = LORA.block_r // RANKS
+    part = program % PARTS
+    r = program // PARTS % PER * RANKS + tl.arange(0, RANKS)
     bits = _bits_of(pairs, inside, lora, LORA)
     rows = x + (pairs // repeat).to(tl.int64) * stride_x
-    for i in tl.static_range(LORA.adapters):
-        if program // (LORA.parts * PER) == i:
+    for i in tl.static_range(ADAPTERS):
+        if program // (PARTS * PER) == i:
             if tl.max(_has(bits, inside, lora.places[i]).to(tl.int32), 0) > 0:
                 rank = lora.ranks[i]
                 factors = lora.a[i] + (expert.to(tl.int64) * rank + r)[None, :] * K
-                total = tl.zeros((BLOCK_M, LORA.ranks), tl.float32)
-                for start in range(part * BLOCK_K, K, LORA.parts * BLOCK_K):
+                total = tl.zeros((BLOCK_M, RANKS), tl.float32)
+                for start in range(part * BLOCK_K, K, PARTS * BLOCK_K):
                     at = start + tl.arange(0, BLOCK_K)
                     tile = tl.load(rows[:, None] + at[None, :], mask=(at < K)[None, :], other=0.0)
                     a = tl.load(factors + at[:, None], mask=(r < rank)[None, :] & (at < K)[:, None], other=0.0)
                     total = dot_float32(tile, a.to(tl.float32) if tile.dtype == tl.float32 else a, total)
-                place = ((i * LORA.parts + part) * S + pairs).to(tl.int64) * LORA.block_r
+                place = ((i * PARTS + part) * S + pairs).to(tl.int64) * LORA.block_r
                 tl.store(lora.shrunk + place[:, None] + r[None, :], total, mask=inside[:, None])
 
 
@@ -67,33 +70,41 @@ def add_expert_adapters(acc, up, pairs, inside, expert, first, out, S, N, E, lor
                         BLOCK_N: tl.constexpr, HALVES: tl.constexpr, LORA: tl.constexpr):
     """``acc`` (BLOCK_N, BLOCK_M) float32, the outputs from ``first`` on of N, and with HALVES ``up``, those N further on, plus
     ``B[expert] (A[expert] x) * scaling`` of each pair's adapters."""
+    ADAPTERS: tl.constexpr = LORA.adapters
+    PARTS: tl.constexpr = LORA.parts
+    BLOCK_R: tl.constexpr = LORA.block_r
+    RANKS: tl.constexpr = LORA.ranks
     inside = inside & (expert < E)
     bits = _bits_of(pairs, inside, lora, LORA)
     n = first + tl.arange(0, BLOCK_N)
-    for i in tl.static_range(LORA.adapters):
+    for i in tl.static_range(ADAPTERS):
         has, rank, b = _has(bits, inside, lora.places[i]), lora.ranks[i], lora.b[i]
         if tl.max(has.to(tl.int32), 0) > 0:
-            for ranks_from in tl.static_range(0, LORA.block_r, LORA.ranks):
-                r = ranks_from + tl.arange(0, LORA.ranks)
-                low = tl.zeros((LORA.ranks, BLOCK_M), tl.float32)
-                for part in tl.static_range(LORA.parts):
-                    place = ((i * LORA.parts + part) * S + pairs).to(tl.int64) * LORA.block_r
+            for ranks_from in tl.static_range(0, BLOCK_R, RANKS):
+                r = ranks_from + tl.arange(0, RANKS)
+                low = tl.zeros((RANKS, BLOCK_M), tl.float32)
+                for part in tl.static_range(PARTS):
+                    place = ((i * PARTS + part) * S + pairs).to(tl.int64) * BLOCK_R
                     low += tl.load(lora.shrunk + place[None, :] + r[:, None], mask=has[None, :], other=0.0)
-                acc = _expanded(acc, b, n, N, r, rank, low, has, expert, E, lora.scalings[i], out)
+                acc = _expanded(acc, b, n, N, r, rank, low, has, expert, E, lora.scalings[i], out, LORA.every)
                 if HALVES:
-                    up = _expanded(up, b + N.to(tl.int64) * rank * E, n, N, r, rank, low, has, expert, E, lora.scalings[i], out)
+                    later = b + N.to(tl.int64) * rank * E
+                    up = _expanded(up, later, n, N, r, rank, low, has, expert, E, lora.scalings[i], out, LORA.every)
     return acc, up
 
 
 @triton.jit
-def _expanded(total, b, n, N, r, rank, low, has, expert, E, scaling, out):
+def _expanded(total, b, n, N, r, rank, low, has, expert, E, scaling, out, EVERY: tl.constexpr):
     """``total`` plus the part of these ranks, where a pair has the adapter: elsewhere it is 0, which times inf is not 0."""
     at = (n.to(tl.int64)[:, None] * rank + r[None, :]) * E + expert
     factors = tl.load(b + at, mask=(n < N)[:, None] & (r < rank)[None, :], other=0.0)
     if out.dtype.element_ty == tl.float32:
         factors = factors.to(tl.float32)
-    more = tl.dot(factors, low.to(factors.dtype), input_precision="tf32x3")
-    return tl.where(has[None, :], total + more * scaling, total)
+    if EVERY and factors.dtype != tl.float16:  # the same, in fewer registers
+        return tl.dot(factors, (low * scaling).to(factors.dtype), total, input_precision="tf32x3")
+    else:
+        more = tl.dot(factors, low.to(factors.dtype), input_precision="tf32x3")
+        return tl.where(has[None, :], total + more * scaling, total)
 
 
 @triton.jit

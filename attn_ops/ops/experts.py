@@ -286,6 +286,8 @@ class _Pairs:
         pairs, (experts, n, k) = len(self.ids), w.shape
         n = n // 2 if gate else n
         tile = self.tile or (decode_tile if self.tiles is None else prefill_tile)(pairs, experts, k, x.dtype, gate)
+        if adapters.a and tile.block_m == 128:  # else the sums leave no registers
+            tile = replace(tile, block_n=tile.block_n // 2)
         out = x.new_empty(pairs, n)
         lora, constants = self._first_products(x, adapters, experts, k, tile) if adapters.a else (None, None)
         options: dict[str, Any] = {

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.capture.expert_lora import is_wrapper, unfit
 
 #: What Dynamo's text says of a forward that it cannot trace, and what that means to its author.
 _MEANS = {
@@ -66,7 +67,7 @@ def unwrapped(error: Exception, model: Any, by_itself: Callable[[], Any] | None 
                                     f"{said[:200]}. It must run on these before it can be traced")
     first = text.strip().splitlines()[0] if text.strip() else ""
     hint = _adapters_hint(model) if isinstance(model, torch.nn.Module) else ""
-    if means is None and "ParamWrapper" in {type(m).__name__ for m in (model.modules() if hint else ())}:
+    if means is None and hint and isinstance(model, torch.nn.Module) and _unfit_wrappers(model):
         return UnsupportedAttention(f"{name} could not be traced into one graph{hint}")  # Dynamo's text says nothing more
     if means is None:
         met = type(error).__name__
@@ -79,16 +80,20 @@ def _adapters_hint(model: torch.nn.Module) -> str:
     found = [m for m in model.modules() if type(m).__module__.startswith("peft.")]
     if not found:
         return ""
-    wrappers: list[Any] = [m for m in found if type(m).__name__ == "ParamWrapper"]
-    if wrappers:  # each change of the parameters is registered anew in each forward
-        names = ", ".join(sorted({m.parameter_name for m in wrappers}))
-        owners = ", ".join(sorted({type(m.get_base_layer()).__name__ for m in wrappers}))
-        return (f". An adapter adapts the parameters {names} of {owners} (PEFT's target_parameters, which "
-                'target_modules="all-linear" includes for experts), and Dynamo cannot trace PEFT\'s code for that: name the '
-                'linear layers (target_modules=["q_proj", "v_proj", ...]), or merge the adapter with merge_adapter()')
+    if unknown := _unfit_wrappers(model):
+        path, why = next(iter(unknown.items()))
+        return (f". {path} {why} (PEFT's target_parameters, which target_modules=\"all-linear\" includes for experts and "
+                'routers), and Dynamo cannot trace PEFT\'s code for that: name the linear layers (target_modules=["q_proj", '
+                '"v_proj", ...]), or merge the adapter with merge_adapter()')
     kinds = ", ".join(sorted({type(m).__name__ for m in found}))
     return (f". It has PEFT layers ({kinds}), some of which Dynamo cannot trace (DoRA of embeddings or quantized weights, "
             "trainable tokens): merge the adapter with merge_adapter(), or disable it")
+
+
+def _unfit_wrappers(model: torch.nn.Module) -> dict[str, str]:
+    """The modules, by path, whose parameters are adapted in a way that quire does not trace, and why."""
+    found = ((path, unfit(m)) for path, m in model.named_modules() if is_wrapper(m))
+    return {path: why for path, why in found if why is not None}
 
 
 def is_first_read(error: Exception) -> bool:

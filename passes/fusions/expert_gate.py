@@ -11,7 +11,8 @@ After::
 
     out = quire.expert_clamped_swiglu(x, gate_up, gate_up_bias, down, down_bias, ids, transposed, 1.702, 7.0)
 
-The pairs are sorted by expert once instead of twice, and gate and up are not stored. Left alone: any other order of operations,
+The pairs are sorted by expert once instead of twice, and gate and up are not stored. The op takes the adapters of both products
+(LoRA: attn_ops/ops/expert_lora.py). Left alone: any other order of operations,
 parts that something else reads, numbers that are not constants, other dtypes than one floating one throughout.
 """
 
@@ -22,9 +23,13 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from quire.attn_ops.ops.expert_lora import ExpertLora
 from quire.attn_ops.ops.experts import KERNEL_DTYPES, expert_clamped_swiglu, expert_linear
 from quire.passes.fusions.base import Fusion
 from quire.passes.fx import ADD, MUL, is_function, named_arguments, operands, replace_node, torch_name, value, written_between
+
+
+_COUNTS = (5, 9)  # arguments of a product, without and with adapters
 
 
 class _Gate(NamedTuple):
@@ -42,11 +47,13 @@ def fuse_expert_gate(fusion: Fusion) -> int:
         gate = _gate(node) if is_function(node, (expert_linear,)) else None
         if gate is None:
             continue
-        x, gate_up, gate_up_bias, ids, transposed = gate.product.args
-        _, down, down_bias, *_ = node.args
+        x, gate_up, gate_up_bias, ids, transposed, *up_lora = gate.product.args
+        _, down, down_bias, _, _, *down_lora = node.args
+        first, second = (ExpertLora(*lora) for lora in (up_lora, down_lora))
+        adapters = (*first.joined(second), len(first.a)) if up_lora or down_lora else ()
         with fusion.graph.inserting_before(node):
             new = fusion.graph.call_function(expert_clamped_swiglu, (
-                x, gate_up, gate_up_bias, down, down_bias, ids, transposed, gate.alpha, gate.limit))
+                x, gate_up, gate_up_bias, down, down_bias, ids, transposed, gate.alpha, gate.limit, *adapters))
         replace_node(node, new)
         count += 1
     return count
@@ -54,7 +61,7 @@ def fuse_expert_gate(fusion: Fusion) -> int:
 
 def _gate(down: fx.Node) -> _Gate | None:
     """What the input of the second product ``down`` is made of; None if it is not this gate of the same pairs."""
-    if len(down.args) != 5 or down.kwargs:
+    if len(down.args) not in _COUNTS or down.kwargs:
         return None
     cast = _casts(down.args[0])
     for grown, active in operands(cast[-1], MUL):
@@ -115,7 +122,8 @@ def _casts(node: Any) -> list[Any]:
 def _is_closed(found: _Gate, down: fx.Node) -> bool:
     """Whether nothing else reads or changes what is between the products, and their pairs, shapes and dtypes go together."""
     product, nodes = found.product, {*found.inner, found.product}
-    if len(product.args) != 5 or product.kwargs or product.args[3:] != down.args[3:] or type(down.args[4]) is not bool:
+    if len(product.args) not in _COUNTS or product.kwargs or product.args[3:5] != down.args[3:5] \
+            or type(down.args[4]) is not bool:
         return False
     wide, narrow = (tuple(value(node.args[1]).shape) for node in (product, down))
     fit = wide[0] == narrow[0] and wide[1 + down.args[4]] == 2 * narrow[2 - down.args[4]]

@@ -1,5 +1,5 @@
-"""LoRA's adapters of experts: the definition against weights that have them added, as PEFT adds them, and the kernels against the
-definition in fp32; in Triton's interpreter where there is no GPU."""
+"""LoRA's adapters of experts: the definition against weights that have them added, as PEFT adds them, and the kernels against
+the definition in fp32; in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
