@@ -118,5 +118,5 @@ def after_change(requests: Iterable[Request], model: torch.nn.Module, traced: To
                                    f"merged {', '.join(merged)} into its weights; unmerge_adapter takes it out"))
         elif not merged and not add_up(model, names):
             found.append((request, f"its adapters {', '.join(names)} are no longer merged, and of several together some are "
-                                   "DoRA or adapt a router, whose results do not add up"))
+                                   "DoRA, whose result depends on the order"))
     return found

@@ -126,14 +126,17 @@ class ExpertAdapters(NamedTuple):
     """LoRA's adapters of a mixture of experts, for the kernels (attn_ops/kernels/expert_lora.py). Tuples as in ``Adapters``.
 
     Args:
-        rows, ranks, places, scalings: as of ``Adapters``.  a, b: (E r_i, K) and (N_i, r_i E).  top_k: pairs of a token.
+        rows, ranks, places, scalings: as of ``Adapters``.  top_k: pairs of a token.
+        a, b: (E r_i, K); and (N, r_i E), or (E, N, r_i) where that is turned.
         shrunk: (adapters, parts, S, R) float32, parts of ``A x`` of each pair that add up to it.
+        delta: (S, N) float32, what all adapters add to each pair.
     """
 
     rows: Any
     a: Any
     b: Any
     shrunk: Any
+    delta: Any
     top_k: int
     ranks: Any
     places: Any
@@ -142,13 +145,14 @@ class ExpertAdapters(NamedTuple):
 
 class ExpertTiles(NamedTuple):
     """One constant argument of a kernel: how many adapters; whether each token has all; parts of the first products' sums;
-    ranks, padded, in all and at a time."""
+    ranks, padded, in all and at a time; whether ``delta`` has the second products."""
 
     adapters: int
     every: bool
     parts: int
     block_r: int
     ranks: int
+    expanded: bool
 
 
 def one_loop(dtypes: tuple[torch.dtype, ...], t: int) -> bool:

@@ -5,8 +5,10 @@ one after the other, and B as one (N, r E), a rank's experts one after the other
 ``B[:, e::E] A[e r : e r + r] x * scaling``. PEFT itself adds ``B A * scaling`` to all weights in each forward, rounded to their
 dtype; here the small products are added, in float32, before the pair's sum is rounded.
 
-On CUDA one launch computes the first products, ``A x``, of all pairs, and the experts' kernels add the second ones at their
-end. The adapters' own parameters are read, so changes in place are seen.
+On CUDA one launch computes the first products, ``A x``, of all pairs. In B an expert's numbers lie E apart from each other, so
+that a program of one expert would read many times as much: of few pairs another launch computes the second products, along B's
+rows for all experts, and the experts' kernels add them; of many B is turned, and these kernels multiply by it at their end. The
+adapters' own parameters are read, so changes in place are seen.
 """
 
 from __future__ import annotations
@@ -71,13 +73,18 @@ class ExpertLora(NamedTuple):
             len(a) <= MAX_RANK * experts and a.is_contiguous() and b.is_contiguous() and a.dtype == b.dtype
             and a.dtype in DTYPES for a, b in zip(self.a, self.b, strict=True))
 
-    def for_kernels(self, device: torch.device, expert_ids: Tensor, experts: int, parts: int
-                    ) -> tuple[host.ExpertAdapters, host.ExpertTiles]:
-        """The kernels' arguments, with memory for first products in ``parts`` parts."""
-        ranks, rows = tuple(len(a) // experts for a in self.a), self.rows(expert_ids)
+    def for_kernels(self, expert_ids: Tensor, experts: int, parts: int, expand: bool) -> tuple[host.ExpertAdapters,
+                                                                                               host.ExpertTiles]:
+        """The kernels' arguments, with memory for first products in ``parts`` parts and, to ``expand``, for second ones."""
+        ranks, rows, pairs = tuple(len(a) // experts for a in self.a), self.rows(expert_ids), expert_ids.numel()
         block_r = next_power_of_2(max(ranks), 16)
-        shrunk = torch.empty(len(ranks), parts, expert_ids.numel(), block_r, dtype=torch.float32, device=device)
-        places = tuple(bit.bit_length() - 1 if bit else EVERY for bit in self.bits)
-        lora = host.ExpertAdapters(shrunk.view(torch.int64) if rows is None else rows, tuple(self.a), tuple(self.b), shrunk,
-                                   expert_ids.numel() // len(expert_ids), ranks, places, tuple(map(float, self.scaling)))
-        return lora, host.ExpertTiles(len(ranks), rows is None, parts, block_r, min(block_r, 32))
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=expert_ids.device)
+
+        shrunk = empty(len(ranks), parts, pairs, block_r)
+        lora = host.ExpertAdapters(
+            shrunk.view(torch.int64) if rows is None else rows, tuple(self.a), tuple(self.b), shrunk,
+            empty(pairs, len(self.b[0])) if expand else shrunk, pairs // len(expert_ids), ranks,
+            tuple(bit.bit_length() - 1 if bit else EVERY for bit in self.bits), tuple(map(float, self.scaling)))
+        return lora, host.ExpertTiles(len(ranks), rows is None, parts, block_r, min(block_r, 32), expand)

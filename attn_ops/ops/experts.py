@@ -32,6 +32,8 @@ from quire.attn_ops.ops.expert_lora import ExpertLora
 #: Maximum pairs for one launch per product. Above, every program would search the ids for longer than the two launches that
 #: sort them take (`benchmarks/experts.py --tiles` compares the paths).
 MAX_PAIRS = 256
+#: Maximum pairs whose adapters' second products have a launch of their own: expert_lora.py.
+MAX_EXPANDED = 512
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Of adapters; None: there are none.
 Tensors = Sequence[Tensor] | None
@@ -286,10 +288,10 @@ class _Pairs:
         pairs, (experts, n, k) = len(self.ids), w.shape
         n = n // 2 if gate else n
         tile = self.tile or (decode_tile if self.tiles is None else prefill_tile)(pairs, experts, k, x.dtype, gate)
-        if adapters.a and tile.block_m == 128:  # else the sums leave no registers
+        if adapters.a and tile.block_m == 128 and pairs > MAX_EXPANDED:  # else the sums leave no registers
             tile = replace(tile, block_n=tile.block_n // 2)
         out = x.new_empty(pairs, n)
-        lora, constants = self._first_products(x, adapters, experts, k, tile) if adapters.a else (None, None)
+        lora, constants = self._adapters(x, adapters, experts, w.shape[1], k, tile) if adapters.a else (None, None)
         options: dict[str, Any] = {
             "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TRANSPOSED": w.stride(2) != 1,
             "GATE": gate.form if gate else "", "EVEN_N": n % tile.block_n == 0, "EVEN_K": k % tile.block_k == 0,
@@ -306,13 +308,13 @@ class _Pairs:
                    lora, **options)
         return out
 
-    def _first_products(self, x: Tensor, adapters: ExpertLora, experts: int, k: int, tile: Tile
-                        ) -> tuple[host.ExpertAdapters, host.ExpertTiles]:
-        """``A x`` of all pairs, in a launch of its own."""
-        kernels, pairs = host.kernel_module("kernels.expert_lora"), len(self.ids)
-        lora, constants = adapters.for_kernels(x.device, self.expert_ids, experts,
-                                               1 if self.tiles is not None else max(1, min(4, k // 256)))
-        programs = constants.adapters * constants.parts * (constants.block_r // constants.ranks)
+    def _adapters(self, x: Tensor, adapters: ExpertLora, experts: int, n: int, k: int, tile: Tile
+                  ) -> tuple[host.ExpertAdapters, host.ExpertTiles]:
+        """The kernels' arguments: first products of all pairs, and second ones or what is multiplied by, in other launches."""
+        kernels, pairs, expand = host.kernel_module("kernels.expert_lora"), len(self.ids), len(self.ids) <= MAX_EXPANDED
+        parts = 1 if self.tiles is not None else max(1, min(2 if pairs > experts // 2 else 4, k // 256))
+        lora, constants = adapters.for_kernels(self.expert_ids, experts, parts, expand)
+        programs = constants.adapters * parts * (constants.block_r // constants.ranks)
         options: dict[str, Any] = {"BLOCK_M": tile.block_m, "BLOCK_K": 32 if x.dtype == torch.float32 else 64,
                                    "LORA": constants, "pdl": self.pdl, "num_warps": 4, "num_stages": 3}
         sizes = (pairs, k, experts, pairs // len(x), x.stride(0))
@@ -323,7 +325,18 @@ class _Pairs:
         else:
             launch(kernels.sorted_shrink_kernel, (programs, self.tiles.shape[0]), x, self.order, self.tiles, lora, *sizes,
                    **options)
-        return lora, constants
+        if expand:
+            block_s = min(256, next_power_of_2(pairs, 32))
+            block_n = 4 if block_s > 128 else 8
+            launch(kernels.expand_kernel, (-(-n // block_n), -(-pairs // block_s)), self.ids, lora, pairs, n, experts,
+                   BLOCK_S=block_s, BLOCK_N=block_n, LORA=constants, pdl=self.pdl, num_warps=4)
+            return lora, constants
+        turned = [b.new_empty(experts, n, b.shape[1] // experts) for b in lora.b]
+        for b, to in zip(lora.b, turned, strict=True):
+            rows = b.numel() // experts
+            launch(kernels.turn_kernel, (-(-rows // 64), -(-experts // 64)), b, to, rows, experts, BLOCK=64, pdl=self.pdl,
+                   num_warps=4)
+        return lora._replace(b=tuple(turned)), constants
 
 
 def _sort(ids: Tensor, experts: int, pdl: bool) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ adapters to the experts, which ``hf_experts.py`` computes with ops that take the
     before  experts(x, ids, weights) with gate_up_proj + B A * scaling in the place of gate_up_proj
     after   experts(x, ids, weights, quire_adapters={"gate_up_proj": [A ...], [B ...], [scaling ...], bits})
 
-A matrix that is adapted in this way, such as a router's, is changed in the graph as PEFT changes it: it is small.
+A matrix that is adapted in this way, such as a router's: ``passes/rewrite/adapted_matrices.py``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
-from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.ops.expert_lora import ExpertLora
 from quire.attn_ops.ops.experts import KERNEL_DTYPES
-from quire.attn_ops.ops.lora_rows import lora_rows
 from quire.passes.capture.hf_experts import can_adapt
+from quire.passes.rewrite.adapted_matrices import adapted_matrix
 
 
 def is_wrapper(layer: Any) -> bool:
@@ -86,50 +85,15 @@ def adapted_forward(wrapper: Any, names: Sequence[str] | None, x: torch.Tensor, 
         found = [(name, 0) for name in on if name in wrapper.lora_A]
     else:
         found = [(name, 1 << i) for i, name in enumerate(names) if name in wrapper.lora_A]
-    if not is_of_experts(wrapper):
-        return _with_matrix(wrapper, found, x, *args, **kwargs)
     adapters = [(wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, float(wrapper.scaling[name]), bit)
                 for name, bit in found]
+    lists = [[*each] for each in zip(*adapters, strict=True)]
+    if not is_of_experts(wrapper):
+        module, name = wrapper.base_layer, wrapper.parameter_name
+        if not adapters:
+            return module(x, *args, **kwargs)
+        return functional_call(module, {name: adapted_matrix(getattr(module, name), *lists)}, (x, *args), kwargs)
     given = dict(quire_adapters or {})
     if adapters:
-        given[wrapper.parameter_name] = ExpertLora(*[[*each] for each in zip(*adapters, strict=True)])
+        given[wrapper.parameter_name] = ExpertLora(*lists)
     return wrapper.base_layer(x, *args, **({"quire_adapters": given} if given else {}), **kwargs)
-
-
-def _with_matrix(wrapper: Any, found: Sequence[tuple[str, int]], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """What a module returns whose matrix is adapted, as PEFT computes it. Adapters of single tokens: all tokens are computed
-    with each of them, and each token keeps the results of its own. ``found``: names and bits."""
-    module, name = wrapper.base_layer, wrapper.parameter_name
-    weight = getattr(module, name)
-    if not found:
-        return module(x, *args, **kwargs)
-    deltas = [(wrapper.lora_B[n].weight @ wrapper.lora_A[n].weight * wrapper.scaling[n]).to(weight.dtype) for n, _ in found]
-    if not any(bit for _, bit in found):
-        total = deltas[0]
-        for delta in deltas[1:]:
-            total = total + delta
-        return functional_call(module, {name: weight + total}, (x, *args), kwargs)
-    result = module(x, *args, **kwargs)
-    for (_, bit), delta in zip(found, deltas, strict=True):
-        mine = functional_call(module, {name: weight + delta}, (x, *args), kwargs)
-        result = _kept(has_adapter(x if x.dim() == 3 else x[None], bit), mine, result, x.shape[:-1])
-    return result
-
-
-def _kept(has: torch.Tensor, mine: Any, others: Any, rows: Sequence[int]) -> Any:
-    if isinstance(mine, torch.Tensor):
-        if mine.shape[:-1] != rows:
-            raise UnsupportedAttention("an adapter of single requests adapts a module whose results are not rows of tokens: "
-                                       "merge it with merge_adapter(), or name the linear layers (target_modules)")
-        return torch.where(has if mine.dim() == 3 else has[0], mine, others)
-    if not isinstance(mine, (tuple, list)):
-        raise UnsupportedAttention(f"an adapter of single requests adapts a module that returns {type(mine).__name__}: merge "
-                                   "it with merge_adapter(), or name the linear layers (target_modules)")
-    return type(mine)(_kept(has, one, other, rows) for one, other in zip(mine, others, strict=True))
-
-
-def has_adapter(x: torch.Tensor, bit: int) -> torch.Tensor:
-    """(1, T, 1) bool: the tokens that have an adapter, for ``lora_rows`` adds one to their zeros."""
-    one = (x[..., :1].abs() >= 0).to(torch.float32)  # a number of each token: rows of the batch, to the proof
-    unit = torch.ones(1, 1, device=x.device)
-    return lora_rows(one - one, one, [unit], [unit], [1.0], [bit]) != 0

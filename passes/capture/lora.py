@@ -24,14 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.attn_ops.ops.lora_rows import MAX_ADAPTERS, lora_rows
-from quire.passes.capture.expert_lora import (
-    adapted_forward,
-    has_adapter,
-    is_of_experts,
-    is_wrapper,
-    more_than_matrices,
-    unfit,
-)
+from quire.passes.capture.expert_lora import adapted_forward, is_wrapper, more_than_matrices, unfit
 
 # PEFT's modules whose layers, when disabled, unmerge in their forward.
 _UNMERGE_DISABLED = frozenset(("peft.tuners.lora.layer", "peft.tuners.lora.bnb"))
@@ -88,13 +81,8 @@ def is_merged_and_disabled(layer: Any) -> bool:
 
 
 def add_up(model: torch.nn.Module, names: Collection[str]) -> bool:
-    """Whether adapters together give a token the sum of what each gives: not if one of several is DoRA, or adapts a router."""
-    return len(names) < 2 or not any(name in _alone(layer) for layer in adapter_layers(model).values() for name in names)
-
-
-def _alone(layer: Any) -> Collection[str]:
-    """The adapters whose part of the result depends on which others there are."""
-    return layer.lora_A if is_wrapper(layer) and not is_of_experts(layer) else _dora_layers(layer)
+    """Whether adapters together give a token the sum of what each gives: not if one of several is DoRA."""
+    return len(names) < 2 or not any(name in _dora_layers(layer) for layer in adapter_layers(model).values() for name in names)
 
 
 def can_choose(model: torch.nn.Module) -> bool:
@@ -134,10 +122,10 @@ def _check_active(layers: Collection[Any]) -> None:
                                  "some layers, and others apply other adapters. unmerge_adapter makes them equal")
         return
     states = {(layer.disable_adapters, tuple(sorted(layer.active_adapters))) for layer in layers}
-    if any(len(layer.active_adapters) > 1 and any(name in _alone(layer) for name in layer.active_adapters)
+    if any(len(layer.active_adapters) > 1 and any(name in _dora_layers(layer) for name in layer.active_adapters)
            for layer in layers):
         raise ValueError("adapters cannot be chosen for each request while several are active together, of which some are "
-                         "DoRA, or adapt a router: the result is not the sum of theirs. set_adapter makes one active")
+                         "DoRA: their result depends on the order. set_adapter makes one active")
     if len(states) > 1:
         raise ValueError("adapters cannot be chosen for each request: its layers have different active adapters, which "
                          "set_adapter makes equal")
@@ -252,5 +240,12 @@ def _forward(layer: Any, names: list[str], doras: list[str], places: LoraPlaces 
             added = layer.lora_magnitude_vector[name](
                 x.to(own), lora_A=layer.lora_A[name], lora_B=layer.lora_B[name], scaling=layer.scaling[name],
                 base_layer=layer.get_base_layer(), base_result=result)
-            result = torch.where(has_adapter(x, 1 << i), (result + added).to(base.dtype), result)
+            result = torch.where(_has(x, 1 << i), (result + added).to(base.dtype), result)
     return result
+
+
+def _has(x: torch.Tensor, bit: int) -> torch.Tensor:
+    """(1, T, 1) bool: the tokens that have an adapter, for ``lora_rows`` adds one to their zeros."""
+    one = (x[..., :1].abs() >= 0).to(torch.float32)  # a number of each token: rows of the batch, to the proof
+    unit = torch.ones(1, 1, device=x.device)
+    return lora_rows(one - one, one, [unit], [unit], [1.0], [bit]) != 0

@@ -47,6 +47,7 @@ from quire.passes.compile.ahead import CompileAhead
 from quire.passes.fusions.base import FusedWeights
 from quire.passes.fx import is_module_tensor, is_stored, placeholders, source_name, value, with_own_code
 from quire.passes.options import QuireOptions
+from quire.passes.rewrite.adapted_matrices import multiply_adapted_matrices
 from quire.passes.rewrite.own_positions import check_uncompiled
 from quire.passes.start_times import timed
 from quire.passes.verify.quantized import check_layers
@@ -252,6 +253,7 @@ class PagedModel:
             raise RuntimeError("the trace of this model is gone (torch._dynamo.reset() drops all of them): close the engine "
                                "and make a new one")
         held = check_side_effects()
+        multiply_adapted_matrices(gm)
         if self._disk is not None:
             self._disk.note_graph(gm, held)
         self._keep(gm, inputs)

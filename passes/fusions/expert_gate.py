@@ -28,7 +28,6 @@ from quire.attn_ops.ops.experts import KERNEL_DTYPES, expert_clamped_swiglu, exp
 from quire.passes.fusions.base import Fusion
 from quire.passes.fx import ADD, MUL, is_function, named_arguments, operands, replace_node, torch_name, value, written_between
 
-
 _COUNTS = (5, 9)  # arguments of a product, without and with adapters
 
 
