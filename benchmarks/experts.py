@@ -2,9 +2,12 @@
 
     python benchmarks/experts.py --json results/h200_experts.json              # the op as it chooses, beside its floor
     python benchmarks/experts.py --tiles --experts 128/8x768x2048 --tokens 64  # and every tile, product by product
+    python benchmarks/experts.py --lora 16 --tokens 1,8,32,128                 # and with LoRA's adapters of that rank
 
 ``floor``: the bytes of the weights in use at the bandwidth of a copy, or the operations at the rate of a dense product of
-8192 x 8192 x 8192, whichever is longer. Ids are random, and all experts equally likely.
+8192 x 8192 x 8192, whichever is longer. Ids are random, and all experts equally likely. ``--lora``: with an adapter of every
+token (``one``), and of two adapters and none by turns (``each``), in two dtypes; ``expanded``: whether their second products
+have a launch of their own, ``chosen`` by the op or not.
 """
 
 from __future__ import annotations
@@ -12,11 +15,16 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
+from quire.attn_ops.ops import experts as op
+from quire.attn_ops.ops.expert_lora import ExpertLora
 from quire.attn_ops.ops.experts import SWIGLU, Tile, _Pairs, expert_swiglu
+from quire.attn_ops.step import running
 from quire.graph_runner.bench.attention_op import on_the_device
 from quire.graph_runner.bench.record import script, started
 from quire.graph_runner.bench.roofline import matmul_rate
@@ -33,8 +41,25 @@ TILES = {
 }
 
 
+MAX_EXPANDED = op.MAX_EXPANDED
+
+
+def adapters_of(up: torch.Tensor, down: torch.Tensor, count: int, rank: int, own: torch.dtype, tokens: int) -> tuple[Any, Any]:
+    """``count`` adapters of both products, and a step: one of every token, or each of several of its own tokens."""
+    a, b = [], []
+    for weight in (up, down):
+        experts, n, k = weight.shape
+        for _ in range(count):
+            a.append(torch.randn(experts * rank, k, device=up.device, dtype=own) * k**-0.5)
+            b.append(torch.randn(n, rank * experts, device=up.device, dtype=own) * 0.01)
+    bits = [0, 0] if count == 1 else [1 << i for i in range(count)] * 2
+    rows = torch.tensor([1, 2, 0], device=up.device).repeat(tokens)[:tokens].contiguous()
+    return (a, b, [1.0] * len(a), bits), SimpleNamespace(adapters=rows)
+
+
 def main() -> None:
     args = script(__doc__, None, limited=False, tokens=TOKENS, tiles=(False, "time each tile of each product too"),
+                  lora=(0, "also with adapters of this rank"),
                   experts=(SHAPES, "experts/experts per token x inner x hidden, comma-separated")).parse_args()
     record, dtype = started(args), torch.bfloat16
     device = record.device
@@ -57,6 +82,13 @@ def main() -> None:
             one = inner * hidden * max(2 * used / bandwidth, 2 * pairs / rate) * 1e6  # the floor of one product
             shape = dict(experts=text, tokens=tokens)
             note(lambda: expert_swiglu(x, up, down, ids, False), 3 * one, **shape)  # noqa: B023
+            for adapters, own in itertools.product((1, 2), (torch.float32, dtype) if args.lora else ()):
+                lora, step = adapters_of(up, down, adapters, args.lora, own, tokens)
+                way = "one" if adapters == 1 else "each"
+                for expanded in (True, False):
+                    with running(step), mock.patch.object(op, "MAX_EXPANDED", pairs if expanded else 0):
+                        note(lambda: expert_swiglu(x, up, down, ids, False, *lora, adapters), 3 * one,  # noqa: B023
+                             **shape, way=way, dtype=str(own), expanded=expanded, chosen=expanded == (pairs <= MAX_EXPANDED))
             if not args.tiles:
                 continue
             act = torch.randn(pairs, inner, device=device, dtype=dtype)
@@ -67,7 +99,7 @@ def main() -> None:
                     if gated and path == "sorted":
                         tile = Tile(tile.block_m, tile.block_n // 2, tile.block_k, tile.num_warps, tile.num_stages)
                     made = _Pairs.of(ids, count, dtype, path, tile, False)
-                    data = (x, up, None, SWIGLU) if gated else (act, down, None, None)
+                    data = (x, up, None, ExpertLora(), SWIGLU) if gated else (act, down, None, ExpertLora(), None)
                     note(lambda: made.multiply(*data), one * (2 if gated else 1), **shape, path=path,  # noqa: B023
                          gated=gated, tile=str(tile))
 
