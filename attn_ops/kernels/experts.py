@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.attn_ops.kernels.expert_lora import add_expert_adapters
+from quire.attn_ops.kernels.expert_lora import add_expanded, add_expert_adapters, count_shrunk, early_factors, shrink
 from quire.attn_ops.kernels.expert_pairs import count_of_leader, load_ids, pairs_of_expert, pairs_of_tile
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
 
@@ -34,7 +34,7 @@ def _load_weight(w, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED: tl.cons
 
 @triton.jit
 def _multiply_rows(x, w, bias, out, pairs, inside, expert, first, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k,
-                   alpha, limit, S, lora, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                   alpha, limit, S, lora, counter, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                    TRANSPOSED: tl.constexpr, GATE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
                    PRECISION: tl.constexpr, LORA: tl.constexpr):
     """Write the BLOCK_N outputs from ``first`` of ``pairs`` (BLOCK_M,) of one ``expert``. The weight is the left operand of the
@@ -48,6 +48,10 @@ def _multiply_rows(x, w, bias, out, pairs, inside, expert, first, N, K, E, repea
     weight = w + expert.to(tl.int64) * stride_e
     outputs = first + tl.arange(0, BLOCK_N)
     own = first * PER + tl.arange(0, PER * BLOCK_N)
+    FIRST: tl.constexpr = LORA.programs > 0 if lora is not None else False
+    held = ()
+    if FIRST:
+        held = early_factors(pairs, inside, expert, first * PER, PER * N, E, lora, PER * BLOCK_N, GATE == "halves", LORA)
     acc = tl.zeros((PER * BLOCK_N, BLOCK_M), tl.float32)
     up = acc
     for start in range(0, tl.where(expert < E, K, 0), BLOCK_K):
@@ -65,9 +69,12 @@ def _multiply_rows(x, w, bias, out, pairs, inside, expert, first, N, K, E, repea
     if bias is not None:
         add = tl.load(bias + expert.to(tl.int64) * (PER * N) + own, mask=(own < PER * N) & (expert < E), other=0.0)
         acc += add.to(tl.float32)[:, None]
-    if lora is not None:
-        acc, up = add_expert_adapters(acc, up, pairs, inside, expert, first * PER, out, S, PER * N, E, lora, BLOCK_M,
-                                      PER * BLOCK_N, GATE == "halves", LORA)
+    if FIRST:
+        acc, up = add_expert_adapters(acc, up, held, counter, pairs, inside, expert, first * PER, out, S, PER * N, E, lora,
+                                      BLOCK_M, PER * BLOCK_N, GATE == "halves", LORA)
+    elif lora is not None:
+        acc, up = add_expanded(acc, up, pairs, inside, expert, first * PER, PER * N, E, lora, PER * BLOCK_N, GATE == "halves",
+                               LORA)
     if GATE == "halves":  # rounded as the two products would be by themselves
         gate = acc.to(out.dtype.element_ty).to(tl.float32)
         acc = gate / (1 + tl.exp(-gate)) * up.to(out.dtype.element_ty).to(tl.float32)
@@ -95,8 +102,8 @@ def pairs_kernel(x, w, bias, ids, out, S, N, K, E, repeat, stride_x, stride_e, s
         pairs = pairs_of_expert(ids, expert, first, S, E, BLOCK_S, BLOCK_M)
         inside = first + tl.arange(0, BLOCK_M) < count
         _multiply_rows(x, w, bias, out, pairs, inside, expert, tl.program_id(0) * BLOCK_N, N, K, E, repeat, stride_x, stride_e,
-                       stride_n, stride_k, alpha, limit, S, lora, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, GATE, EVEN_N, EVEN_K,
-                       PRECISION, LORA)
+                       stride_n, stride_k, alpha, limit, S, lora, None, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, GATE, EVEN_N,
+                       EVEN_K, PRECISION, LORA)
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -154,16 +161,24 @@ def sorted_kernel(x, w, bias, order, tiles, out, S, N, K, E, repeat, stride_x, s
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                   TRANSPOSED: tl.constexpr, GATE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
                   PRECISION: tl.constexpr, LORA: tl.constexpr, PDL: tl.constexpr):
-    """Many pairs, sorted by expert. One program per tile of sorted pairs and block of outputs, blocks first; the grid has as
-    many tiles as any distribution of the pairs among the experts can need, and surplus programs return.
+    """Many pairs, sorted by expert. One program per tile of sorted pairs and block of outputs, blocks first, and with ``lora``
+    before them those for first products (NOTE [First products of experts]); the grid has as many tiles as any distribution of
+    the pairs among the experts can need, and surplus programs return.
 
     order: (S,) the pairs sorted by expert; tiles: of ``tiles_kernel``."""
     let_next_start(PDL)
     wait_for_previous(PDL)
-    blocks = tl.cdiv(N, BLOCK_N)
+    SHRINKING: tl.constexpr = LORA.programs if lora is not None else 0
+    blocks = tl.cdiv(N, BLOCK_N) + SHRINKING
     tile = (tl.program_id(0) // blocks).to(tl.int32)
-    first = tl.program_id(0) % blocks * BLOCK_N
+    block = tl.program_id(0) % blocks
     expert, pairs, inside = pairs_of_tile(order, tiles, tile, E, BLOCK_M)
+    counter = lora.counter + tile if lora is not None else None
     if expert <= E:
-        _multiply_rows(x, w, bias, out, pairs, inside, expert, first, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k,
-                       alpha, limit, S, lora, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, GATE, EVEN_N, EVEN_K, PRECISION, LORA)
+        if SHRINKING and block < SHRINKING:
+            shrink(block, x, lora, pairs, inside, expert, S, K, E, repeat, stride_x, BLOCK_M, BLOCK_K, LORA)
+            count_shrunk(counter)
+        else:
+            _multiply_rows(x, w, bias, out, pairs, inside, expert, (block - SHRINKING) * BLOCK_N, N, K, E, repeat, stride_x,
+                           stride_e, stride_n, stride_k, alpha, limit, S, lora, counter, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED,
+                           GATE, EVEN_N, EVEN_K, PRECISION, LORA)

@@ -129,7 +129,8 @@ class ExpertAdapters(NamedTuple):
         rows, ranks, places, scalings: as of ``Adapters``.  top_k: pairs of a token.
         a, b: (E r_i, K); and (N, r_i E), or (E, N, r_i) where that is turned.
         shrunk: (adapters, parts, S, R) float32, parts of ``A x`` of each pair that add up to it.
-        delta: (S, N) float32, what all adapters add to each pair.
+        delta: (S, N) float32, what all adapters add to each pair, of ``expand_kernel``; else anything.
+        counter: int32 zeros, for each tile of pairs: see NOTE [First products of experts]; else anything.
     """
 
     rows: Any
@@ -137,6 +138,7 @@ class ExpertAdapters(NamedTuple):
     b: Any
     shrunk: Any
     delta: Any
+    counter: Any
     top_k: int
     ranks: Any
     places: Any
@@ -145,14 +147,17 @@ class ExpertAdapters(NamedTuple):
 
 class ExpertTiles(NamedTuple):
     """One constant argument of a kernel: how many adapters; whether each token has all; parts of the first products' sums;
-    ranks, padded, in all and at a time; whether ``delta`` has the second products."""
+    ranks, padded, in all and at a time; programs of first products for each tile of pairs, 0 where ``delta`` has the second
+    ones; slices of their columns, for warps; adapters whose B is loaded early."""
 
     adapters: int
     every: bool
     parts: int
     block_r: int
     ranks: int
-    expanded: bool
+    programs: int
+    slices: int
+    held: int
 
 
 def one_loop(dtypes: tuple[torch.dtype, ...], t: int) -> bool:

@@ -5,10 +5,8 @@ one after the other, and B as one (N, r E), a rank's experts one after the other
 ``B[:, e::E] A[e r : e r + r] x * scaling``. PEFT itself adds ``B A * scaling`` to all weights in each forward, rounded to their
 dtype; here the small products are added, in float32, before the pair's sum is rounded.
 
-On CUDA one launch computes the first products, ``A x``, of all pairs. In B an expert's numbers lie E apart from each other, so
-that a program of one expert would read many times as much: of few pairs another launch computes the second products, along B's
-rows for all experts, and the experts' kernels add them; of many B is turned, and these kernels multiply by it at their end. The
-adapters' own parameters are read, so changes in place are seen.
+On CUDA of few pairs two more launches compute both products, and the experts' kernels add them; of many these kernels compute
+them: attn_ops/kernels/expert_lora.py. The adapters' own parameters are read, so changes in place are seen.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import next_power_of_2
+from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.ops.lora_rows import DTYPES, EVERY, MAX_KERNEL_ADAPTERS, MAX_RANK, adapters_of
 
 
@@ -73,18 +72,48 @@ class ExpertLora(NamedTuple):
             len(a) <= MAX_RANK * experts and a.is_contiguous() and b.is_contiguous() and a.dtype == b.dtype
             and a.dtype in DTYPES for a, b in zip(self.a, self.b, strict=True))
 
-    def for_kernels(self, expert_ids: Tensor, experts: int, parts: int, expand: bool) -> tuple[host.ExpertAdapters,
-                                                                                               host.ExpertTiles]:
-        """The kernels' arguments, with memory for first products in ``parts`` parts and, to ``expand``, for second ones."""
-        ranks, rows, pairs = tuple(len(a) // experts for a in self.a), self.rows(expert_ids), expert_ids.numel()
-        block_r = next_power_of_2(max(ranks), 16)
+    def expanded(self, x: Tensor, expert_ids: Tensor, ids: Tensor, experts: int, pdl: bool) -> tuple[host.ExpertAdapters,
+                                                                                                   host.ExpertTiles]:
+        """The kernels' arguments for few pairs, whose both products two launches compute. ``ids``: (S,)."""
+        kernels, pairs, k, n = host.kernel_module("kernels.expert_lora"), len(ids), x.shape[1], len(self.b[0])
+        ranks, block_r = self._ranks(experts)
+        block_k = 8192 // min(block_r, 32)
+        parts = max(1, min(4, -(-k // block_k)))
+        delta = torch.empty(pairs, n, dtype=torch.float32, device=x.device)
+        lora, tiles = self._for_kernels(expert_ids, ranks, block_r, parts, tuple(self.b), delta, delta)
+        launch(kernels.pair_shrink_kernel, (len(ranks) * parts * (block_r // tiles.ranks), pairs), x, ids, lora, pairs, k,
+               experts, pairs // len(x), x.stride(0), BLOCK_K=block_k, LORA=tiles, pdl=pdl, num_warps=4)
+        block_s = min(256, next_power_of_2(pairs, 32))
+        block_n = 4 if block_s > 128 else 8
+        launch(kernels.expand_kernel, (-(-n // block_n), -(-pairs // block_s)), ids, lora, pairs, n, experts, BLOCK_S=block_s,
+               BLOCK_N=block_n, LORA=tiles, pdl=pdl, num_warps=4)
+        return lora, tiles
 
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=expert_ids.device)
+    def in_one_launch(self, expert_ids: Tensor, experts: int, tiles: int, slices: int) -> tuple[host.ExpertAdapters,
+                                                                                              host.ExpertTiles]:
+        """The kernels' arguments for many pairs in so many ``tiles``: the experts' kernel computes both products."""
+        kernels, (ranks, block_r), parts = host.kernel_module("kernels.expert_lora"), self._ranks(experts), 2
+        turned = [b.new_empty(experts, len(b), b.shape[1] // experts) for b in self.b]
+        for b, to in zip(self.b, turned, strict=True):
+            rows = b.numel() // experts
+            launch(kernels.turn_kernel, (-(-rows // 64), -(-experts // 64)), b, to, rows, experts, BLOCK=64, pdl=False,
+                   num_warps=4)
+        counter = torch.zeros(tiles, dtype=torch.int32, device=expert_ids.device)
+        lora, constants = self._for_kernels(expert_ids, ranks, block_r, parts, tuple(turned), counter, counter)
+        return lora, constants._replace(programs=len(ranks) * parts * (block_r // constants.ranks), slices=slices,
+                                        held=min(len(ranks), 2))
 
-        shrunk = empty(len(ranks), parts, pairs, block_r)
+    def _ranks(self, experts: int) -> tuple[tuple[int, ...], int]:
+        """Of each adapter, and padded."""
+        ranks = tuple(len(a) // experts for a in self.a)
+        return ranks, next_power_of_2(max(ranks), 16)
+
+    def _for_kernels(self, expert_ids: Tensor, ranks: tuple[int, ...], block_r: int, parts: int, b: tuple[Tensor, ...],
+                     delta: Tensor, counter: Tensor) -> tuple[host.ExpertAdapters, host.ExpertTiles]:
+        rows, pairs = self.rows(expert_ids), expert_ids.numel()
+        shrunk = torch.empty(len(ranks), parts, pairs, block_r, dtype=torch.float32, device=expert_ids.device)
         lora = host.ExpertAdapters(
-            shrunk.view(torch.int64) if rows is None else rows, tuple(self.a), tuple(self.b), shrunk,
-            empty(pairs, len(self.b[0])) if expand else shrunk, pairs // len(expert_ids), ranks,
-            tuple(bit.bit_length() - 1 if bit else EVERY for bit in self.bits), tuple(map(float, self.scaling)))
-        return lora, host.ExpertTiles(len(ranks), rows is None, parts, block_r, min(block_r, 32), expand)
+            shrunk.view(torch.int64) if rows is None else rows, tuple(self.a), b, shrunk, delta, counter,
+            pairs // len(expert_ids), ranks, tuple(bit.bit_length() - 1 if bit else EVERY for bit in self.bits),
+            tuple(map(float, self.scaling)))
+        return lora, host.ExpertTiles(len(ranks), rows is None, parts, block_r, min(block_r, 32), 0, 1, 0)

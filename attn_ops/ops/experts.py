@@ -32,8 +32,8 @@ from quire.attn_ops.ops.expert_lora import ExpertLora
 #: Maximum pairs for one launch per product. Above, every program would search the ids for longer than the two launches that
 #: sort them take (`benchmarks/experts.py --tiles` compares the paths).
 MAX_PAIRS = 256
-#: Maximum pairs whose adapters' second products have a launch of their own: expert_lora.py.
-MAX_EXPANDED = 512
+#: Maximum pairs whose adapters' products have launches of their own (expert_lora.py).
+MAX_EXPANDED = 256
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Of adapters; None: there are none.
 Tensors = Sequence[Tensor] | None
@@ -291,7 +291,13 @@ class _Pairs:
         if adapters.a and tile.block_m == 128 and pairs > MAX_EXPANDED:  # else the sums leave no registers
             tile = replace(tile, block_n=tile.block_n // 2)
         out = x.new_empty(pairs, n)
-        lora, constants = self._adapters(x, adapters, experts, w.shape[1], k, tile) if adapters.a else (None, None)
+        lora, constants, first = None, None, 0
+        if adapters.a and (self.tiles is None or pairs <= MAX_EXPANDED):
+            lora, constants = adapters.expanded(x, self.expert_ids, self.ids, experts, self.pdl)
+        elif adapters.a and self.tiles is not None:
+            lora, constants = adapters.in_one_launch(self.expert_ids, experts, self.tiles.shape[0],
+                                                     max(1, 8 * tile.num_warps // tile.block_m))
+            first = constants.programs
         options: dict[str, Any] = {
             "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TRANSPOSED": w.stride(2) != 1,
             "GATE": gate.form if gate else "", "EVEN_N": n % tile.block_n == 0, "EVEN_K": k % tile.block_k == 0,
@@ -304,39 +310,9 @@ class _Pairs:
             launch(kernels.pairs_kernel, (blocks, pairs if by_pair else experts + 1), x, w, bias, self.ids, out, *sizes, lora,
                    BLOCK_S=max(16, 4096 // tile.block_m), BY_PAIR=by_pair, **options)
         else:
-            launch(kernels.sorted_kernel, (self.tiles.shape[0] * blocks,), x, w, bias, self.order, self.tiles, out, *sizes,
-                   lora, **options)
+            launch(kernels.sorted_kernel, (self.tiles.shape[0] * (first + blocks),), x, w, bias, self.order, self.tiles, out,
+                   *sizes, lora, **options)
         return out
-
-    def _adapters(self, x: Tensor, adapters: ExpertLora, experts: int, n: int, k: int, tile: Tile
-                  ) -> tuple[host.ExpertAdapters, host.ExpertTiles]:
-        """The kernels' arguments: first products of all pairs, and second ones or what is multiplied by, in other launches."""
-        kernels, pairs, expand = host.kernel_module("kernels.expert_lora"), len(self.ids), len(self.ids) <= MAX_EXPANDED
-        parts = 1 if self.tiles is not None else max(1, min(2 if pairs > experts // 2 else 4, k // 256))
-        lora, constants = adapters.for_kernels(self.expert_ids, experts, parts, expand)
-        programs = constants.adapters * parts * (constants.block_r // constants.ranks)
-        options: dict[str, Any] = {"BLOCK_M": tile.block_m, "BLOCK_K": 32 if x.dtype == torch.float32 else 64,
-                                   "LORA": constants, "pdl": self.pdl, "num_warps": 4, "num_stages": 3}
-        sizes = (pairs, k, experts, pairs // len(x), x.stride(0))
-        if self.tiles is None:
-            by_pair = pairs <= experts
-            launch(kernels.pairs_shrink_kernel, (programs, pairs if by_pair else experts), x, self.ids, lora, *sizes,
-                   BLOCK_S=max(16, 4096 // tile.block_m), BY_PAIR=by_pair, **options)
-        else:
-            launch(kernels.sorted_shrink_kernel, (programs, self.tiles.shape[0]), x, self.order, self.tiles, lora, *sizes,
-                   **options)
-        if expand:
-            block_s = min(256, next_power_of_2(pairs, 32))
-            block_n = 4 if block_s > 128 else 8
-            launch(kernels.expand_kernel, (-(-n // block_n), -(-pairs // block_s)), self.ids, lora, pairs, n, experts,
-                   BLOCK_S=block_s, BLOCK_N=block_n, LORA=constants, pdl=self.pdl, num_warps=4)
-            return lora, constants
-        turned = [b.new_empty(experts, n, b.shape[1] // experts) for b in lora.b]
-        for b, to in zip(lora.b, turned, strict=True):
-            rows = b.numel() // experts
-            launch(kernels.turn_kernel, (-(-rows // 64), -(-experts // 64)), b, to, rows, experts, BLOCK=64, pdl=self.pdl,
-                   num_warps=4)
-        return lora._replace(b=tuple(turned)), constants
 
 
 def _sort(ids: Tensor, experts: int, pdl: bool) -> tuple[Tensor, Tensor]:
