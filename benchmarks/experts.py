@@ -6,8 +6,7 @@
 
 ``floor``: the bytes of the weights in use at the bandwidth of a copy, or the operations at the rate of a dense product of
 8192 x 8192 x 8192, whichever is longer. Ids are random, and all experts equally likely. ``--lora``: with an adapter of every
-token (``one``), and of two adapters and none by turns (``each``), in two dtypes; ``expanded``: whether their second products
-have a launch of their own, ``chosen`` by the op or not.
+token (``one``), and of two adapters and none by turns (``each``), in two dtypes, by each ``path``, ``chosen`` by the op or not.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 
-from quire.attn_ops.ops import experts as op
 from quire.attn_ops.ops.expert_lora import ExpertLora
-from quire.attn_ops.ops.experts import SWIGLU, Tile, _Pairs, expert_swiglu
+from quire.attn_ops.ops.experts import MAX_EXPANDED, SWIGLU, Tile, _Pairs, expert_swiglu, expert_swiglu_cuda
 from quire.attn_ops.step import running
 from quire.graph_runner.bench.attention_op import on_the_device
 from quire.graph_runner.bench.record import script, started
@@ -39,9 +36,6 @@ TILES = {
         (16, 64, 128, 4, 3), (16, 128, 64, 4, 4), (16, 128, 128, 8, 3), (32, 128, 64, 4, 4), (32, 128, 64, 8, 4),
         (64, 128, 64, 4, 3), (64, 256, 64, 8, 4), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (128, 256, 64, 8, 4))],
 }
-
-
-MAX_EXPANDED = op.MAX_EXPANDED
 
 
 def adapters_of(up: torch.Tensor, down: torch.Tensor, count: int, rank: int, own: torch.dtype, tokens: int) -> tuple[Any, Any]:
@@ -85,10 +79,11 @@ def main() -> None:
             for adapters, own in itertools.product((1, 2), (torch.float32, dtype) if args.lora else ()):
                 lora, step = adapters_of(up, down, adapters, args.lora, own, tokens)
                 way = "one" if adapters == 1 else "each"
-                for expanded in (True, False):
-                    with running(step), mock.patch.object(op, "MAX_EXPANDED", pairs if expanded else 0):
-                        note(lambda: expert_swiglu(x, up, down, ids, False, *lora, adapters), 3 * one,  # noqa: B023
-                             **shape, way=way, dtype=str(own), expanded=expanded, chosen=expanded == (pairs <= MAX_EXPANDED))
+                for path in ("pairs", "sorted") if pairs <= 512 else ("sorted",):
+                    with running(step):
+                        note(lambda: expert_swiglu_cuda(x, up, down, ids, False, *lora, adapters, path=path),  # noqa: B023
+                             3 * one, **shape, way=way, dtype=str(own), path=path,
+                             chosen=path == ("pairs" if pairs <= MAX_EXPANDED else "sorted"))
             if not args.tiles:
                 continue
             act = torch.randn(pairs, inner, device=device, dtype=dtype)

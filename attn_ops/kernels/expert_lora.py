@@ -97,11 +97,18 @@ def add_expanded(acc, up, pairs, inside, expert, first, N, E, lora, BLOCK_N: tl.
     return acc, up
 
 
-@triton.jit
-def turn_kernel(b, turned, rows, E, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """B as (rows, E) to (E, rows)."""
+@triton.jit(do_not_specialize=["T"])
+def turn_kernel(b, turned, bits, T, place, rows, E, BLOCK: tl.constexpr, EVERY: tl.constexpr, PDL: tl.constexpr):
+    """B as (rows, E) to (E, rows), if one of T tokens, whose adapters ``bits`` are, has it."""
     let_next_start(PDL)
     wait_for_previous(PDL)
+    if not EVERY:
+        found = tl.zeros((1024,), tl.int64)
+        for start in range(0, T, 1024):
+            at = start + tl.arange(0, 1024)
+            found |= tl.load(bits + at, mask=at < T, other=0)
+        if (place != 63) & (tl.max((found >> place) & 1, 0) == 0):
+            return
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     tile = tl.load(b + row[:, None] * E + expert[None, :], mask=(row < rows)[:, None] & (expert < E)[None, :], other=0.0)

@@ -83,23 +83,23 @@ class ExpertLora(NamedTuple):
         lora, tiles = self._for_kernels(expert_ids, ranks, block_r, parts, tuple(self.b), delta, delta)
         launch(kernels.pair_shrink_kernel, (len(ranks) * parts * (block_r // tiles.ranks), pairs), x, ids, lora, pairs, k,
                experts, pairs // len(x), x.stride(0), BLOCK_K=block_k, LORA=tiles, pdl=pdl, num_warps=4)
-        block_s = min(256, next_power_of_2(pairs, 32))
-        block_n = 4 if block_s > 128 else 8
+        block_s = min(128, next_power_of_2(pairs, 32))
+        block_n = 256 // block_s  # a number for each thread of eight warps: much is on its way at once
         launch(kernels.expand_kernel, (-(-n // block_n), -(-pairs // block_s)), ids, lora, pairs, n, experts, BLOCK_S=block_s,
-               BLOCK_N=block_n, LORA=tiles, pdl=pdl, num_warps=4)
+               BLOCK_N=block_n, LORA=tiles, pdl=pdl, num_warps=8)
         return lora, tiles
 
     def in_one_launch(self, expert_ids: Tensor, experts: int, tiles: int, slices: int) -> tuple[host.ExpertAdapters,
                                                                                               host.ExpertTiles]:
         """The kernels' arguments for many pairs in so many ``tiles``: the experts' kernel computes both products."""
         kernels, (ranks, block_r), parts = host.kernel_module("kernels.expert_lora"), self._ranks(experts), 2
-        turned = [b.new_empty(experts, len(b), b.shape[1] // experts) for b in self.b]
-        for b, to in zip(self.b, turned, strict=True):
-            rows = b.numel() // experts
-            launch(kernels.turn_kernel, (-(-rows // 64), -(-experts // 64)), b, to, rows, experts, BLOCK=64, pdl=False,
-                   num_warps=4)
         counter = torch.zeros(tiles, dtype=torch.int32, device=expert_ids.device)
-        lora, constants = self._for_kernels(expert_ids, ranks, block_r, parts, tuple(turned), counter, counter)
+        turned = tuple(b.new_empty(experts, len(b), b.shape[1] // experts) for b in self.b)
+        lora, constants = self._for_kernels(expert_ids, ranks, block_r, parts, turned, counter, counter)
+        for b, to, place in zip(self.b, turned, lora.places, strict=True):
+            rows = b.numel() // experts
+            launch(kernels.turn_kernel, (-(-rows // 64), -(-experts // 64)), b, to, lora.rows, len(expert_ids), place, rows,
+                   experts, BLOCK=64, EVERY=constants.every, pdl=False, num_warps=4)
         return lora, constants._replace(programs=len(ranks) * parts * (block_r // constants.ranks), slices=slices,
                                         held=min(len(ranks), 2))
 

@@ -32,8 +32,8 @@ from quire.attn_ops.ops.expert_lora import ExpertLora
 #: Maximum pairs for one launch per product. Above, every program would search the ids for longer than the two launches that
 #: sort them take (`benchmarks/experts.py --tiles` compares the paths).
 MAX_PAIRS = 256
-#: Maximum pairs whose adapters' products have launches of their own (expert_lora.py).
-MAX_EXPANDED = 256
+#: The same with LoRA's adapters, of whose B programs for many pairs read less (``h200_expert_lora.json``).
+MAX_EXPANDED = 128
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Of adapters; None: there are none.
 Tensors = Sequence[Tensor] | None
@@ -202,7 +202,7 @@ def expert_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, expert_id
     if not _supported(x, expert_ids, lora, w):
         return expert_linear_eager(x, weight, bias, expert_ids, transposed, *lora)
     bias = bias.contiguous() if bias is not None else None
-    return _Pairs.of(expert_ids, len(w), x.dtype, path, tile, pdl).multiply(x, w, bias, lora)
+    return _Pairs.of(expert_ids, len(w), x.dtype, path, tile, pdl, bool(lora.a)).multiply(x, w, bias, lora)
 
 
 def expert_swiglu_cuda(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, transposed: bool,
@@ -218,7 +218,7 @@ def expert_swiglu_cuda(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Ten
     up, w = (gate_up.mT, down.mT) if transposed else (gate_up, down)
     if not _supported(x, expert_ids, lora, up, w):
         return expert_swiglu_eager(x, gate_up, down, expert_ids, transposed, *lora, first)
-    pairs = _Pairs.of(expert_ids, len(w), x.dtype, path, tile, pdl)
+    pairs = _Pairs.of(expert_ids, len(w), x.dtype, path, tile, pdl, bool(lora.a))
     return pairs.multiply(pairs.multiply(x, up, None, of_up, SWIGLU), w, None, of_down)
 
 
@@ -239,7 +239,7 @@ def expert_clamped_swiglu_cuda(x: Tensor, gate_up: Tensor, gate_up_bias: Tensor 
         return expert_clamped_swiglu_eager(x, gate_up, gate_up_bias, down, down_bias, expert_ids, transposed, alpha, limit,
                                            *lora, first)
     biases = [bias.contiguous() if bias is not None else None for bias in (gate_up_bias, down_bias)]
-    pairs = _Pairs.of(expert_ids, len(w), x.dtype, path, tile, pdl)
+    pairs = _Pairs.of(expert_ids, len(w), x.dtype, path, tile, pdl, bool(lora.a))
     active = pairs.multiply(x, up, biases[0], of_up, Gate("neighbours", alpha, limit))
     return pairs.multiply(active, w, biases[1], of_down)
 
@@ -264,12 +264,12 @@ class _Pairs:
 
     @classmethod
     def of(cls, expert_ids: Tensor, experts: int, dtype: torch.dtype, path: str | None, tile: Tile | None,
-           pdl: bool | None) -> _Pairs:
+           pdl: bool | None, adapted: bool = False) -> _Pairs:
         ids = expert_ids.reshape(-1).contiguous()
         pairs = len(ids)
         pdl = host.use_pdl(ids.device, pairs) if pdl is None else pdl
         if path is None:
-            path = "pairs" if pairs <= MAX_PAIRS else "sorted"
+            path = "pairs" if pairs <= (min(MAX_PAIRS, MAX_EXPANDED) if adapted else MAX_PAIRS) else "sorted"
         if path == "pairs":
             return cls(expert_ids, ids, pdl, tile)
         block_m = (tile or prefill_tile(pairs, experts, 0, dtype)).block_m
@@ -288,11 +288,11 @@ class _Pairs:
         pairs, (experts, n, k) = len(self.ids), w.shape
         n = n // 2 if gate else n
         tile = self.tile or (decode_tile if self.tiles is None else prefill_tile)(pairs, experts, k, x.dtype, gate)
-        if adapters.a and tile.block_m == 128 and pairs > MAX_EXPANDED:  # else the sums leave no registers
+        if adapters.a and tile.block_m == 128:  # else the sums leave no registers
             tile = replace(tile, block_n=tile.block_n // 2)
         out = x.new_empty(pairs, n)
         lora, constants, first = None, None, 0
-        if adapters.a and (self.tiles is None or pairs <= MAX_EXPANDED):
+        if adapters.a and self.tiles is None:
             lora, constants = adapters.expanded(x, self.expert_ids, self.ids, experts, self.pdl)
         elif adapters.a and self.tiles is not None:
             lora, constants = adapters.in_one_launch(self.expert_ids, experts, self.tiles.shape[0],

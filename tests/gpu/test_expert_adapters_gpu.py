@@ -3,6 +3,7 @@ forward."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ OPTIONS: dict[str, Any] = dict(num_pages=60, max_num_seqs=4, max_model_len=64, c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_adapters_of_each_request(kind: str, dtype: torch.dtype) -> None:
-    """In float32 sums in another order make 1e-5 of a logit. In bfloat16, with adapters in float32, PEFT's default, each of
-    some ten layers is rounded to 2**-9, and PEFT rounds the weights with their adapters, too: it runs in float32 here."""
+    """In float32 sums in another order make 1e-5 of a logit. In bfloat16, with adapters in float32, PEFT's default, errors are
+    no larger than a few times those of PEFT's own forward, which rounds the weights with their adapters."""
     peft = adapted(kind, "two").cuda()
     for name, p in peft.named_parameters():
         if "lora_" not in name:
@@ -31,13 +32,22 @@ def test_adapters_of_each_request(kind: str, dtype: torch.dtype) -> None:
     with quire.Engine(peft.base_model.model, enable_lora=True, **OPTIONS) as engine:
         outs = engine.generate([*PROMPTS, PROMPTS[1]], PARAMS, adapter=adapters)
         assert engine.runner.graphs.stats.replayed > 0
+
+    def logprobs() -> list[torch.Tensor]:
+        found = []
+        for out, name in zip(outs, adapters, strict=True):
+            peft.set_adapter("two" if name == "two" else "one")
+            prompt, ids = list(out.prompt_token_ids), list(out.token_ids)
+            with torch.no_grad(), peft.disable_adapter() if name == "__base__" else contextlib.nullcontext():
+                logits = peft(torch.tensor([[*prompt, *ids]], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
+            found.append(logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids, device="cuda")].cpu())
+        return found
+
+    own = logprobs()
     peft.float()
-    for out, name in zip(outs, adapters, strict=True):
-        peft.set_adapter("two" if name == "two" else "one")
-        prompt = list(out.prompt_token_ids)
-        with torch.no_grad(), peft.disable_adapter() if name == "__base__" else torch.no_grad():
-            logits = peft(torch.tensor([[*prompt, *out.token_ids]], device="cuda")).logits[0, len(prompt) - 1 : -1]
-        want = logits.log_softmax(-1)[torch.arange(len(out.token_ids)), torch.tensor(out.token_ids, device="cuda")]
-        got = torch.tensor([next(iter(of.values())).logprob for of in out.logprobs or ()], device="cuda")
-        most = 1e-4 if dtype == torch.float32 else 2**-5 * float(logits.abs().amax())
-        torch.testing.assert_close(got, want, atol=most, rtol=0)
+    want = logprobs()
+    most = 1e-4 if dtype == torch.float32 else 3 * max(float((one - other).abs().max()) for one, other in zip(own, want,
+                                                                                                          strict=True))
+    for out, expected in zip(outs, want, strict=True):
+        got = torch.tensor([next(iter(of.values())).logprob for of in out.logprobs or ()])
+        torch.testing.assert_close(got, expected, atol=most, rtol=0)

@@ -88,14 +88,12 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "expanded"), [("pairs", 512), ("sorted", 512), ("sorted", 0)])
+@pytest.mark.parametrize("path", ["pairs", "sorted"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("options", CASES, ids=lambda o: "-".join(f"{k}{v}" for k, v in o.items()).replace(" ", ""))
-def test_kernels(options: dict[str, Any], form: str, path: str, expanded: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels(options: dict[str, Any], form: str, path: str) -> None:
     """fp16 rounds gate, up, their product and the first products: four times 5e-4 of values up to 8, and sums of 40 of them.
-    Adapters in float32 beside it, PEFT's default, do not round more. ``expanded``: pairs whose second products have a launch
-    of their own."""
-    monkeypatch.setattr(experts, "MAX_EXPANDED", expanded)
+    Adapters in float32 beside it, PEFT's default, do not round more."""
     ids = torch.tensor(options.get("ids", IDS.tolist()) * options.get("long", 1), device=DEVICE)
     for dtype, of, tolerance in ((torch.float16, torch.float16, 2e-2), (torch.float16, torch.float32, 2e-2),
                                  (torch.float32, torch.float32, 2e-5), (torch.float32, torch.float16, 2e-5)):
@@ -107,10 +105,8 @@ def test_kernels(options: dict[str, Any], form: str, path: str, expanded: int, m
         torch.testing.assert_close(out.float(), wide, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("expanded", [512, 0])
-def test_a_token_without_adapters_gets_the_plain_product(expanded: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_without_adapters_gets_the_plain_product() -> None:
     """Bit for bit, also beside an adapter that overflows: 0 times inf would be NaN."""
-    monkeypatch.setattr(experts, "MAX_EXPANDED", expanded)
     name, args = call("swiglu", IDS, [4], [1], torch.float16, torch.float32, False)
     args[6][0].fill_(float("inf"))
     for path in ("pairs", "sorted"):
