@@ -34,11 +34,13 @@ class ExpertLora(NamedTuple):
 
     def joined(self, other: ExpertLora) -> ExpertLora:
         """These and those of a second product."""
-        return ExpertLora(*([*one, *more] for one, more in zip(self, other, strict=True)))
+        return ExpertLora([*self.a, *other.a], [*self.b, *other.b], [*self.scaling, *other.scaling],
+                          [*self.bits, *other.bits])
 
     def split(self, first: int) -> tuple[ExpertLora, ExpertLora]:
         """Those of the first product, and those of the second."""
-        return (ExpertLora(*(each[:first] for each in self)), ExpertLora(*(each[first:] for each in self)))
+        return (ExpertLora(self.a[:first], self.b[:first], self.scaling[:first], self.bits[:first]),
+                ExpertLora(self.a[first:], self.b[first:], self.scaling[first:], self.bits[first:]))
 
     def check(self, weight: Tensor, transposed: bool, expert_ids: Tensor) -> None:
         """Raises ValueError for shapes that are not those of adapters of ``weight``."""

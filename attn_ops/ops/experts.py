@@ -33,7 +33,7 @@ from quire.attn_ops.ops.expert_lora import ExpertLora
 #: sort them take (`benchmarks/experts.py --tiles` compares the paths).
 MAX_PAIRS = 256
 #: The same with LoRA's adapters, of whose B programs for many pairs read less (``h200_expert_lora.json``).
-MAX_EXPANDED = 128
+MAX_EXPANDED = 64
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Of adapters; None: there are none.
 Tensors = Sequence[Tensor] | None

@@ -244,7 +244,7 @@ def _experts(call: Call) -> Known:
     if x is None or ids is None or x.dim != 0 or ids.dim != 0 or any(call.rows(name) for name in weights) or _of_rows(call):
         raise Mixes("its rows are not tokens")
     if any(call["bits"] or ()) and ids != Rows(0, call.axes[0]):
-        raise Mixes("an adapter's rows are not the tokens of the batch, in their order")
+        raise Mixes("the rows of experts' adapters are not the tokens of the batch, in their order")
     pairs = ids.inner * (shape[1] if len(shape) > 1 else 1)
     if (x.order, x.outer, ids.order, ids.outer) != (None, 1, None, 1) or pairs % x.inner or x.axis != ids.axis:
         raise Mixes("its rows are not those of the expert ids")

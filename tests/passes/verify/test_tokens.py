@@ -92,6 +92,12 @@ def adapted(x: Tensor) -> Tensor:
     return lora_rows(x @ WEIGHT, x, [WEIGHT[:2]], [WEIGHT[:, :2]], [0.5], [1])
 
 
+def adapted_experts(rows: Tensor, ids: Tensor, a: Tensor | None = None, bits: int = 1) -> Tensor:
+    """Rank 1, of four experts."""
+    a = EXPERTS[0][:4] if a is None else a
+    return expert_linear(rows, EXPERTS, None, ids, False, [a], [EXPERTS[1][:, :4]], [0.5], [bits])
+
+
 def expert_ids(x: Tensor, k: int = 2) -> Tensor:
     return (x[0] @ WEIGHT[:, :4]).topk(k)[1]
 
@@ -340,6 +346,10 @@ REFUSED = {
     "loop: left in the order of the experts": (lambda x, p: in_a_loop(x), "in another order"),
     "experts: ids of other rows": (lambda x, p: expert_linear(
         x[0][routed(x)], EXPERTS, None, expert_ids(x), False), "its rows are not those of the expert ids"),
+    "experts: adapters of rows in another order": (
+        lambda x, p: adapted_experts(x[0][routed(x)], expert_ids(x)[routed(x)]), "rows of experts' adapters are not the"),
+    "experts: adapters that follow from the tokens": (
+        lambda x, p: adapted_experts(x[0], expert_ids(x), x[0]), "its rows are not tokens"),
     "4 bits: scales of tokens": (lambda x, p: in_4_bits(x, x[0, :, 0]), "gemm_4bit.*its weights are made of tokens"),
     "4 bits: scales for dequantization": (lambda x, p: x * torch.ops.bitsandbytes.dequantize_4bit(
         CODES, x[0, :, 0], 64, "nf4", [WIDTH, WIDTH], x.dtype)[0], "no rule for bitsandbytes.dequantize_4bit"),
@@ -354,7 +364,10 @@ REFUSED_PICKS = {
     "tokens drawn by the numbers of others": (lambda x, p, k: sample_tokens(x[0][k], x[0][k][:, 0], k, k), "with the places"),
 }
 SERVED = {
-    "adapters of each token": lambda x, p: adapted(x), "reduction": lambda x, p: x - x.mean(-1, keepdim=True),
+    "adapters of each token": lambda x, p: adapted(x),
+    "experts with adapters of each token": lambda x, p: adapted_experts(x[0], expert_ids(x)).view(1, -1, 2, WIDTH).sum(2),
+    "experts with an adapter of all": lambda x, p: adapted_experts(x[0], expert_ids(x), bits=0).view(1, -1, 2, WIDTH).sum(2),
+    "reduction": lambda x, p: x - x.mean(-1, keepdim=True),
     "product": lambda x, p: (x @ WEIGHT, x[0] @ WEIGHT, (WEIGHT @ x.mT).mT, torch.mv(x[0], WEIGHT[0])),
     "slice": lambda x, p: (x[..., 1:], x[:, : x.shape[1]], x[:, 0:]), "convolution": lambda x, p: F.conv1d(x.mT, POINTWISE).mT,
     "batch norm": lambda x, p: F.batch_norm(x[0], TABLE[0], TABLE[1].exp()),
