@@ -58,6 +58,26 @@ def test_matches(gate: Gate, biases: bool) -> None:
     torch.testing.assert_close(gm(*inputs)[0], run(ROWS), rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("which", [(True, True), (True, False), (False, True)])
+def test_adapters_go_along(which: tuple[bool, bool]) -> None:
+    """LoRA of one product, or both (attn_ops/ops/expert_lora.py)."""
+    def lora(n: int, k: int, seed: int) -> list[Any]:
+        made = torch.Generator().manual_seed(seed)
+        return [[torch.randn(4 * 2, k, generator=made)], [torch.randn(n, 2 * 4, generator=made)], [0.5], [0]]
+
+    first, second = (lora(*sizes) if has else [] for sizes, has in zip(((16, 12, 1), (12, 8, 2)), which, strict=True))
+
+    def run(x: Tensor) -> Tensor:
+        active = of_transformers(expert_linear(x, GATE_UP, GATE_UP_BIAS, IDS, True, *first))
+        return expert_linear(active, DOWN, DOWN_BIAS, IDS, True, *second) * 2
+
+    count, gm, inputs = after_one(fuse_expert_gate, run, ROWS)
+    assert count == 1 and [n.target for n in gm.graph.nodes if n.target in (expert_linear, expert_clamped_swiglu)] == [
+        expert_clamped_swiglu]
+    torch.testing.assert_close(gm(*inputs)[0], run(ROWS), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(run(ROWS), experts(of_transformers)(ROWS), rtol=1e-2)
+
+
 def test_graph() -> None:
     gm = after_one(fuse_expert_gate, experts(of_transformers), ROWS)[1]
     assert_expected_inline(listing(gm.graph), """\
