@@ -43,7 +43,8 @@ def unfit(wrapper: Any) -> str | None:
         if name not in ("gate_up_proj" if owner.has_gate else "up_proj", "down_proj"):
             return f"adapts {name}, which is none of the experts' weights"
         count, n, k = (shape[0], shape[2], shape[1]) if owner.is_transposed else shape
-        if wrapper._did_swap_in_out_features == owner.is_transposed or wrapper.num_experts != count:
+        swapped = getattr(wrapper, "_did_swap_in_out_features", None)  # a PEFT without it may mean another layout
+        if swapped is None or swapped == owner.is_transposed or wrapper.num_experts != count:
             return f"adapts {name} as if its weights {shape} lay otherwise"
     else:
         if wrapper.base_layer is not owner or len(shape) != 2 or type(wrapper.get_param()) is not torch.nn.Parameter:
