@@ -25,7 +25,8 @@ import torch
 from quire.attn_ops.ops.lora_rows import MAX_ADAPTERS, MAX_KERNEL_ADAPTERS, MAX_RANK
 from quire.graph_runner.copies import Copies
 from quire.graph_runner.model_parts import Apart
-from quire.passes.capture.expert_lora import is_wrapper, more_than_matrices
+from quire.passes.capture.expert_lora import more_than_matrices
+from quire.passes.capture.hf_experts import is_wrapper
 from quire.passes.capture.lora import LoraPlaces, adapter_layers, adapter_names
 
 logger = logging.getLogger(__name__)

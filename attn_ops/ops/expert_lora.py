@@ -11,6 +11,8 @@ them: attn_ops/kernels/expert_lora.py. The adapters' own parameters are read, so
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,6 +23,15 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import next_power_of_2
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.ops.lora_rows import DTYPES, EVERY, MAX_KERNEL_ADAPTERS, MAX_RANK, adapters_of
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _warn() -> None:
+    logger.warning("adapters of experts are beyond the kernels (%d for both products, rank %d, contiguous, A and B of one "
+                   "dtype of %s): plain operations compute these experts, which takes many times as long", MAX_KERNEL_ADAPTERS,
+                   MAX_RANK, ", ".join(map(str, DTYPES)))
 
 
 class ExpertLora(NamedTuple):
@@ -69,10 +80,13 @@ class ExpertLora(NamedTuple):
         return adapters_of(expert_ids[None], self.bits)
 
     def fits(self, experts: int) -> bool:
-        """Whether the kernels take these adapters."""
-        return len(self.a) <= MAX_KERNEL_ADAPTERS and all(
+        """Whether the kernels take these adapters; logs once if not."""
+        fit = len(self.a) <= MAX_KERNEL_ADAPTERS and all(
             len(a) <= MAX_RANK * experts and a.is_contiguous() and b.is_contiguous() and a.dtype == b.dtype
             and a.dtype in DTYPES for a, b in zip(self.a, self.b, strict=True))
+        if not fit:
+            _warn()
+        return fit
 
     def expanded(self, x: Tensor, expert_ids: Tensor, ids: Tensor, experts: int, pdl: bool) -> tuple[host.ExpertAdapters,
                                                                                                    host.ExpertTiles]:

@@ -292,9 +292,11 @@ class _Pairs:
             tile = replace(tile, block_n=tile.block_n // 2)
         out = x.new_empty(pairs, n)
         lora, constants, first = None, None, 0
-        if adapters.a and self.tiles is None:
+        if not adapters.a:
+            pass
+        elif self.tiles is None:
             lora, constants = adapters.expanded(x, self.expert_ids, self.ids, experts, self.pdl)
-        elif adapters.a and self.tiles is not None:
+        else:
             lora, constants = adapters.in_one_launch(self.expert_ids, experts, self.tiles.shape[0],
                                                      max(1, 8 * tile.num_warps // tile.block_m))
             first = constants.programs

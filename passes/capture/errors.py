@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.capture.expert_lora import is_wrapper, unfit
+from quire.passes.capture.expert_lora import unfit
+from quire.passes.capture.hf_experts import is_wrapper
 
 #: What Dynamo's text says of a forward that it cannot trace, and what that means to its author.
 _MEANS = {

@@ -20,18 +20,8 @@ from torch.func import functional_call
 
 from quire.attn_ops.ops.expert_lora import ExpertLora
 from quire.attn_ops.ops.experts import KERNEL_DTYPES
-from quire.passes.capture.hf_experts import can_adapt
+from quire.passes.capture.hf_experts import can_adapt, is_of_experts
 from quire.passes.rewrite.adapted_matrices import adapted_matrix
-
-
-def is_wrapper(layer: Any) -> bool:
-    """Whether it is PEFT's module around one whose parameter an adapter adapts; such modules are nested for several."""
-    return (type(layer).__module__, type(layer).__name__) == ("peft.tuners.lora.layer", "ParamWrapper")
-
-
-def is_of_experts(wrapper: Any) -> bool:
-    """Whether the parameter is a weight of experts, and not a matrix, such as a router's."""
-    return wrapper.get_param().dim() == 3
 
 
 def unfit(wrapper: Any) -> str | None:
@@ -89,12 +79,11 @@ def adapted_forward(wrapper: Any, names: Sequence[str] | None, x: torch.Tensor, 
     adapters = [(wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, float(wrapper.scaling[name]), bit)
                 for name, bit in found]
     lists = [[*each] for each in zip(*adapters, strict=True)]
-    if not is_of_experts(wrapper):
-        module, name = wrapper.base_layer, wrapper.parameter_name
-        if not adapters:
-            return module(x, *args, **kwargs)
+    module, name, given = wrapper.base_layer, wrapper.parameter_name, dict(quire_adapters or {})
+    if adapters and is_of_experts(wrapper):
+        given[name] = ExpertLora(*lists)
+    if given:
+        kwargs = {**kwargs, "quire_adapters": given}
+    if adapters and not is_of_experts(wrapper):
         return functional_call(module, {name: adapted_matrix(getattr(module, name), *lists)}, (x, *args), kwargs)
-    given = dict(quire_adapters or {})
-    if adapters:
-        given[wrapper.parameter_name] = ExpertLora(*lists)
-    return wrapper.base_layer(x, *args, **({"quire_adapters": given} if given else {}), **kwargs)
+    return module(x, *args, **kwargs)

@@ -144,6 +144,16 @@ def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [m for m in model.modules() if _find_class_once(type(m)) is not None]
 
 
+def is_wrapper(layer: Any) -> bool:
+    """Whether it is PEFT's module around one whose parameter an adapter adapts; such modules are nested for several."""
+    return (type(layer).__module__, type(layer).__name__) == ("peft.tuners.lora.layer", "ParamWrapper")
+
+
+def is_of_experts(wrapper: Any) -> bool:
+    """Whether the parameter is a weight of experts, and not a matrix, such as a router's."""
+    return wrapper.get_param().dim() == 3
+
+
 def can_adapt(module: torch.nn.Module) -> bool:
     """Whether ``experts_function`` computes this module, while a model is traced, and so may compute it with adapters."""
     switched = getattr(getattr(module, "config", None), "_experts_implementation_internal", None) == NAME
@@ -176,7 +186,7 @@ def _options() -> frozenset[str]:
 def wanted(model: torch.nn.Module) -> bool:
     """Whether the model is on a GPU, where the op has kernels, or has experts with adapters, which no other function takes."""
     first = next(model.parameters(), None)
-    return first is not None and first.is_cuda or any(type(m).__name__ == "ParamWrapper" for m in model.modules())
+    return first is not None and first.is_cuda or any(is_wrapper(m) and is_of_experts(m) for m in model.modules())
 
 
 @contextlib.contextmanager

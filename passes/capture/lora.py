@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 
 from quire.attn_ops.ops.lora_rows import MAX_ADAPTERS, lora_rows
-from quire.passes.capture.expert_lora import adapted_forward, is_wrapper, more_than_matrices, unfit
+from quire.passes.capture.expert_lora import adapted_forward, more_than_matrices, unfit
+from quire.passes.capture.hf_experts import is_wrapper
 
 # PEFT's modules whose layers, when disabled, unmerge in their forward.
 _UNMERGE_DISABLED = frozenset(("peft.tuners.lora.layer", "peft.tuners.lora.bnb"))

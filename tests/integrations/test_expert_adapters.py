@@ -130,6 +130,21 @@ def test_places_have_no_adapters_of_experts(caplog) -> None:
         check(out, peft)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_biases_of_experts(order) -> None:
+    """Refused while adapted, whichever wrapper is outside; where they are not, the weights' adapters count on."""
+    names = ["mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj"][::order]
+    peft = get_peft_model(build(SERVED["gpt_oss"]), LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names)).eval()
+    fill(peft, "default", 1)
+    with pytest.raises(quire.UnsupportedAttention):
+        quire.Engine(peft.base_model.model, **OPTIONS)
+    for module in peft.modules():
+        if getattr(module, "parameter_name", "").endswith("bias"):
+            module.enable_adapters(False)
+    with quire.Engine(peft.base_model.model, **OPTIONS) as engine:
+        check(engine.generate(PROMPTS[:1], PARAMS)[0], peft)
+
+
 def test_what_is_refused_says_what_to_do() -> None:
     """Experts that are not computed by quire's op: PEFT's own code would be traced, which Dynamo cannot."""
     peft = get_peft_model(build(SERVED["longcat_flash"]), LoraConfig(r=2, target_modules="all-linear")).eval()
