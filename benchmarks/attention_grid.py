@@ -15,12 +15,12 @@ context; prefills of a group and head dim. A time is the median over replays of 
 through several caches unless one is eight times the L2 cache. Of quire's kernels it includes writing the step's keys. A row:
 microseconds, bytes and their share of a copy's bandwidth, TFLOP/s, and how far the output is from triton's (``differs``).
 
-Systems: quire's backends by name, e.g. triton; triton:block_n=64+warps=8 sets launch parameters, triton:mode=never and
-mode=always whether keys of long prompts are copied to contiguous memory first (``extend_route.py``); contiguous: the kernel for
-such keys alone (contiguous:block_m=128+block_n=64+warps=8+stages=3), contiguous-copy: the copy; fi-fa2, fi-fa2-cores (without
-tensor cores), fi-fa3, fi-ragged (contiguous keys), fi-copied (with their copy), fi-merge (the step's own keys, and those before
-them by pages), fi-xqa: FlashInfer, which compiles for each shape at first use (20 to 80 s); vllm-fa3: FlashAttention 3 as vLLM
-builds it.
+Systems: quire's backends by name, e.g. triton; triton:block_n=64+warps=8 sets launch parameters, triton:chunk=512 the fewest
+keys per part of a schedule (``schedule.py``), triton:mode=never and mode=always whether keys of long prompts are copied to
+contiguous memory first (``extend_route.py``); contiguous: the kernel for such keys alone
+(contiguous:block_m=128+block_n=64+warps=8+stages=3), contiguous-copy: the copy; fi-fa2, fi-fa2-cores (without tensor cores),
+fi-fa3, fi-ragged (contiguous keys), fi-copied (with their copy), fi-merge (the step's own keys, and those before by pages),
+fi-xqa: FlashInfer, which compiles for each shape at first use (20 to 80 s); vllm-fa3: FlashAttention 3 as vLLM builds it.
 """
 
 from __future__ import annotations
@@ -269,12 +269,15 @@ def overridden(cell: Cell, system: str) -> contextlib.AbstractContextManager[Non
     params = {n: int(v) if v.isdigit() else v for n, v in (item.split("=") for item in text.split("+") if item)}
     if not params:
         return contextlib.nullcontext()
-    from quire.attn_ops.backends.triton import decode, extend, extend_contiguous, extend_route, plan
+    from quire.attn_ops.backends.triton import decode, extend, extend_contiguous, extend_route, plan, schedule
 
-    if name in PARTS:
-        return plan.overridden(extend_contiguous.ContiguousConfig, **params)
-    tuned: Any = decode.DecodeConfig if cell.kind == "decode" else extend.ExtendConfig
-    return plan.overridden(extend_route.RouteConfig if "mode" in params else tuned, **params)
+    decodes: list[Any] = [decode.DecodeConfig, schedule.ScheduleConfig]
+    kinds: list[Any] = [extend_contiguous.ContiguousConfig] if name in PARTS else decodes if cell.kind == "decode" else [
+        extend.ExtendConfig, extend_route.RouteConfig]
+    stack = contextlib.ExitStack()
+    for param, value in params.items():
+        stack.enter_context(plan.overridden(next(kind for kind in kinds if param in kind._fields), **{param: value}))
+    return stack
 
 
 #: of the cell that this process measures: its batch, and what the first of the systems put out

@@ -2,11 +2,12 @@
 
     python benchmarks/profile_step.py --model llama-8b --batch 1,8,32,128 --json profile.json
     python benchmarks/profile_step.py --model llama-8b --batch "" --prefill 8192,960
+    python benchmarks/profile_step.py --model llama-1b --batch "" --prefill 16384 --prompt 16384
     python benchmarks/profile_step.py --model llama-8b --batch 128 --quantize int8wo
 
 Decode: steps of ``batch`` sequences of about ``context`` tokens, replayed from CUDA graphs. Wall time comes from steps without
 the profiler, which slows the host down; kernel times from as many steps with it. ``idle``: wall time minus kernel time.
-Prefill: one step of ``tokens`` tokens, in prompts of 960 (the last one shorter).
+Prefill: ``tokens`` tokens in prompts of ``prompt`` tokens (the last one shorter), with one new token each; all steps it takes.
 """
 
 from __future__ import annotations
@@ -43,14 +44,16 @@ def row(workload: str, batch: int, tokens: int, wall: float, kernels: dict[str, 
 
 def main() -> None:
     args = script(__doc__, "llama-8b", limited=False, batch=[1, 8, 32, 128], context=1024, steps=20, attention="auto",
-                  quantize="", prefill=([], "tokens of a prefill step, comma-separated")).parse_args()
+                  quantize="", prefill=([], "tokens of a prefill, comma-separated"),
+                  prompt=(960, "tokens of one of its prompts")).parse_args()
     record = started(args)
     record.copy_bandwidth()
     model = build(dataclasses.replace(spec_of(args), quantization=args.quantize or None))
     prompt = random_tokens(model.config.get_text_config(decoder=True).vocab_size)
 
     rows = max([*args.batch, 16])
-    with Engine(model, attention=args.attention, max_num_seqs=rows, max_model_len=args.context + 256) as engine:
+    longest = max(args.context, args.prompt if args.prefill else 0) + 256
+    with Engine(model, attention=args.attention, max_num_seqs=rows, max_model_len=longest) as engine:
         def steps(count: int) -> None:
             for _ in range(count):
                 engine.step()
@@ -64,7 +67,7 @@ def main() -> None:
             record.keep(row("decode", batch, batch, wall, profiled(lambda: steps(args.steps), args.steps)))
             end(engine, ids)
         for tokens in args.prefill:
-            lengths = [960] * (tokens // 960) + ([tokens % 960] if tokens % 960 else [])
+            lengths = [args.prompt] * (tokens // args.prompt) + ([tokens % args.prompt] if tokens % args.prompt else [])
 
             def once(lengths: list[int] = lengths) -> None:
                 for length in lengths:

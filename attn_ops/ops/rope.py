@@ -99,6 +99,14 @@ def rope_kv_write_eager(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tenso
     return norm_and_rotate(q, q_norm_weight, cos, sin, eps, form).contiguous()
 
 
+def tile(num_tokens: int, dim: int) -> tuple[int, int]:
+    """Heads and warps per program. Few tokens: many small programs fill the GPU. Many tokens: a warp for about 1024 numbers
+    (``benchmarks/rope.py``)."""
+    if num_tokens <= 256:
+        return (1, 1) if num_tokens <= 8 else (4, 4)
+    return max(8, min(32, 1024 // host.next_power_of_2(dim))), 1
+
+
 def rope_kv_write_cuda(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
                        k_norm_weight: Tensor | None, eps: float, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
                        v_scale: Tensor | None, slot_mapping: Tensor, *, interleaved: bool = False, half_tables: bool = False,
@@ -114,14 +122,13 @@ def rope_kv_write_cuda(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
     check_scales(k_cache, k_scale, v_scale, fixed=True)
     host.check_cache_strides("rope_kv_write", caches)
     q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
-    # Few tokens: many small programs fill the GPU. Many tokens: larger programs, as launching programs costs, too.
-    block = 1 if num_tokens <= 8 else 4 if num_tokens <= 256 else 8
+    block, warps = tile(num_tokens, max(q.shape[2], v.shape[2]))
     q_blocks, kv_blocks = -(-heads // block), -(-kv_heads // block)
     launch(
         host.kernel_module("kernels.rope").rope_kv_write_kernel, (num_tokens, q_blocks + 2 * kv_blocks),
         q, k, v, out, caches, Rope.of(cos, sin, q_norm_weight, k_norm_weight, eps), slot_mapping, q.stride()[:2],
         k.stride()[:2], v.stride()[:2], heads, host.cache_layout(caches), form.rotated(cos), form, block,
-        pdl=host.use_pdl(q.device, num_tokens), num_warps=1 if block == 1 else 4)
+        pdl=host.use_pdl(q.device, num_tokens), num_warps=warps)
     return out
 
 

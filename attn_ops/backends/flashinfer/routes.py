@@ -27,10 +27,9 @@ from quire.attn_ops.tuning.prefill import pairs
 
 TILE = 128  # tokens, a multiple of those that FlashInfer 0.6.18 loads at a time with any head dim
 MOST_RUNS = 4  # each has a wrapper, with 8 MB of FlashInfer's on the GPU and 8 MB pinned
-#: Seconds per operation of the two products that contiguous keys spare on a Hopper GPU. Estimated from those two files;
-#: ``benchmarks/attention_grid.py --systems fi-fa3,fi-ragged,fi-merge`` measures all ways, and has no result yet.
-SAVED = 0.3e-15
-DIM = 128  # the head dim of both files; others count as sparing nothing until they are measured
+#: Seconds per operation of both products that contiguous keys spare on a Hopper GPU, by head dim: of 128 estimated from those
+#: two files, of 64 measured (``h200_flashinfer_ways_64.json``). Others count as sparing nothing until they are measured.
+SAVED = {64: 0.2e-15, 128: 0.3e-15}
 MORE_LAUNCHES = 15e-6  # seconds: of a copy, of a further run, of a second pass and its merge; estimated
 
 
@@ -41,7 +40,9 @@ class Way(enum.Enum):
 def seen_right(dtype: torch.dtype, dim: int, softcap: float | None) -> bool:
     """Whether OWN may serve such a layer: what ``tests/gpu/test_flashinfer_gpu.py`` was seen to pass with on a GPU. Others go
     the other ways; of other head dims it is not measured whether OWN takes less time."""
-    return dim == DIM and (dtype == torch.bfloat16 or dtype == torch.float16 and softcap is None)
+    if dim == 64:
+        return dtype == torch.bfloat16 and softcap is None
+    return dim == 128 and (dtype == torch.bfloat16 or dtype == torch.float16 and softcap is None)
 
 
 def padded(lens: np.ndarray) -> np.ndarray:
@@ -71,7 +72,7 @@ def seconds(query_lens: np.ndarray, seq_lens: np.ndarray, heads: int, kv_heads: 
         own_runs: ``runs`` of the step's tokens; 0: the op gets no k and v that read as those of the cache.
         copies: whether keys may be copied.
     """
-    per_pair = 4 * heads * dim * (SAVED if hopper and dim == DIM else 0.0)
+    per_pair = 4 * heads * dim * (SAVED.get(dim, 0.0) if hopper else 0.0)
     by_pages, among_own = (per_pair * pairs(query_lens, lens, None, None) for lens in (seq_lens, query_lens))
     found = {}
     if 0 < own_runs <= MOST_RUNS:
@@ -81,7 +82,7 @@ def seconds(query_lens: np.ndarray, seq_lens: np.ndarray, heads: int, kv_heads: 
             found[Way.OWN] += merged / host.GATHER_BANDWIDTH + MORE_LAUNCHES
     found[Way.PAGES] = by_pages
     copied = 4 * kv_heads * dim * int(padded(seq_lens).sum())
-    if copies and dim == DIM and copied <= host.MAX_GATHERED:
+    if copies and dim in SAVED and copied <= host.MAX_GATHERED:
         found[Way.COPIES] = 2 * copied / host.GATHER_BANDWIDTH + MORE_LAUNCHES
     return found
 

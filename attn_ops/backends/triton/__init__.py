@@ -32,7 +32,7 @@ from quire.attn_ops.backend import (
     define_state_op,
 )
 from quire.attn_ops.backends.triton.extend_route import Route, find_route, metadata_of, possible, scratch_bytes, without_graph
-from quire.attn_ops.backends.triton.plan import EXTRA_PARTS, Batch
+from quire.attn_ops.backends.triton.plan import Batch, schedule_size
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches, kernel_module, rows_contiguous
 from quire.attn_ops.kernels.launch import is_recording
@@ -178,7 +178,7 @@ def _prepare(*args: Any) -> list[Tensor]:
 
 def _fake_prepare(slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
                   seq_lens: Tensor, page_size: int) -> list[Tensor]:
-    return [seq_lens.new_empty(n, dtype=torch.int32) for n in (host.NUM_COUNTERS, 1 + seq_lens.shape[0] + EXTRA_PARTS)]
+    return [seq_lens.new_empty(n, dtype=torch.int32) for n in (host.NUM_COUNTERS, schedule_size(seq_lens.shape[0]))]
 
 
 BACKEND = AttentionBackend(

@@ -32,8 +32,13 @@ import os
 import triton
 import triton.language as tl
 
+from quire.attn_ops.backends.triton import plan
+from quire.attn_ops.backends.triton.waves import START, waves
+
 #: Whether the kernels run in Triton's interpreter: read when this module is imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+CUTS = tl.constexpr(plan.CUTS)
+EXTRA = tl.constexpr(plan.EXTRA_PARTS)
 
 
 @triton.jit
@@ -119,15 +124,33 @@ def merge_rows(partial, lse, first, step, active, live, ROWS: tl.constexpr, DIM:
 
 
 @triton.jit
-def scheduled_part(schedule, num_reqs, items, number):
-    """(item, split, extra parts of the items before it) that program ``number`` of a block of heads serves; item -1: no part.
-    See ``schedule.py``."""
+def scheduled_part(schedule, num_reqs, items, number, heads, places):
+    """(item, split, extra parts of the items before it, keys per part) that program ``number`` of a block of heads serves, in
+    the cut that takes ``heads`` blocks the least time where ``places`` programs run at once (0: the first cut); item -1: no
+    part. See ``schedule.py``."""
+    cut = 0
+    size = tl.load(schedule)
+    if places > 0:
+        least = cut_time(schedule, 0, heads, places)
+        for n in tl.static_range(1, CUTS):
+            time = cut_time(schedule, n, heads, places)
+            cut = tl.where(time < least, n, cut)
+            size = tl.where(time < least, tl.load(schedule + 3 * n), size)
+            least = tl.minimum(time, least)
+    rest = schedule + 3 * CUTS + cut * (num_reqs + EXTRA)
     extra = number - items
     item = number
     if extra >= 0:
-        item = tl.load(schedule + 1 + num_reqs + extra)
-    before = tl.load(schedule + 1 + tl.maximum(item, 0))
-    return item, tl.where(extra >= 0, extra - before + 1, 0), before
+        item = tl.load(rest + num_reqs + extra)
+    before = tl.load(rest + tl.maximum(item, 0))
+    return item, tl.where(extra >= 0, extra - before + 1, 0), before, size
+
+
+@triton.jit
+def cut_time(schedule, cut, heads, places):
+    parts = tl.maximum(tl.load(schedule + 3 * cut + 1), 1)
+    keys = tl.load(schedule + 3 * cut + 2)
+    return waves(parts * heads, places) * (keys / parts + START)
 
 
 @triton.jit

@@ -17,7 +17,8 @@ sequence among short ones would run alone, so that a split has at most ``chunk_m
 that is cut further for that fills the places a whole number of times: 16 splits of 32 slots of heads of 64 were 512 programs
 on 396 places, and took 94 us, 12 took 74 (h200_decode_grid_64_slots.json). Programs without keys take 2 ns each: at most 1024
 are launched, unless a wave is more. From a slot per multiprocessor on, slots alone fill the GPU, and sequences longer than 2048
-keys are split by a schedule (``schedule.py``).
+keys are split by a schedule (``schedule.py``). There a last wave that is not full is lost time (``waves.py``), so the steps of
+the loop, of which fewer programs fit where they are longer, and the keys per part are chosen such that few places stay empty.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import Tensor
 from quire.attn_ops.backends.triton import schedule
 from quire.attn_ops.backends.triton.decode_kernel import decode_kernel
 from quire.attn_ops.backends.triton.plan import Batch, Plan, Site, planner, tuned
+from quire.attn_ops.backends.triton.waves import time_of
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import CacheLayout, Caches, Rope, next_power_of_2
 from quire.attn_ops.kernels.launch import launch
@@ -44,6 +46,7 @@ class DecodeConfig(NamedTuple):
     block_n).  max_splits: bound on splits.  dot: tensor cores (the group is padded to 16 rows), else sums of products.
     chunk_max: keys per split that a long context is cut into, unless ``config.wave`` splits per slot, which fill the GPU once,
     make them longer than max_splits allows.  waves: such a context fills the GPU a multiple of ``waves`` times; 0: any.
+    places: programs that run at once, where slots are as many as multiprocessors; 0: not known.
     """
 
     block_n: int
@@ -55,6 +58,7 @@ class DecodeConfig(NamedTuple):
     chunk_max: int
     wave: int
     waves: int
+    places: int
 
 
 class DecodeTile(NamedTuple):
@@ -86,6 +90,11 @@ class InputStrides(NamedTuple):
     v_head: int
 
 
+#: Programs in half precision that fit on a Hopper multiprocessor, by keys per step of the loop and heads (1, 2, 4, 8, 16), by
+#: registers and shared memory (``python -m benchmarks.hopper``): of padded head dims up to 64, 128 and 256.
+FITTING = {64: {64: (6, 6, 5, 4, 6), 128: (4, 4, 4, 3, 4)}, 128: {64: (4,) * 5, 128: (3,) * 5}, 256: {64: (3,) * 5}}
+
+
 def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: torch.device,
            quantized: bool = False) -> DecodeConfig:
     """The parameters for padded head dims, bytes per element of q, query heads per program, and slots (see NOTE [Partial
@@ -108,16 +117,21 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
     # (h200_decode_grid_slots.json, h200_decode_grid_64.json).
     sms = host.num_sms(device)
     chunk = 2048 if slots >= sms else min(1024, next_power_of_2(max(512 * slots // sms, 64)))
-    wave, most, few = 64, 64, itemsize == 2 and slots < sms and not quantized
+    half, full = itemsize == 2 and not quantized, slots >= sms
+    wave, most, few, places = 64, 64, half and not full, 0
     if itemsize == 2 and widest <= 128:  # in bytes, 128 keys of heads of 64 are 64 of heads of 128
         block_n = 128 if chunk >= 128 and (widest <= 64 or slots < 4 * sms) else 64
         warps = 2 if chunk == 64 else 4
         if quantized:  # half the bytes per key, and the same work to find and to weigh it
-            block_n, warps, stages = (128 if chunk >= 128 else 64), 4, (5 if slots >= sms else 3)
-    elif few and widest <= 256 and heads <= 16:
-        block_n, stages = 64, 2  # h200_decode_grid_256.json
+            block_n, warps, stages = (128 if chunk >= 128 else 64), 4, (5 if full else 3)
+    elif half and widest <= 256 and heads <= 16:
+        block_n, stages = 64, 2  # h200_decode_grid_256.json, h200_decode_waves.json
     else:
         few = False
+    if half and full and widest <= 256 and heads <= 16:  # see NOTE [How far keys are split]
+        fit = {n: sms * each[next_power_of_2(heads).bit_length() - 1] for n, each in FITTING[max(64, widest)].items()}
+        block_n = min(fit, key=lambda n: time_of(slots, fit[n], 1024))
+        places = fit[block_n]
     waves = 0
     if few:  # see NOTE [How far keys are split]
         wave = max(1, min(64, (2 if widest > 64 else 3) * sms // slots))
@@ -127,7 +141,7 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
         most = max(wave, min(64, 1024 // slots))
         if waves:
             most = max(wave, most // (wave * waves) * wave * waves)
-    return tuned(DecodeConfig(block_n, warps, stages, chunk, most, dot, 2048, wave, waves))
+    return tuned(DecodeConfig(block_n, warps, stages, chunk, most, dot, 2048, wave, waves, places))
 
 
 def num_splits(slots: int, capacity: int, params: DecodeConfig) -> int:
@@ -139,6 +153,19 @@ def num_splits(slots: int, capacity: int, params: DecodeConfig) -> int:
         whole = params.wave * params.waves or 1
         long = -(-capacity // (whole * params.chunk_max)) * whole
     return max(1, min(params.max_splits, long, -(-capacity // params.chunk_min), -(-8192 // slots)))
+
+
+def cut(slots: int, capacity: int, params: DecodeConfig) -> int:
+    """Fewest keys per part of sequences that fill ``capacity``: of ``chunk_min`` and the other cuts of a schedule those that
+    take the least time."""
+    if not params.places or capacity <= params.chunk_min:
+        return params.chunk_min
+
+    def time(size: int) -> float:
+        parts = -(-capacity // size)
+        return time_of(slots * parts, params.places, capacity / parts)
+
+    return min((params.chunk_min * sixteenths // 16 for sixteenths in (16, 11, 22)), key=time)
 
 
 @planner
@@ -157,6 +184,8 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
     capacity = min([table_width * layout.page, *(n for n in (window, chunk) if n)])
     scheduled = not (window or chunk) and schedule.is_scheduled(items, layout.heads * blocks, num_reqs, capacity,
                                                                 host.num_sms(device))
+    if not scheduled:
+        params = params._replace(chunk_min=cut(slots, capacity, params))
     splits = 1 if scheduled else num_splits(slots, capacity, params)
     programs = (items + schedule.extra_parts(items)) * layout.heads * blocks if scheduled else slots * splits
     merge_rows = next_power_of_2(per_block)
@@ -191,5 +220,5 @@ def decode(q: Tensor, k: Tensor | None, v: Tensor | None, caches: Caches, batch:
     params = plan.params
     launch(decode_kernel, plan.grid, q, k, v, None if rope is None else Rope.of(*rope), caches, batch, sinks, out, partial,
            counters, made, num_reqs, plan.items, plan.splits, params.chunk_min, params.chunk_max, params.wave, params.waves,
-           scale, softcap, strides, batch.block_table.stride(0), *plan.constants, 0 if rope is None else form.rotated(rope[0]),
-           form, pdl=host.use_pdl(device, q.shape[0]), num_warps=params.warps)
+           params.places, scale, softcap, strides, batch.block_table.stride(0), *plan.constants,
+           0 if rope is None else form.rotated(rope[0]), form, pdl=host.use_pdl(device, q.shape[0]), num_warps=params.warps)

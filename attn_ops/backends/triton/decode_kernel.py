@@ -53,11 +53,12 @@ def split_size(num_keys, splits, chunk_min, chunk_max, one_wave, waves):
     return tl.maximum(tl.maximum(tl.cdiv(num_keys, splits), size), chunk_min)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "items", "splits", "chunk_min", "chunk_max", "one_wave", "waves", "stride_table"])
+@triton.jit(do_not_specialize=["num_reqs", "items", "splits", "chunk_min", "chunk_max", "one_wave", "waves", "places",
+                               "stride_table"])
 def decode_kernel(
     q, k, v, rope, caches, batch, sinks, out, partial, counters, schedule, num_reqs, items, splits, chunk_min, chunk_max,
-    one_wave, waves, scale, softcap, strides, stride_table, SITE: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr,
-    ROTARY: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
+    one_wave, waves, places, scale, softcap, strides, stride_table, SITE: tl.constexpr, LAYOUT: tl.constexpr,
+    TILE: tl.constexpr, ROTARY: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
 ):
     """TILE.heads query heads (TILE.rows with padding) of one of ``items``, over one range of its keys.
 
@@ -89,7 +90,7 @@ def decode_kernel(
     split = 0
     before = 0
     if schedule is not None:
-        item, split, before = scheduled_part(schedule, num_reqs, items, item)
+        item, split, before, chunk = scheduled_part(schedule, num_reqs, items, item, HEAD_BLOCKS, places)
         if item < 0:
             return
     elif TILE.split:
@@ -139,9 +140,7 @@ def decode_kernel(
     begin = first
     stop = last
     if TILE.split:
-        if schedule is not None:
-            chunk = tl.load(schedule)
-        else:
+        if schedule is None:
             chunk = split_size(num_keys, splits, chunk_min, chunk_max, one_wave, waves)
         chunk = tl.cdiv(num_keys, tl.maximum(tl.cdiv(num_keys, chunk), 1))  # of equal lengths: the longest decides
         chunk = tl.maximum(tl.cdiv(chunk, BLOCK_N), 1) * BLOCK_N

@@ -83,7 +83,8 @@ def attend_kernel(q, q_rope, cache, c_scale, rope_scale, batch, out, partial, co
     before = 0
     if made is not None:
         head_block = tl.program_id(0) % TILE.blocks
-        block, split, before = scheduled_part(made, num_reqs, num_tokens, tl.program_id(0) // TILE.blocks)
+        block, split, before, size = scheduled_part(made, num_reqs, num_tokens, tl.program_id(0) // TILE.blocks, TILE.blocks,
+                                                    0)
         if block < 0:
             return
     else:
@@ -123,7 +124,6 @@ def attend_kernel(q, q_rope, cache, c_scale, rope_scale, batch, out, partial, co
     active = 1
     if TILE.split:
         if made is not None:
-            size = tl.load(made)
             size = tl.cdiv(stop, tl.maximum(tl.cdiv(stop, size), 1))  # of equal lengths: the longest decides
             size = tl.maximum(tl.cdiv(size, TILE.block_n), 1) * TILE.block_n
         else:

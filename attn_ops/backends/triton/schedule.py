@@ -7,8 +7,11 @@ and 10.08 with room for 32768. So the grid has a program per slot, and for each 
 parts, those beyond the first, of all items together. Items are tokens where T <= B, else sequences of one token. Parts and
 slots: NOTE [Partial results].
 
-The schedule is (1 + B + EXTRA_PARTS,) int32: keys per part; for each item, the number of extra parts of the items before it;
-for each extra part its item, or -1. Part p of an item has partial result number item + (extra parts before it) + p.
+How far keys are best cut depends on how many programs run at once (``waves.py``), which layers differ in. So a schedule has
+CUTS, and a program takes the one that is best for its layer (``common.scheduled_part``). It is int32: for each cut the keys per
+part, the number of parts and of all keys; then for each cut, for each item (B,) the number of extra parts of the items before
+it, and for each extra part (EXTRA_PARTS,) its item, or -1. Part p of an item has partial result number item + (extra parts
+before it) + p.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.attn_ops.backends.triton.plan import EXTRA_PARTS, Batch, Plan, tuned
+from quire.attn_ops.backends.triton.common import CUTS, EXTRA
+from quire.attn_ops.backends.triton.plan import Batch, Plan, schedule_size, scheduled_reqs, tuned
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.launch import launch
 
@@ -27,7 +31,8 @@ MAX_REQS = 8192  # sequences; keys of more are not split
 
 
 class ScheduleConfig(NamedTuple):
-    """chunk: fewest keys per part."""
+    """chunk: fewest keys per part of the first cut. The second has 11/16 of it, the third 22/16: three parts where the first
+    has two, and three where it has four."""
 
     chunk: int
 
@@ -38,7 +43,7 @@ def config() -> ScheduleConfig:
 
 def extra_parts(items: int) -> int:
     """Programs per head for extra parts: what few items can use."""
-    return min(EXTRA_PARTS, 3 * items)
+    return min(EXTRA.value, 3 * items)
 
 
 def is_scheduled(items: int, heads: int, num_reqs: int, capacity: int, least: int) -> bool:
@@ -60,12 +65,14 @@ def parts_of(keys, size):
 
 @triton.jit(do_not_specialize=["num_reqs", "items", "most", "chunk"])
 def schedule_kernel(query_start_loc, seq_lens, counters, schedule, num_reqs, items, most, chunk, BITS: tl.constexpr,
-                    BY_ROW: tl.constexpr, N: tl.constexpr, EXTRA: tl.constexpr, COUNTERS: tl.constexpr):
-    """One program: zeroes the counters, and writes the schedule of ``items`` <= num_reqs <= N, with ``most`` <= EXTRA extra
-    parts. BITS: enough for num_reqs."""
-    zeros = tl.zeros([2048], tl.int32)
-    for begin in range(0, COUNTERS, 2048):
-        tl.store(counters + begin + tl.arange(0, 2048), zeros)
+                    BY_ROW: tl.constexpr, N: tl.constexpr, COUNTERS: tl.constexpr):
+    """A program per cut; the first zeroes the counters too. Writes the schedule of ``items`` <= num_reqs <= N, with ``most`` <=
+    EXTRA extra parts. BITS: enough for num_reqs."""
+    cut = tl.program_id(0)
+    if cut == 0:
+        zeros = tl.zeros([2048], tl.int32)
+        for begin in range(0, COUNTERS, 2048):
+            tl.store(counters + begin + tl.arange(0, 2048), zeros)
     number = tl.arange(0, N)
     live = number < items
     row = number
@@ -80,15 +87,18 @@ def schedule_kernel(query_start_loc, seq_lens, counters, schedule, num_reqs, ite
             row = tl.where((later <= num_reqs) & (start <= number), later, row)
         live = live & (row < num_reqs)
     keys = tl.load(seq_lens + row, mask=live, other=0)
-    size = chunk
+    size = tl.where(cut == 0, chunk, tl.maximum(chunk * (11 * cut) // 16, 1))
     more = parts_of(keys, size) - 1
     while tl.sum(more, 0) > most:
         size = size * 2
         more = parts_of(keys, size) - 1
     before = tl.cumsum(more, 0) - more
-    tl.store(schedule, size)
-    tl.store(schedule + 1 + number, before, mask=number < num_reqs)
-    extra = schedule + 1 + num_reqs
+    tl.store(schedule + 3 * cut, size)
+    tl.store(schedule + 3 * cut + 1, tl.sum(more + live, 0))
+    tl.store(schedule + 3 * cut + 2, tl.sum(keys, 0))
+    rest = schedule + 3 * CUTS + cut * (num_reqs + EXTRA)
+    tl.store(rest + number, before, mask=number < num_reqs)
+    extra = rest + num_reqs
     of_extra = tl.arange(0, EXTRA)
     tl.store(extra + of_extra, of_extra * 0 - 1)
     tl.debug_barrier()  # other threads write over them
@@ -101,13 +111,13 @@ def prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_l
     """[counters, zeroed: NOTE [Last one merges]; schedule]: the backend's ``prepare``."""
     num_tokens, num_reqs = slot_mapping.shape[0], seq_lens.shape[0]
     items, device = min(num_tokens, num_reqs), seq_lens.device
-    size = 1 + num_reqs + EXTRA_PARTS
+    size = schedule_size(num_reqs)
     if not is_made(items, num_reqs, block_table.shape[1] * page_size):
         return [host.new_counters(device), torch.zeros(size, dtype=torch.int32, device=device)]
     size_2 = host.next_power_of_2(num_reqs, 32)
     counters, schedule = (torch.empty(n, dtype=torch.int32, device=device) for n in (host.NUM_COUNTERS, size))
-    launch(schedule_kernel, (1,), query_start_loc, seq_lens, counters, schedule, num_reqs, items, extra_parts(items),
-           config().chunk, 0 if num_tokens > num_reqs else size_2.bit_length(), num_tokens > num_reqs, size_2, EXTRA_PARTS,
+    launch(schedule_kernel, (CUTS.value,), query_start_loc, seq_lens, counters, schedule, num_reqs, items, extra_parts(items),
+           config().chunk, 0 if num_tokens > num_reqs else size_2.bit_length(), num_tokens > num_reqs, size_2,
            host.NUM_COUNTERS, num_warps=8)
     return [counters, schedule]
 
@@ -120,7 +130,8 @@ def buffers(plan: Plan, prepared: list[torch.Tensor], batch: Batch, page_size: i
     if not plan.scheduled:
         return (*plan.buffers(prepared, device), None)
     counters, schedule = prepared or prepare(*batch, page_size)
-    if schedule.shape[0] != 1 + batch.seq_lens.shape[0] + EXTRA_PARTS:
-        raise ValueError(f"prepared is of a batch of {schedule.shape[0] - 1 - EXTRA_PARTS} sequences, and this one has "
-                         f"{batch.seq_lens.shape[0]}; give the op what the backend's prepare makes of its tables")
+    num_reqs = batch.seq_lens.shape[0]
+    if schedule.shape[0] != schedule_size(num_reqs):
+        raise ValueError(f"prepared is of a batch of {scheduled_reqs(schedule.shape[0])} sequences, and this one has "
+                         f"{num_reqs}; give the op what the backend's prepare makes of its tables")
     return torch.empty(plan.workspace, dtype=torch.float32, device=device), counters, schedule

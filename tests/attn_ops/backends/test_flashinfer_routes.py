@@ -56,7 +56,7 @@ def test_keys_that_stay_in_pages() -> None:
     for keys, way in ((131072, Way.COPIES), (131073, Way.PAGES)):
         assert chosen([65536], [keys], own=False) == way
     for dim in (64, 128, 256):
-        assert chosen([8192], [16384], dim=dim) == (Way.COPIES if dim == 128 else Way.PAGES)
+        assert chosen([8192], [16384], dim=dim) == (Way.PAGES if dim == 256 else Way.COPIES)
     assert chosen([8192], [16384], own=False, copies=False) == chosen([8192], [16384], hopper=False, copies=False) == Way.PAGES
 
 
@@ -81,7 +81,8 @@ def test_runs(lens: list[int], parts: list[tuple[int, int]]) -> None:
 def test_own_keys_only_where_they_were_seen_right_on_a_gpu() -> None:
     """What nobody has run there goes by the ways that were."""
     half = torch.bfloat16
-    for layer in ((half, 128, None), (half, 128, 30.0), (torch.float16, 128, None)):
+    for layer in ((half, 128, None), (half, 128, 30.0), (torch.float16, 128, None), (half, 64, None)):
         assert routes.seen_right(*layer)
-    for layer in ((torch.float16, 128, 30.0), (half, 64, None), (half, 256, None), (torch.float32, 128, None)):
+    for layer in ((torch.float16, 128, 30.0), (half, 64, 30.0), (torch.float16, 64, None), (half, 256, None),
+                  (torch.float32, 128, None)):
         assert not routes.seen_right(*layer)

@@ -21,6 +21,7 @@ from tests.tiny import small_llama, tokens
 
 from quire.attn_ops.backends.triton import decode, mla, schedule  # isort: skip  (after test_triton, which sees to Triton)
 from quire.attn_ops.backends.triton.plan import overridden  # isort: skip
+from quire.attn_ops.backends.triton.waves import time_of  # isort: skip
 from quire.attn_ops.kernels.host import num_sms  # isort: skip
 
 pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
@@ -62,9 +63,12 @@ def test_the_schedule(seed):
         counters, made = BACKEND.prepare(*(t.to(DEVICE) for t in tables), 4)
     served = [n if not mixed or q == 1 else 0 for q, n in zip(query_lens, lens, strict=True)] + [0] * (rows - count)
     most = schedule.extra_parts(min(tokens, rows))
-    size, before, items = by_definition(served, 16, most)
+    cuts = [by_definition(served, chunk, most) for chunk in (16, 11, 22)]
+    parts = sum(n > 0 for n in served)
     assert not counters.any()
-    assert made.tolist() == [size, *before, *items, *[-1] * (made.numel() - 1 - rows - len(items))]
+    assert made[:9].tolist() == [n for size, _, items in cuts for n in (size, parts + len(items), sum(served))]
+    for rest, (_, before, items) in zip(made[9:].view(3, -1).tolist(), cuts, strict=True):
+        assert rest == [*before, *items, *[-1] * (len(rest) - rows - len(items))]
 
 
 @pytest.fixture
@@ -92,6 +96,20 @@ def test_decodes(features, used):
         check_case(BACKEND, make_case([3, 1, 0, 0, *[1] * (MANY - 4)], [90, 40, 0, 0, *rest], **shape, pad_reqs=1))
         check_case(BACKEND, make_case([1, 9, 1, *[1] * (MANY - 3)], [70, 40, 49, 5, *rest], **shape, pad_tokens=1))
     assert used() == 4
+
+
+@pytest.mark.parametrize("cut, places", [(0, 13), (1, 30), (2, 18)])
+def test_each_cut(cut, places, used):
+    """Whichever way to cut the keys a kernel takes, for the number of programs that run at once, the result is the same."""
+    lens = [1, 1024, 33, 2, *[509] * (MANY - 3)]
+    found = [by_definition(lens, chunk, 3 * len(lens)) for chunk in (256, 176, 352)]
+    parts = [len(lens) + len(items) for _, _, items in found]
+    times = [time_of(n * SMALL["num_kv_heads"], places, sum(lens) / n) for n in parts]
+    assert MANY > 9 or times.index(min(times)) == cut  # of nine sequences, on a CPU
+    with overridden(schedule.ScheduleConfig, chunk=256), overridden(decode.DecodeConfig, block_n=64, places=places):
+        check_case(BACKEND, make_case([1] * len(lens), lens, **SMALL))
+        check_case(BACKEND, make_case([3, 1, 0, 0, *[1] * (MANY - 4)], [90, 40, 0, 0, *lens[4:-1]], **SMALL, pad_reqs=1))
+    assert used() == 2
 
 
 def test_sequences_that_are_all_long(used):
