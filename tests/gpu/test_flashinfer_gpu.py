@@ -94,7 +94,7 @@ def forced(monkeypatch, way: Way) -> None:
 @PREFILL
 @pytest.mark.parametrize("features", [
     PLAIN, dict(sinks=True), pytest.param(dict(softcap=20.0, sinks=True), marks=pytest.mark.slow),
-    pytest.param(dict(dtype=torch.float16), marks=pytest.mark.slow), dict(head_dim=64),
+    pytest.param(dict(dtype=torch.float16), marks=pytest.mark.slow), pytest.param(dict(head_dim=64), marks=pytest.mark.slow),
     pytest.param(dict(head_dim=64, dtype=torch.float16), marks=pytest.mark.slow),
     pytest.param(dict(head_dim=256, softcap=30.0), marks=pytest.mark.slow)], ids=str)
 def test_each_way(monkeypatch, way, layout, backend, features) -> None:

@@ -37,7 +37,7 @@ from quire.attn_ops.backends.triton.waves import START, waves
 
 #: Whether the kernels run in Triton's interpreter: read when this module is imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-CUTS = tl.constexpr(plan.CUTS)
+CUTS = tl.constexpr(len(plan.CUTS))
 EXTRA = tl.constexpr(plan.EXTRA_PARTS)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from quire.attn_ops.backends.triton import schedule
 from quire.attn_ops.backends.triton.decode_kernel import decode_kernel
-from quire.attn_ops.backends.triton.plan import Batch, Plan, Site, planner, tuned
+from quire.attn_ops.backends.triton.plan import Batch, Plan, Site, cut_sizes, planner, tuned
 from quire.attn_ops.backends.triton.waves import time_of
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import CacheLayout, Caches, Rope, next_power_of_2
@@ -90,9 +90,17 @@ class InputStrides(NamedTuple):
     v_head: int
 
 
-#: Programs in half precision that fit on a Hopper multiprocessor, by keys per step of the loop and heads (1, 2, 4, 8, 16), by
-#: registers and shared memory (``python -m benchmarks.hopper``): of padded head dims up to 64, 128 and 256.
-FITTING = {64: {64: (6, 6, 5, 4, 6), 128: (4, 4, 4, 3, 4)}, 128: {64: (4,) * 5, 128: (3,) * 5}, 256: {64: (3,) * 5}}
+#: Programs in half precision for whose registers a multiprocessor has room (``python -m benchmarks.hopper``), of padded head
+#: dims up to 64, 128 and 256, by keys per step of the loop and heads (1, 2, 4, 8, 16).
+REGISTERS = {64: {64: (6, 6, 5, 4, 6), 128: (4, 4, 4, 3, 4)}, 128: {64: (4,) * 5, 128: (3,) * 5}, 256: {64: (3,) * 5}}
+
+
+def places(widest: int, heads: int, device: torch.device) -> dict[int, int]:
+    """Programs that the GPU runs at once, by keys per step, for half precision, padded head dims up to 256 and 16 heads. Of
+    keys and values a step's are in shared memory, beside at most 9 KB."""
+    memory, of_heads = host.shared_memory(device), next_power_of_2(heads).bit_length() - 1
+    return {n: host.num_sms(device) * max(1, min(each[of_heads], memory // (4 * n * widest + 9216)))
+            for n, each in REGISTERS[max(64, widest)].items()}
 
 
 def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: torch.device,
@@ -118,7 +126,7 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
     sms = host.num_sms(device)
     chunk = 2048 if slots >= sms else min(1024, next_power_of_2(max(512 * slots // sms, 64)))
     half, full = itemsize == 2 and not quantized, slots >= sms
-    wave, most, few, places = 64, 64, half and not full, 0
+    wave, most, few, fitting = 64, 64, half and not full, 0
     if itemsize == 2 and widest <= 128:  # in bytes, 128 keys of heads of 64 are 64 of heads of 128
         block_n = 128 if chunk >= 128 and (widest <= 64 or slots < 4 * sms) else 64
         warps = 2 if chunk == 64 else 4
@@ -129,9 +137,9 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
     else:
         few = False
     if half and full and widest <= 256 and heads <= 16:  # see NOTE [How far keys are split]
-        fit = {n: sms * each[next_power_of_2(heads).bit_length() - 1] for n, each in FITTING[max(64, widest)].items()}
-        block_n = min(fit, key=lambda n: time_of(slots, fit[n], 1024))
-        places = fit[block_n]
+        by_step = places(widest, heads, device)
+        block_n = min(by_step, key=lambda n: time_of(slots, by_step[n], 1024))
+        fitting = by_step[block_n]
     waves = 0
     if few:  # see NOTE [How far keys are split]
         wave = max(1, min(64, (2 if widest > 64 else 3) * sms // slots))
@@ -141,7 +149,7 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
         most = max(wave, min(64, 1024 // slots))
         if waves:
             most = max(wave, most // (wave * waves) * wave * waves)
-    return tuned(DecodeConfig(block_n, warps, stages, chunk, most, dot, 2048, wave, waves, places))
+    return tuned(DecodeConfig(block_n, warps, stages, chunk, most, dot, 2048, wave, waves, fitting))
 
 
 def num_splits(slots: int, capacity: int, params: DecodeConfig) -> int:
@@ -165,7 +173,7 @@ def cut(slots: int, capacity: int, params: DecodeConfig) -> int:
         parts = -(-capacity // size)
         return time_of(slots * parts, params.places, capacity / parts)
 
-    return min((params.chunk_min * sixteenths // 16 for sixteenths in (16, 11, 22)), key=time)
+    return min(cut_sizes(params.chunk_min), key=time)
 
 
 @planner

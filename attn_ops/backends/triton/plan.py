@@ -14,21 +14,26 @@ from quire.attn_ops.kernels import host
 #: Parts of long sequences beyond one for each, in a schedule (``schedule.py``): there is a program for each of them and each
 #: block of heads, which takes 2 ns if it finds no part.
 EXTRA_PARTS = 128
-#: Ways to cut keys in a schedule, of which each kernel takes one.
-CUTS = 3
+#: Ways to cut keys, by sixteenths of the fewest keys per part: three parts where the first has two, three where it has four.
+CUTS = (16, 11, 22)
 C = TypeVar("C", bound=Any)
 _overrides: dict[type, dict[str, Any]] = {}
 _planners: list[Any] = []
 
 
+def cut_sizes(fewest: int) -> tuple[int, ...]:
+    """Keys per part, by cut."""
+    return tuple(max(1, fewest * sixteenths // 16) for sixteenths in CUTS)
+
+
 def schedule_size(num_reqs: int) -> int:
     """int32 elements of a schedule for so many sequences."""
-    return CUTS * (3 + num_reqs + EXTRA_PARTS)
+    return len(CUTS) * (3 + num_reqs + EXTRA_PARTS)
 
 
 def scheduled_reqs(size: int) -> int:
     """The sequences of a schedule of that size."""
-    return size // CUTS - 3 - EXTRA_PARTS
+    return size // len(CUTS) - 3 - EXTRA_PARTS
 
 
 class Site(NamedTuple):

@@ -8,10 +8,10 @@ parts, those beyond the first, of all items together. Items are tokens where T <
 slots: NOTE [Partial results].
 
 How far keys are best cut depends on how many programs run at once (``waves.py``), which layers differ in. So a schedule has
-CUTS, and a program takes the one that is best for its layer (``common.scheduled_part``). It is int32: for each cut the keys per
-part, the number of parts and of all keys; then for each cut, for each item (B,) the number of extra parts of the items before
-it, and for each extra part (EXTRA_PARTS,) its item, or -1. Part p of an item has partial result number item + (extra parts
-before it) + p.
+some cuts, and a program takes the one that is best for its layer (``common.scheduled_part``). It is int32: for each cut the
+keys per part, the number of parts and of all keys; then for each cut, for each item (B,) the number of extra parts of the items
+before it, and for each extra part (EXTRA_PARTS,) its item, or -1. Part p of an item has partial result number item + (extra
+parts before it) + p.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.backends.triton.common import CUTS, EXTRA
-from quire.attn_ops.backends.triton.plan import Batch, Plan, schedule_size, scheduled_reqs, tuned
+from quire.attn_ops.backends.triton.plan import Batch, Plan, cut_sizes, schedule_size, scheduled_reqs, tuned
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.launch import launch
 
@@ -31,8 +31,7 @@ MAX_REQS = 8192  # sequences; keys of more are not split
 
 
 class ScheduleConfig(NamedTuple):
-    """chunk: fewest keys per part of the first cut. The second has 11/16 of it, the third 22/16: three parts where the first
-    has two, and three where it has four."""
+    """chunk: fewest keys per part of the first cut (``plan.cut_sizes``)."""
 
     chunk: int
 
@@ -63,11 +62,11 @@ def parts_of(keys, size):
     return tl.maximum((keys + size - 1) // size, 1)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "items", "most", "chunk"])
-def schedule_kernel(query_start_loc, seq_lens, counters, schedule, num_reqs, items, most, chunk, BITS: tl.constexpr,
+@triton.jit(do_not_specialize=["num_reqs", "items", "most"])
+def schedule_kernel(query_start_loc, seq_lens, counters, schedule, num_reqs, items, most, sizes, BITS: tl.constexpr,
                     BY_ROW: tl.constexpr, N: tl.constexpr, COUNTERS: tl.constexpr):
     """A program per cut; the first zeroes the counters too. Writes the schedule of ``items`` <= num_reqs <= N, with ``most`` <=
-    EXTRA extra parts. BITS: enough for num_reqs."""
+    EXTRA extra parts. sizes: fewest keys per part, by cut. BITS: enough for num_reqs."""
     cut = tl.program_id(0)
     if cut == 0:
         zeros = tl.zeros([2048], tl.int32)
@@ -87,7 +86,9 @@ def schedule_kernel(query_start_loc, seq_lens, counters, schedule, num_reqs, ite
             row = tl.where((later <= num_reqs) & (start <= number), later, row)
         live = live & (row < num_reqs)
     keys = tl.load(seq_lens + row, mask=live, other=0)
-    size = tl.where(cut == 0, chunk, tl.maximum(chunk * (11 * cut) // 16, 1))
+    size = cut * 0
+    for n in tl.static_range(CUTS):
+        size = tl.where(cut == n, sizes[n], size)
     more = parts_of(keys, size) - 1
     while tl.sum(more, 0) > most:
         size = size * 2
@@ -117,7 +118,7 @@ def prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_l
     size_2 = host.next_power_of_2(num_reqs, 32)
     counters, schedule = (torch.empty(n, dtype=torch.int32, device=device) for n in (host.NUM_COUNTERS, size))
     launch(schedule_kernel, (CUTS.value,), query_start_loc, seq_lens, counters, schedule, num_reqs, items, extra_parts(items),
-           config().chunk, 0 if num_tokens > num_reqs else size_2.bit_length(), num_tokens > num_reqs, size_2,
+           cut_sizes(config().chunk), 0 if num_tokens > num_reqs else size_2.bit_length(), num_tokens > num_reqs, size_2,
            host.NUM_COUNTERS, num_warps=8)
     return [counters, schedule]
 

@@ -72,8 +72,8 @@ def settings(row: dict) -> tuple[int, int]:
 
 
 def test_few_places_stay_empty(monkeypatch):
-    """The steps and cuts that the rule takes, among those that were measured on an H200 for 17 to 192 sequences. 72 sequences of
-    1024 tokens of llama-8b's heads took 21 % longer than need be, and 32 of 4096 16 %."""
+    """The steps and cuts that the rule takes, among those that were measured on an H200 for 17 to 192 sequences. 72 sequences
+    of 1024 tokens of llama-8b's heads took 21 % longer than need be, and 32 of 4096 16 %."""
     monkeypatch.setattr(host, "num_sms", lambda device: 132)
     found: dict[tuple, dict[tuple[int, int], float]] = {}
     for row in json.loads((RESULTS / "h200_decode_waves.json").read_text())["rows"]:
