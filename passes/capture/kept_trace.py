@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from quire.attn_ops.tuning.store import cache_folder
+from quire.passes import sources
 from quire.passes.capture.facts import TORCH_VALUES, Check, NotPortable, checks, difference, environment
 from quire.passes.fake_values import At, Replay, symbolic_sizes
 from quire.passes.fx import fake_mode, graph_module, source_name, source_of, text_of, value
@@ -41,7 +42,6 @@ from quire.passes.fx import fake_mode, graph_module, source_name, source_of, tex
 logger = logging.getLogger(__name__)
 _MOST_FILES = 64  # the oldest go
 _GLOBAL = re.compile(r"G\['(\w+)'\]")
-_QUIRE = Path(__file__).parents[1]  # the folder of passes
 _text = functools.lru_cache(maxsize=4096)(str)
 
 
@@ -256,16 +256,6 @@ def _file_digest(path: str | None) -> str:
         return ""
 
 
-@functools.cache
-def _quire_digest() -> str:
-    """Of the source of this package's passes and ops: another version traces and reads otherwise."""
-    digest = hashlib.blake2b(digest_size=12)
-    for folder in (_QUIRE, Path(sys.modules["quire.attn_ops"].__path__[0])):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 @contextlib.contextmanager
 def _unless_it_fails() -> Iterator[None]:
     """What fails inside (an odd object among what was read, a full disk) is logged: the trace is good, and is not kept."""
@@ -284,7 +274,7 @@ class TraceFile:
         self._state = environment(next(model.parameters()).device)
         tensors = [(name, str(p.dtype), str(p.device), tuple(p.shape)) for name, p in model.named_parameters()]
         classes = [(cls.__module__, cls.__qualname__) for cls in type(model).__mro__]  # ``paged`` gives a model another class
-        key = repr((_quire_digest(), self._state, classes, tensors, more))
+        key = repr((sources.digest(), self._state, classes, tensors, more))
         self.path = cache_folder() / "traces" / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.pickle"
         self._nodes, self._guards = list[_Node](), frozenset[str]()
         self._checks: list[Check] | None = None

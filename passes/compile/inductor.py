@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch import fx
+from torch.compiler import config
 
+from quire.passes import sources
 from quire.passes.compile.regions import Look, compile_by_regions
 from quire.passes.fx import placeholders, value, written
 from quire.passes.rewrite.lower import Lowered
@@ -32,12 +33,18 @@ SETTINGS = {"triton.cudagraphs": False, "shape_padding": False, "unroll_reductio
 
 
 def inductor(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile for fake ``inputs`` with ``SETTINGS``."""
+    """Compile for fake ``inputs`` with ``SETTINGS``. Inductor's caches know a graph by its operations, but not what quire's ops
+    say of their results, which the compiled code relies on: so quire's source is part of their keys."""
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
     from torch._dynamo.symbolic_convert import TensorifyState
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = functools.partial(compile_fx, gm, inputs, config_patches=SETTINGS)
+    def compiled() -> Callable[..., Any]:
+        with config.patch(  # type: ignore[attr-defined]
+                cache_key_tag=f"{config.cache_key_tag} quire {sources.digest()}".strip()):
+            made: Any = compile_fx(gm, inputs, config_patches=SETTINGS)
+            return made
+
     before = set(TensorifyState.force_specializations)
     try:
         return compiled()
