@@ -39,7 +39,10 @@ def choose(made: Sequence[Request], adapter: str | None, model: torch.nn.Module,
             return NOT_CHOSEN
     else:
         check_adapters(model)
-        if adapter != BASE and adapter not in (known := adapter_names(model)):
+        known = adapter_names(model)
+        if adapter == BASE in known:
+            raise ValueError(f"the model has an adapter named {BASE!r}, which means none here: give it another name")
+        if adapter != BASE and adapter not in known:
             raise ValueError(f"the model has no adapter {adapter!r}; it has {', '.join(map(repr, known))}, and {BASE!r} for "
                              "none")
         if merged := merged_adapters(model):

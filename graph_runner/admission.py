@@ -28,6 +28,9 @@ class Admission:
         if name in self._named:
             raise ValueError(f"a request with request_id {name!r} is unfinished; give another one, or abort that one first")
         if most is not None and waiting + count > most:
+            if waiting <= 0:  # it would not help to wait
+                raise QueueFull(f"a prompt with n={count} has no room in the queue: {-waiting} slots are free, and max_waiting="
+                                f"{most}. Lower n, or raise max_waiting or max_num_seqs")
             raise QueueFull(f"the queue is full: {max(0, waiting)} requests wait for a slot, and max_waiting={most}. Try again "
                             "when some have ended, or raise max_waiting or max_num_seqs")
 

@@ -71,11 +71,16 @@ class EngineCalls:
     _add: Callable[..., None]
     _step: Callable[[], None]
     _abort: Callable[[list[int]], None]
+    collect: Callable[[], None]
     _check_due: bool
 
     @property
     def limits(self) -> Limits:
         raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("an engine cannot be copied or pickled: it holds the caches and graphs of its model. Copy the model, "
+                        "and make another engine of it")
 
     @locked
     def stats(self) -> EngineStats:
@@ -83,11 +88,15 @@ class EngineCalls:
         return stats_of(self)
 
     @locked
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
         """Forget the pages of the prefix cache, and copy the weights again that the engine has copies of (``dtype``,
         ``max_loras``). Needed only after a change of weights that PyTorch does not count, such as ``p.data.copy_``; an engine
-        without requests copies them by itself."""
+        without requests copies them by itself. ``reset_running_requests``: requests that run are computed again from their
+        tokens so far, as after a change of weights in place, of which they would keep the keys and values from before."""
         self.scheduler.forget_prefixes()
+        if reset_running_requests:
+            self.collect()
+            self.scheduler.preempt_all()
         self._check_due = True
 
     def stream(self, prompts: Prompt | Sequence[Prompt], params: _Params = None, *, sampling_params: _Params = None,
@@ -311,6 +320,8 @@ class EngineCalls:
                                 max_model_len=limits.max_model_len)
         before = ids(prompt)
         if not isinstance(continuation, str):
+            if not len(continuation):
+                raise ValueError("the continuation is empty; give at least one token")
             return len(before), ids([*before, *ids(continuation)])
         if not isinstance(prompt, str):
             raise TypeError("a continuation is text only after a prompt that is text; give the token ids of both")

@@ -64,8 +64,11 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
     if (found := training_difference(model)) is not None:
         return (f"the model is in training mode, and {found} (paged: after model.eval(), with a rate of 0, or by "
                 "generate_batch, which runs in evaluation mode)")
-    if any(_injects_rows(hook) for m in model.modules() for hook in m._forward_pre_hooks.values()):
+    injected = {name for m in model.modules() for hook in m._forward_pre_hooks.values() for name in _injected(hook)}
+    if "adapter_names" in injected:
         return "each row has an adapter of its own (PEFT's adapter_names), and an engine has one for all rows"
+    if injected:
+        return "an aLoRA is active, which begins in the middle of a row, and an engine's adapters are of whole requests"
     if (method := own_method(model, own_generate)) is not None:
         if getattr(vars(model).get(method), "__module__", "").startswith("peft."):
             return (f"{method} is PEFT's: prompt tuning, p-tuning and prefix tuning give the model embeddings or keys, and an "
@@ -153,10 +156,11 @@ def prompts_of(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
             zip(ids.tolist(), mask.bool().tolist(), strict=True)]
 
 
-def _injects_rows(hook: Any) -> bool:
-    """Whether a hook is one of PEFT's that hand each row of a batch to its layers."""
-    return isinstance(hook, functools.partial) and hook.func.__module__.startswith("peft.") and bool(
-        {"adapter_names", "alora_offsets"} & hook.keywords.keys())
+def _injected(hook: Any) -> set[str]:
+    """What a hook of PEFT's hands each of its layers about the rows of a batch."""
+    if not isinstance(hook, functools.partial) or not hook.func.__module__.startswith("peft."):
+        return set()
+    return {"adapter_names", "alora_offsets"} & hook.keywords.keys()
 
 
 def _implied(positions: Any, keep: torch.Tensor) -> bool:

@@ -90,7 +90,8 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and getattr(node.target, "__name__", "") == "embedding" and isinstance(
                 argument(node, 2, "padding_idx"), int):
-            leaves = {n for n in ancestors(node.args[0]) if n.op == "placeholder" and isinstance(value(n), torch.Tensor)}
+            leaves = {n for n in ancestors(argument(node, 0, "input"))
+                      if n.op == "placeholder" and isinstance(value(n), torch.Tensor)}
             if leaves and all("pos" in source_name(n) for n in leaves):  # RoBERTa and its kin
                 raise UnsupportedAttention(
                     f"the positions at {module_path(node) or node.name} are looked up in a table with an entry for padding, so "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from collections import Counter
 from dataclasses import replace
 
@@ -104,6 +105,13 @@ def test_an_interrupted_step_is_taken_back(depth, model, prompts, expected, samp
         with pytest.raises(KeyboardInterrupt):
             list(stream)
         assert_idle(engine)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_is_not_copied(model, copied) -> None:
+    """A copy would share the pages of the first, and give them to other requests."""
+    with Engine(model, num_pages=8, max_num_seqs=1) as engine, pytest.raises(TypeError, match="an engine cannot be copied"):
+        copied(engine)
 
 
 def test_close(model, prompts, expected) -> None:

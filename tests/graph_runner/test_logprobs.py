@@ -177,7 +177,8 @@ def test_above_the_bound(params, message, engine, prompts) -> None:
 
 
 def test_scores_of_what_cannot_be_scored(engine, prompts) -> None:
-    for first, second, message in ((prompts[:2], [[5]], "2 prompts but 1 continuations"), (prompts[0], [], "is empty"),
+    for first, second, message in ((prompts[:2], [[5]], "2 prompts but 1 continuations"),
+                                   (prompts[0], [], "the continuation is empty"),
                                    (prompts[0], "text", "a continuation is text only after a prompt that is text"),
                                    ("A", "", "adds no token to the prompt"), (prompts[0], [1848], "outside the vocabulary")):
         with pytest.raises((ValueError, TypeError), match=message):

@@ -231,6 +231,22 @@ def test_weights_that_change_while_requests_run(lasting, groups) -> None:
         assert tokens(engine.generate(groups[:2], replace(GREEDY, max_tokens=5))) == expected
 
 
+def test_running_requests_that_are_reset(groups) -> None:
+    """After an optimizer's step they read nothing of the old weights: what follows is as if the model had always been so."""
+    changing = load_model(num_layers=1)
+    with Engine(changing, **OPTIONS) as engine:
+        engine.add_request(groups[0], replace(GREEDY, max_tokens=12, ignore_eos=True))
+        before = [token for _ in range(4) for event in engine.step() for token in event.token_ids]
+        change(changing, "in place")
+        engine.reset_prefix_cache(reset_running_requests=True)
+        after: list[int] = []
+        while engine.has_unfinished:
+            after += [token for event in engine.step() for token in event.token_ids]
+        assert before and len(before + after) == 12
+        late = after[-6:]  # steps that were launched before the change may have given some of the others
+        assert late == hf_greedy(changing, [*groups[0], *before, *after[:-6]], 6)
+
+
 @pytest.mark.parametrize("replaced", ["parameter", "data"])
 def test_weights_that_are_replaced_twice(replaced) -> None:
     """The second new tensor often has the memory of the first one, and no more changes in place."""

@@ -1,0 +1,43 @@
+"""PEFT's ways to adapt a model that quire cannot serve, told before a trace, whose own errors speak of other things."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.capture.hf_experts import is_wrapper
+
+
+def check_adapters_served(model: torch.nn.Module) -> None:
+    """Raises UnsupportedAttention for prompt learning, for an active aLoRA, and for a head that is adapted as a parameter."""
+    kind = getattr(getattr(model, "active_peft_config", None), "peft_type", None)
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UnsupportedAttention(
+            f"{type(model).__name__} has {getattr(kind, 'value', kind)}: prompt tuning, p-tuning and prefix tuning give the "
+            "model embeddings or keys, and an engine takes token ids. Use the wrapper's own generate, or give the engine the "
+            "model without it (get_base_model())")
+    for path, layer in model.named_modules():
+        if not _is_active(layer):
+            continue
+        if any(_variant(layer, name).startswith("ALora") for name in layer.active_adapters):
+            raise UnsupportedAttention(
+                f"{path} has an active aLoRA (alora_invocation_tokens), which begins in the middle of a row, and an adapter "
+                "here is of whole requests: disable or delete it, or use the model's own generate")
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if is_wrapper(head) and _is_active(head):
+        raise UnsupportedAttention(
+            "the head is adapted as a parameter (PEFT's target_parameters), and its rows are not the tokens of a batch: name "
+            'the layer (target_modules=["lm_head"]), or merge the adapter with merge_adapter()')
+
+
+def _is_active(layer: Any) -> bool:
+    return type(layer).__module__.startswith("peft.tuners.lora.") and hasattr(layer, "active_adapters") and not (
+        layer.disable_adapters or layer.merged_adapters)
+
+
+def _variant(layer: Any, name: str) -> str:
+    """The kind of LoRA that an adapter is in a layer, by the name of PEFT's class; "" for plain LoRA."""
+    found = getattr(layer, "lora_variant", {}).get(name)
+    return "" if found is None else getattr(found, "__name__", type(found).__name__)
