@@ -14,10 +14,11 @@ class QueueFull(RuntimeError):
 
 
 class Admission:
-    """The names and deadlines of unfinished requests. ``max_waiting``: requests that may wait for a slot, or None."""
+    """The names and deadlines of unfinished requests. ``max_waiting``: requests that may wait for a slot, or None; ``slots``:
+    those that may run."""
 
-    def __init__(self, max_waiting: int | None) -> None:
-        self.max_waiting = max_waiting
+    def __init__(self, max_waiting: int | None, slots: int) -> None:
+        self.max_waiting, self.slots = max_waiting, slots
         self._named: dict[str, list[int]] = {}
         self._deadlines: list[tuple[float, int, float]] = []  # a heap of (time, request, seconds)
 
@@ -28,9 +29,9 @@ class Admission:
         if name in self._named:
             raise ValueError(f"a request with request_id {name!r} is unfinished; give another one, or abort that one first")
         if most is not None and waiting + count > most:
-            if waiting <= 0:  # it would not help to wait
-                raise QueueFull(f"a prompt with n={count} has no room in the queue: {-waiting} slots are free, and max_waiting="
-                                f"{most}. Lower n, or raise max_waiting or max_num_seqs")
+            if count > self.slots + most:  # it would not help to wait
+                raise QueueFull(f"a prompt with n={count} has never room in the queue: max_num_seqs={self.slots} may run, and "
+                                f"max_waiting={most}. Lower n, or raise one of these")
             raise QueueFull(f"the queue is full: {max(0, waiting)} requests wait for a slot, and max_waiting={most}. Try again "
                             "when some have ended, or raise max_waiting or max_num_seqs")
 

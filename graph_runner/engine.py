@@ -72,7 +72,7 @@ class Engine(EngineCalls, WeightUpdates):
         self._results: deque[Result] = deque()  # of a finished step, not handled yet
         self._gc, self.lock = ServingFreeze(), EngineLock()
         self.requests: dict[int, Request] = {}
-        self.counters, self._admission = Counters(), Admission(config.max_waiting)
+        self.counters, self._admission = Counters(), Admission(config.max_waiting, config.max_num_seqs)
         self._events: deque[StreamEvent] = deque()  # for ``step``; each stream has its own
         self._next_id = 0
         self._closed = self._launch_failed = self._check_due = False  # due: to compare the whole model with its trace

@@ -19,22 +19,22 @@ def check_adapters_served(model: torch.nn.Module) -> None:
             "model embeddings or keys, and an engine takes token ids. Use the wrapper's own generate, or give the engine the "
             "model without it (get_base_model())")
     for path, layer in model.named_modules():
-        if not _is_active(layer):
-            continue
-        if any(_variant(layer, name).startswith("ALora") for name in layer.active_adapters):
+        if any(_variant(layer, name).startswith("ALora") for name in _applied(layer)):
             raise UnsupportedAttention(
                 f"{path} has an active aLoRA (alora_invocation_tokens), which begins in the middle of a row, and an adapter "
                 "here is of whole requests: disable or delete it, or use the model's own generate")
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    if is_wrapper(head) and _is_active(head):
+    if is_wrapper(head) and _applied(head):
         raise UnsupportedAttention(
             "the head is adapted as a parameter (PEFT's target_parameters), and its rows are not the tokens of a batch: name "
             'the layer (target_modules=["lm_head"]), or merge the adapter with merge_adapter()')
 
 
-def _is_active(layer: Any) -> bool:
-    return type(layer).__module__.startswith("peft.tuners.lora.") and hasattr(layer, "active_adapters") and not (
-        layer.disable_adapters or layer.merged_adapters)
+def _applied(layer: Any) -> list[str]:
+    """The adapters of a LoRA layer that its forward adds to what the layer gives without them; none of other layers."""
+    if not type(layer).__module__.startswith("peft.tuners.lora.") or not hasattr(layer, "lora_A"):
+        return []
+    return [] if layer.disable_adapters or layer.merged_adapters else [n for n in layer.active_adapters if n in layer.lora_A]
 
 
 def _variant(layer: Any, name: str) -> str:

@@ -283,7 +283,7 @@ def test_a_full_queue(engine, prompts, expected, caplog) -> None:
         engine.generate(prompts[0], SHORT)
     while engine.has_unfinished:
         engine.step()
-    with pytest.raises(quire.QueueFull, match="n=9 has no room in the queue: 2 slots are free, and max_waiting=6. Lower n"):
+    with pytest.raises(quire.QueueFull, match="n=9 has never room in the queue: max_num_seqs=2 may run, and max_waiting=6"):
         engine.add_request(prompts[0], replace(SAMPLED, n=9))
     assert tokens(engine.generate(prompts[0], SHORT)) == [expected[0]]
 

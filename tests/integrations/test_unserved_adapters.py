@@ -59,6 +59,18 @@ def test_a_disabled_one_is_served() -> None:
         assert tokens(engine.generate([PROMPT], params)) == [hf_greedy(inner, PROMPT, 8)]
 
 
+def test_one_that_is_not_active_is_served() -> None:
+    """The active adapter leaves the head alone, which another one has wrapped."""
+    plain = small_llama(std=0.3)
+    model = peft.get_peft_model(plain, lora(target_parameters=["lm_head.weight"])).eval()
+    model.add_adapter("other", lora())
+    model.set_adapter("other")
+    fill(model, "other", 0)
+    with quire.Engine(model.get_base_model(), **OPTIONS) as engine:
+        params = quire.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        assert tokens(engine.generate([PROMPT], params)) == [hf_greedy(model.get_base_model(), PROMPT, 8)]
+
+
 def test_generate_says_that_an_alora_is_one() -> None:
     model = peft.get_peft_model(small_llama(std=0.3), lora(alora_invocation_tokens=[14, 15])).eval()
     fill(model, "default", 0)
