@@ -12,8 +12,10 @@ from quire.passes.capture.hf_experts import is_wrapper
 
 def check_adapters_served(model: torch.nn.Module) -> None:
     """Raises UnsupportedAttention for prompt learning, for an active aLoRA, and for a head that is adapted as a parameter."""
-    kind = getattr(getattr(model, "active_peft_config", None), "peft_type", None)
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+    config, base = getattr(model, "active_peft_config", None), getattr(model, "base_model", None)
+    # Disabled, the wrapper's forward is that of the model inside.
+    if getattr(config, "is_prompt_learning", False) and model.forward != getattr(base, "forward", None):
+        kind = getattr(config, "peft_type", None)
         raise UnsupportedAttention(
             f"{type(model).__name__} has {getattr(kind, 'value', kind)}: prompt tuning, p-tuning and prefix tuning give the "
             "model embeddings or keys, and an engine takes token ids. Use the wrapper's own generate, or give the engine the "

@@ -50,13 +50,20 @@ def test_trained_tokens_are_served(tied: bool) -> None:
         assert tokens(engine.generate([PROMPT], params)) == [want]
 
 
-def test_a_disabled_one_is_served() -> None:
-    model = peft.get_peft_model(small_llama(std=0.3), lora(alora_invocation_tokens=[14, 15])).eval()
-    fill(model, "default", 0)
-    inner = model.get_base_model()
-    with model.disable_adapter(), quire.Engine(inner, **OPTIONS) as engine:
-        params = quire.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-        assert tokens(engine.generate([PROMPT], params)) == [hf_greedy(inner, PROMPT, 8)]
+@pytest.mark.parametrize("config", [
+    lora(alora_invocation_tokens=[14, 15]), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)],
+    ids=lambda config: type(config).__name__)
+def test_a_disabled_one_is_served(config: Any) -> None:
+    model = peft.get_peft_model(small_llama(std=0.3), config).eval()
+    inner, served = model.get_base_model(), model
+    if isinstance(config, peft.LoraConfig):
+        fill(model, "default", 0)
+        served = inner  # the wrapper looks for an aLoRA's tokens when it is disabled, too
+    with model.disable_adapter():
+        want = hf_greedy(inner, PROMPT, 8)
+        with quire.Engine(served, **OPTIONS) as engine:
+            params = quire.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+            assert tokens(engine.generate([PROMPT], params)) == [want]
 
 
 def test_one_that_is_not_active_is_served() -> None:
