@@ -8,7 +8,7 @@ r"""Attention kernels over a grid of shapes, beside FlashInfer's and vLLM's on t
         --kv bfloat16 --systems triton:mode=never,triton:mode=always,contiguous,contiguous-copy,fi-fa3,fi-ragged
     python benchmarks/attention_grid.py --out prompts.json --only extend --groups 4,2 --dims 128 --kv bfloat16 \
         --prefills 1x1024,1x8192,1x512+16384,1x2048+14336,1x8192+24576 --systems fi-fa3,fi-ragged,fi-copied,fi-merge
-    python benchmarks/attention_grid.py --show grid.json other.json
+    python benchmarks/attention_table.py grid.json other.json       # what is slow; --docs writes docs/attention.md
 
 Cells: decode by query heads per key head (8 key heads), head dim, batch, context, cache format, and with windows at the longest
 context; prefills of a group and head dim. A time is the median over replays of a CUDA graph, with keys from memory: calls go
@@ -31,8 +31,10 @@ import functools
 import importlib
 import importlib.util
 import itertools
-import json
-from collections.abc import Callable
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,15 +94,19 @@ class Cell(NamedTuple):
 
 
 def grid(args: argparse.Namespace) -> list[Cell]:
-    """The cells asked for; those of one kernel (group, dim, format) together, small ones first."""
+    """The cells asked for; those that read the same keys together, small ones first."""
     found = []
-    windows = [(None, c) for c in args.contexts] + [(w, max(CONTEXTS)) for w in args.windows]
-    for dim, group, kv in itertools.product(args.dims, args.groups, args.kv):
-        found += [Cell("decode", group, dim, kv, b, c, w) for w, c in windows for b in args.batches]
+    windows = [(c, w) for c in sorted({*args.contexts, *([max(CONTEXTS)] if args.windows else [])})
+               for w in ((None,) if c in args.contexts else ()) + (tuple(args.windows) if c == max(CONTEXTS) else ())]
+    for dim, kv in itertools.product(args.dims, args.kv):
+        for context, pairs in itertools.groupby(windows, lambda pair: pair[0]):
+            held = [w for _, w in pairs]
+            found += [Cell("decode", g, dim, kv, b, context, w) for b in args.batches for w in held for g in args.groups]
         if args.prefill and (kv == "bfloat16" or args.prefills is not PREFILLS):
             for point in map(extend_point, args.prefills):
                 length, new = point.seq_lens[0], point.query_lens[0]
-                found.append(Cell("extend", group, dim, kv, len(point.seq_lens), length, None, length - new or None))
+                found += [Cell("extend", g, dim, kv, len(point.seq_lens), length, None, length - new or None)
+                          for g in args.groups]
     return [cell for cell in found if not args.only or cell.kind == args.only]
 
 
@@ -280,19 +286,58 @@ def overridden(cell: Cell, system: str) -> contextlib.AbstractContextManager[Non
     return stack
 
 
-#: of the cell that this process measures: its batch, and what the first of the systems put out
+#: of this process: a batch by the keys that it reads, and by the cell the batch and what the first of the systems put out
 HELD: dict[Any, Any] = {}
 
 
 def batch_of(cell: Cell, max_len: int, device: torch.device) -> OpBatch:
-    """The batch, the same for all systems."""
-    if (cell, "batch") not in HELD:
+    """The batch, the same for all systems; cells of other groups and windows read the same keys."""
+    if cell in HELD:
+        return HELD[cell]
+    keys = cell._replace(group=1, window=None)
+    if (keys, "keys") not in HELD:
         HELD.clear()
         free_memory()
-        HELD[cell, "batch"] = op_batch(cell.site, cell.point, page_size=PAGE, device=device, max_len=max_len,
-                                       kv_dtype=cell.dtype)
-    made: OpBatch = HELD[cell, "batch"]
+        HELD[keys, "keys"] = op_batch(keys.site, keys.point, page_size=PAGE, device=device, max_len=max_len,
+                                      kv_dtype=keys.dtype)
+    of_keys: OpBatch = HELD[keys, "keys"]
+    for old in [key for key in HELD if key != (keys, "keys")]:
+        del HELD[old]
+    generator = torch.Generator(device).manual_seed(1)
+    q = torch.randn(len(of_keys.q), cell.site.num_heads, cell.dim, generator=generator, device=device)
+    HELD[cell] = made = replace(of_keys, site=cell.site, q=q.to(cell.site.dtype))
     return made
+
+
+def compile_kernels(cells: Sequence[Cell], systems: Sequence[str], max_len: int, where: str) -> None:
+    """Call quire's kernels once for each cell. Decodes read few keys: what is compiled follows from the room that the table
+    has, not from lengths."""
+    short = (cell._replace(context=min(cell.context, min(CONTEXTS))) if cell.kind == "decode" else cell for cell in cells)
+    for cell, system in itertools.product(dict.fromkeys(short), systems):
+        if (name := system.partition(":")[0]) in all_backends():
+            with contextlib.suppress(Exception), overridden(cell, system), torch.no_grad():  # its row says why
+                batch, backend = batch_of(cell, max_len, torch.device(where)), all_backends()[name]
+                require(backend, cell.site, batch.q.device, PAGE, batch.cache.dtype)
+                with planned(backend, batch):
+                    backend.op(batch.q, batch.k, batch.v, *batch.caches[0], *batch.tables, None, prepared(backend, batch),
+                               **batch.options)
+
+
+def compiled_meanwhile(pool: Executor, tasks: Sequence[RowTask], max_len: int, where: str) -> Callable[[Any], None]:
+    """Begin to compile the kernels of the rows in their order; returns what waits for those of a group."""
+    by_kernel: dict[Any, dict[Cell, None]] = {}
+    systems = dict.fromkeys(task.row["system"] for task in tasks)
+    for task in tasks:
+        cell = task.given[0]
+        by_kernel.setdefault((task.group, cell.group), {})[cell] = None
+    begun = {key: pool.submit(compile_kernels, [*cells], [*systems], max_len, where) for key, cells in by_kernel.items()}
+
+    def wait(group: Any) -> None:
+        for key, future in begun.items():
+            if key[0] == group:
+                future.result()
+
+    return wait
 
 
 @or_failure
@@ -313,7 +358,7 @@ def measured(task: tuple[Cell, str, int, str]) -> dict[str, Any]:
                 out = backend.op(batch.q, batch.k, batch.v, *batch.caches[0], *batch.tables, None, prepared(backend, batch),
                                  **batch.options).clone()
             us = measure(backend, batch, graph="mode=" not in system).us  # graphs hold no copies
-    first = HELD.setdefault("out", out)
+    first = HELD.setdefault((cell, "out"), out)
     size, flops = work(cell.site, cell.point, cell.dtype)
     differs = float((out.float() - first.float()).norm() / first.float().norm()) if out.shape == first.shape else None
     return {"us": us, "differs": differs, "bytes": size, "tflop_per_s": flops / us / 1e6}
@@ -326,33 +371,6 @@ def line(row: dict[str, Any]) -> str:
     more = [f"{row['tflop_per_s']:7.1f} TFLOP/s"] if "us" in row else []
     more += [f"differs {row['differs']:.1e}"] if row.get("differs") is not None else []
     return kernel_line(f"{name:44s}{row['system']:14s}", row, *more)
-
-
-def show(paths: list[Path]) -> None:
-    """Where quire's kernel is slow: below 60 % of the copy's bandwidth from 64 MB on, or 1.05 times the best rival."""
-    by_cell: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-    for path in paths:
-        for row in json.loads(path.read_text())["rows"]:
-            by_cell.setdefault(tuple(row.get(name) for name in Cell._fields), {})[row["system"]] = row
-    slow = total = 0
-    for systems in by_cell.values():
-        ours = systems.get("triton")
-        if ours is None:
-            continue
-        total += 1
-        if "us" not in ours:
-            print(line(ours))
-            continue
-        # On codes the rivals compute something else: they have no scale per token.
-        rivals = {n: row["us"] for n, row in systems.items() if n in RIVALS and "us" in row
-                  and (row["differs"] < 0.05 or row["kv"] != "bfloat16")}
-        best = min(rivals, key=rivals.__getitem__, default=None)
-        floor = ours["kind"] == "decode" and ours["bytes"] >= 64e6 and ours["share"] < 0.6
-        behind = best is not None and ours["us"] > 1.05 * rivals[best]
-        if floor or behind:
-            slow += 1
-            print(line(ours) + (f"; {best} {rivals[best]:.1f} us ({ours['us'] / rivals[best]:.2f})" if best else ""))
-    print(f"{total} cells, {slow} below 60 % of the floor from 64 MB on, or slower than 1.05 times the best rival")
 
 
 def main() -> None:
@@ -369,6 +387,7 @@ def main() -> None:
                     windows=([*WINDOWS], "at the longest context"),
                     sweep=(False, "also with other launch parameters of triton's kernels"),
                     max_len=(32768, "tokens that a row of the block table has room for"), gpus=1,
+                    compilers=(0, "processes that compile quire's kernels while others are timed"),
                     limit=(300.0, "seconds for one row, compilation included"))
     add = parser.add_argument
     add("--systems", type=names, default=["triton"], help=f"quire's backends, {', '.join(RIVALS | PARTS)} (default: triton)")
@@ -379,11 +398,8 @@ def main() -> None:
     add("--no-prefill", dest="prefill", action="store_false")
     add("--out", dest="json", type=Path, help="another name of --json (default: attention_grid.json)")
     add("--resume", type=Path, nargs="*", help="go on with the rows of --out and of these files")
-    add("--show", type=Path, nargs="+", help="print where quire is slow in these results, and measure nothing")
     parser.set_defaults(json=Path("attention_grid.json"))
     args = parser.parse_args()
-    if args.show:
-        return show(args.show)
     known = {*PARTS, *all_backends()}
     if unknown := [name for name in args.systems if name not in RIVALS and name.partition(":")[0] not in known]:
         parser.error(f"unknown systems {unknown}")
@@ -395,16 +411,21 @@ def main() -> None:
     record = started(args)
     bandwidth, record.show = record.copy_bandwidth(), line
     free_memory()  # it is the other processes'
+    record.write_every = 5.0
     record.environment |= {"page_size": PAGE, "kv_heads": KV_HEADS}
     record.go_on(args.resume or [], (*Cell._fields, "system"))
     tasks = [RowTask({**cell._asdict(), "system": name}, (cell, name, args.max_len, args.device),
-                     (cell.dim, cell.group, cell.kv))
+                     (cell.dim, cell.kv))
              for cell in grid(args) for name in [*args.systems, *(f"triton:{p}" for p in SWEEP[cell.kind] if args.sweep)]]
-    with contextlib.suppress(KeyboardInterrupt):
-        measure_rows(record, tasks, measured, limit=args.limit, gpus=args.gpus, complete=lambda row: (
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
+        before: Callable[[Any], None] = lambda group: None  # noqa: E731
+        if args.compilers:
+            pool = ProcessPoolExecutor(args.compilers, multiprocessing.get_context("spawn"))
+            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+            left = [task for task in tasks if not record.has(task.row)]
+            before = compiled_meanwhile(pool, left, args.max_len, args.device)
+        measure_rows(record, tasks, measured, limit=args.limit, gpus=args.gpus, before=before, complete=lambda row: (
             row | {"share": row["bytes"] / row["us"] * 1e6 / bandwidth} if "us" in row else row))
-    if args.json.is_file():  # interrupted before the first row, there is none
-        show([args.json])
 
 
 if __name__ == "__main__":

@@ -46,13 +46,15 @@ class Record:
 
     #: False: nothing is interrupted at the deadline, only ``left`` counts down to it
     interrupts = True
+    #: least seconds from one writing of the file to the next: thousands of rows take longer to write than one to measure
+    write_every = 0.0
 
     def __init__(self, path: Path | None, device: torch.device, deadline: float | None = None, **facts: Any) -> None:
         self.path, self.device, self.facts, self.rows = path, device, facts, list[Row]()
         self.show: Callable[[Row], str] = functools.partial(json.dumps, default=str)
         self._key, self._known = tuple[str, ...](), set[tuple[Any, ...]]()
         self._end = time.monotonic() + (float("inf") if deadline is None else deadline - _age())
-        self._armed = False
+        self._armed, self._written = False, float("-inf")
 
     @functools.cached_property
     def environment(self) -> dict[str, Any]:
@@ -68,15 +70,17 @@ class Record:
         print(text, flush=True)
 
     def keep(self, row: Row) -> None:
-        """Add a row, print it and write all."""
+        """Add a row, print it and write all; with ``write_every`` not always."""
         self._add(row)
         self.say(self.show(row))
-        self.write()
+        if time.monotonic() - self._written >= self.write_every:
+            self.write()
 
     def write(self) -> None:
         """Again, after a row was changed."""
         if self.path is not None:
             write(self.path, self.environment, self.rows, **self.facts)
+        self._written = time.monotonic()
 
     @property
     def left(self) -> float:

@@ -86,6 +86,7 @@ def measure_rows(record: Record, tasks: Sequence[RowTask], measure: Callable[[An
     else:
         with ThreadPoolExecutor(gpus) as pool:
             list(pool.map(lane, range(gpus)))
+    record.write()
     return all(record.has(task.row) for task in left)
 
 
