@@ -164,9 +164,9 @@ def page(found: Sequence[Entry], environment: dict[str, Any], source: str) -> st
         "# Attention, shape by shape", "",
         f"Written by `python benchmarks/attention_table.py` from `{source}`: {environment['device']}, {versions}, quire "
         f"{str(environment.get('commit'))[:9]}, {environment['copy_tb_per_s']:.2f} TB/s of a copy.", "",
-        "One layer of the Triton backend, 8 key heads, pages of 16 tokens in random order, keys from memory and not from the L2 "
-        "cache, in a CUDA graph, writing the step's keys included. *Heads* are query heads per key head. A decode's entry is "
-        "the share of its floor in percent, its bytes at the bandwidth of a copy, and in brackets its time over the best "
+        "One layer of the Triton backend, 8 key heads, pages of 16 tokens in random order, keys from memory and not from the "
+        "L2 cache, in a CUDA graph, writing the step's keys included. *Heads* are query heads per key head. A decode's entry "
+        "is the share of its floor in percent, its bytes at the bandwidth of a copy, and in brackets its time over the best "
         "rival's on the same tensors, where one was measured; a prefill's is TFLOP/s. Bold: below 60 % from 64 MB of keys and "
         "values on, or above 1.05 times the best rival. Columns: sequences x tokens of each, and the window.", "",
         *summary(found), "", "![Share of the floor, by shape](attention.png)", "", *tables(found)]
