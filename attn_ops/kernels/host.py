@@ -40,7 +40,7 @@ class Strides(NamedTuple):
 
 
 class CacheLayout(NamedTuple):
-    """Shape and strides of a layer's KV cache, a kernel's constant. ``v_words``: v by four bytes. ``scale``: 0s if fixed."""
+    """Shape and strides of a layer's KV cache, a kernel's constant. ``scale``: 0s if fixed."""
 
     heads: int
     dim: int
@@ -48,7 +48,6 @@ class CacheLayout(NamedTuple):
     page: int
     k: Strides
     v: Strides
-    v_words: Strides
     scale: Strides
 
 
@@ -186,7 +185,7 @@ def cache_layout(caches: Caches) -> CacheLayout:
 def _cache_layout(k_shape: torch.Size, k_strides: tuple[int, ...], v_shape: torch.Size, v_strides: tuple[int, ...],
                   scale_strides: tuple[int, ...]) -> CacheLayout:
     return CacheLayout(k_shape[2], k_shape[3], v_shape[3], k_shape[1], Strides(*k_strides[:3]), Strides(*v_strides[:3]),
-                       Strides(*(n // 4 for n in v_strides[:3])), Strides(*scale_strides))
+                       Strides(*scale_strides))
 
 
 def check_cache_strides(name: str, caches: Caches) -> None:

@@ -6,16 +6,17 @@ whatever its rounding. For x with 2**e <= |x| < 2**(e+1) codes lie 2**(e - manti
 1.5 * 2**(23 - mantissa), and below 2**min_exponent codes get no closer. The code of NaN is stored as its byte.
 
 NOTE [Values by words]: the product of weights and values needs pairs of keys adjacent, but memory has adjacent codes of one
-key. By bytes that takes a load from shared memory per code. So four adjacent codes are loaded as one word, words are split
-into four tensors (``unpack``), and the four products are interleaved at the end (``joined``).
+key. By bytes that takes a load from shared memory per code. So two or four adjacent codes are loaded as one word, words are
+split into as many tensors (``unpack``), and their products are interleaved at the end (``joined``). A product needs more columns
+than it has rows, 16: with as many or fewer, Triton gives all of its work to every warp.
 
-NOTE [Converting codes]: with integer instructions and one multiplication, not by the GPU's converter. Two codes
-at a time, in the halves of a register. int8 to bfloat16: the bits 0x4300 with the code's lower 7 are 128 plus these; with its
-sign bit they are 128 or 256; the difference is the code. int8 to float16: 0x6400 with the code, its sign flipped, is
-1024 + 128 plus the code. fp8: the code's bits move to where exponent and mantissa end, and a multiplication by a power of two
-corrects the exponent, subnormal codes included. (No code is NaN or infinite: kernels that convert so serve no fixed scales.)
-bfloat16 is subtracted and multiplied by fma, with factor -1 and summand -0: compute capability 8 has no other. Inputs are read
-before an output is written, which may be the same register.
+NOTE [Converting codes]: two at a time, in the halves of a register. To float16, which decoding multiplies in, two fp8 codes take
+one instruction of the GPU's converter (compute capability 8.9; E5M2 is float16's upper byte), and int8: 0x6400 with the code,
+its sign flipped, is 1024 + 128 plus the code. To bfloat16 there is no such converter. int8: the bits 0x4300 with the code's
+lower 7 are 128 plus these; with its sign bit they are 128 or 256; the difference is the code. (Triton does that itself.) fp8:
+the code's bits move to where exponent and mantissa end, and a multiplication by a power of two corrects the exponent, subnormal
+codes included. (No code is NaN or infinite: kernels that convert so serve no fixed scales.) bfloat16 is multiplied by fma, with
+summand -0: compute capability 8 has no other. Inputs are read before an output is written, which may be the same register.
 """
 
 from __future__ import annotations
@@ -26,23 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-#: For ``unpack``: two registers of codes -> four of numbers. First codes in the same place of both are made adjacent.
-_WORDS = """{
-    .reg .b32 t, u, a, b, c;
-    prmt.b32 t, $4, $5, 0x5140;
-    prmt.b32 u, $4, $5, 0x7362;
-%s}"""
-_INT8_BF16 = """
-    and.b32 a, %(x)s, 0x7f7f7f7f;
-    and.b32 b, %(x)s, 0x80808080;
-    prmt.b32 %(first)s, a, 0x43, 0x4140;
-    prmt.b32 %(second)s, a, 0x43, 0x4342;
-    prmt.b32 a, b, 0x43, 0x4140;
-    prmt.b32 b, b, 0x43, 0x4342;
-    mov.b32 c, 0xbf80bf80;
-    fma.rn.bf16x2 %(first)s, a, c, %(first)s;
-    fma.rn.bf16x2 %(second)s, b, c, %(second)s;
-"""
+#: Two registers of numbers, $first and $second, from the four codes of x.
 _INT8_FP16 = """
     xor.b32 a, %(x)s, 0x80808080;
     prmt.b32 %(first)s, a, 0x64, 0x4140;
@@ -51,7 +36,17 @@ _INT8_FP16 = """
     sub.rn.f16x2 %(first)s, %(first)s, b;
     sub.rn.f16x2 %(second)s, %(second)s, b;
 """
-_FP8 = """
+_E4M3_FP16 = """
+    mov.b32 {low, high}, %(x)s;
+    cvt.rn.f16x2.e4m3x2 %(first)s, low;
+    cvt.rn.f16x2.e4m3x2 %(second)s, high;
+"""
+_E5M2_FP16 = """
+    mov.b32 a, %(x)s;
+    prmt.b32 %(first)s, a, 0, 0x1404;
+    prmt.b32 %(second)s, a, 0, 0x3424;
+"""
+_FP8_BF16 = """
     prmt.b32 %%(first)s, %%(x)s, 0, 0x1404;
     prmt.b32 %%(second)s, %%(x)s, 0, 0x3424;
     shr.u32 a, %%(first)s, %(shift)d;
@@ -62,28 +57,35 @@ _FP8 = """
     lop3.b32 %%(second)s, b, %(mask)s, %%(second)s, 0xea;
     mov.b32 a, %(power)s;
     mov.b32 c, 0x80008000;
-    fma.rn.%(type)s %%(first)s, %%(first)s, a, c;
-    fma.rn.%(type)s %%(second)s, %%(second)s, a, c;
+    fma.rn.bf16x2 %%(first)s, %%(first)s, a, c;
+    fma.rn.bf16x2 %%(second)s, %%(second)s, a, c;
 """
-
-
-def _of_words(two: str) -> tl.constexpr:
-    places = (dict(x="t", first="$0", second="$1"), dict(x="u", first="$2", second="$3"))
-    return tl.constexpr(_WORDS % "".join(two % place for place in places))
+_REGISTERS = "{\n    .reg .b32 t, u, a, b, c;\n    .reg .b16 low, high;\n"
 
 
 def _of_codes(two: str) -> tl.constexpr:
     """For ``widen``: a register of codes -> two of numbers."""
-    return tl.constexpr("{\n    .reg .b32 t, a, b, c;\n    mov.b32 t, $2;" + two % dict(x="t", first="$0", second="$1") + "}")
+    return tl.constexpr(_REGISTERS + "    mov.b32 t, $2;" + two % dict(x="t", first="$0", second="$1") + "}")
 
 
-_E4M3_BF16 = _FP8 % dict(shift=4, mask="0x07f007f0", power="0x7b807b80", type="bf16x2")  # 2**120
-_E5M2_BF16 = _FP8 % dict(shift=3, mask="0x0fe00fe0", power="0x77807780", type="bf16x2")  # 2**112
-E4M3_BF16, E5M2_BF16 = _of_codes(_E4M3_BF16), _of_codes(_E5M2_BF16)
-INT8_BF16_WORDS, INT8_FP16_WORDS = _of_words(_INT8_BF16), _of_words(_INT8_FP16)
-E4M3_BF16_WORDS, E5M2_BF16_WORDS = _of_words(_E4M3_BF16), _of_words(_E5M2_BF16)
-E4M3_FP16_WORDS = _of_words(_FP8 % dict(shift=1, mask="0x3f803f80", power="0x5c005c00", type="f16x2"))  # 2**8
-E5M2_FP16_WORDS = _of_words(_FP8 % dict(shift=0, mask="0x7f007f00", power="0x3c003c00", type="f16x2"))  # 1
+def _of_words(two: str) -> tl.constexpr:
+    """For ``unpack``: two registers, words of four codes each -> four of numbers. First codes, in the same place of both, are
+    made adjacent, and so on."""
+    places = (dict(x="t", first="$0", second="$1"), dict(x="u", first="$2", second="$3"))
+    return tl.constexpr(_REGISTERS + "    prmt.b32 t, $4, $5, 0x5140;\n    prmt.b32 u, $4, $5, 0x7362;"
+                        + "".join(two % place for place in places) + "}")
+
+
+def _of_pairs(two: str) -> tl.constexpr:
+    """For ``unpack``: a register, two words of two codes each -> two of numbers."""
+    return tl.constexpr(_REGISTERS + "    prmt.b32 t, $2, 0, 0x3120;" + two % dict(x="t", first="$0", second="$1") + "}")
+
+
+E4M3_BF16 = _of_codes(_FP8_BF16 % dict(shift=4, mask="0x07f007f0", power="0x7b807b80"))  # 2**120
+E5M2_BF16 = _of_codes(_FP8_BF16 % dict(shift=3, mask="0x0fe00fe0", power="0x77807780"))  # 2**112
+INT8_FP16, E4M3_FP16, E5M2_FP16 = (_of_codes(two) for two in (_INT8_FP16, _E4M3_FP16, _E5M2_FP16))
+INT8_FP16_WORDS, E4M3_FP16_WORDS, E5M2_FP16_WORDS = (_of_words(two) for two in (_INT8_FP16, _E4M3_FP16, _E5M2_FP16))
+INT8_FP16_PAIRS, E4M3_FP16_PAIRS, E5M2_FP16_PAIRS = (_of_pairs(two) for two in (_INT8_FP16, _E4M3_FP16, _E5M2_FP16))
 
 #: Neither the interpreter nor an AMD GPU runs this assembly.
 NO_ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1" or torch.version.hip is not None)
@@ -141,41 +143,66 @@ def _rounded(scaled, FORMAT: tl.constexpr):
 @triton.jit
 def widen(codes, like):
     """Codes in the dtype of ``like``, which holds each of them exactly. See NOTE [Converting codes]."""
-    if NO_ASSEMBLY or like.dtype != tl.bfloat16 or codes.dtype == tl.int8:  # Triton converts int8 the same way
+    if NO_ASSEMBLY or (like.dtype != tl.bfloat16 and like.dtype != tl.float16):
+        return codes.to(like.dtype)
+    elif like.dtype == tl.float16:
+        TO_FP16: tl.constexpr = INT8_FP16 if codes.dtype == tl.int8 else (
+            E4M3_FP16 if codes.dtype == tl.float8e4nv else E5M2_FP16)
+        return tl.inline_asm_elementwise(TO_FP16, "=r,=r,r", [codes], tl.float16, True, 4)
+    elif codes.dtype == tl.int8:
         return codes.to(like.dtype)
     else:
-        ASM: tl.constexpr = E4M3_BF16 if codes.dtype == tl.float8e4nv else E5M2_BF16
-        return tl.inline_asm_elementwise(ASM, "=r,=r,r", [codes], tl.bfloat16, True, 4)
+        TO_BF16: tl.constexpr = E4M3_BF16 if codes.dtype == tl.float8e4nv else E5M2_BF16
+        return tl.inline_asm_elementwise(TO_BF16, "=r,=r,r", [codes], tl.bfloat16, True, 4)
 
 
 @triton.jit
-def unpack(words, like, kind: tl.constexpr):
-    """Words (N, C) of four codes each -> four tensors (N, C) in the dtype of ``like``, float16 or bfloat16: the first code of
-    each word, the second, and so on. ``kind``: dtype of the codes. See NOTE [Converting codes]."""
-    if NO_ASSEMBLY:
-        return (_byte(words, 0, kind).to(like.dtype), _byte(words, 1, kind).to(like.dtype),
-                _byte(words, 2, kind).to(like.dtype), _byte(words, 3, kind).to(like.dtype))
-    elif like.dtype == tl.bfloat16:
-        BF16: tl.constexpr = INT8_BF16_WORDS if kind == tl.int8 else (
-            E4M3_BF16_WORDS if kind == tl.float8e4nv else E5M2_BF16_WORDS)
-        return tl.inline_asm_elementwise(BF16, "=r,=r,=r,=r,r,r", [words],
-                                         (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2)
+def in_half(x):
+    """Rows of bfloat16 numbers, x (M, N), in float16 times a power of two, and its inverse (M,) in float32. The largest of a row
+    is brought to 2**13 or above, so that the smallest that float16 has are 2**-38 of it: products with codes are as those of x
+    itself to the precision of their sums in float32. float16 rows are left as they are."""
+    if x.dtype == tl.float16:
+        return x, tl.full([x.shape[0]], 1.0, tl.float32)
     else:
-        FP16: tl.constexpr = INT8_FP16_WORDS if kind == tl.int8 else (
-            E4M3_FP16_WORDS if kind == tl.float8e4nv else E5M2_FP16_WORDS)
-        return tl.inline_asm_elementwise(FP16, "=r,=r,=r,=r,r,r", [words],
-                                         (tl.float16, tl.float16, tl.float16, tl.float16), True, 2)
+        size = tl.max(tl.abs(x.to(tl.float32)), 1).to(tl.int32, bitcast=True)
+        exponent = tl.minimum(tl.maximum(size >> 23, 27), 254)  # of the largest, as its bits have it; NaN stays NaN
+        power = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
+        return (x.to(tl.float32) * power[:, None]).to(tl.float16), ((exponent - 13) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unpack(words, kind: tl.constexpr):
+    """Words (N, C) of four codes each, int32, or of two, int16 -> as many tensors (N, C) in float16: the first code of each word,
+    the second, and so on. ``kind``: dtype of the codes. See NOTE [Converting codes]."""
+    if words.dtype == tl.int32:
+        if NO_ASSEMBLY:
+            return (_byte(words, 0, kind), _byte(words, 1, kind), _byte(words, 2, kind), _byte(words, 3, kind))
+        else:
+            WORDS: tl.constexpr = INT8_FP16_WORDS if kind == tl.int8 else (
+                E4M3_FP16_WORDS if kind == tl.float8e4nv else E5M2_FP16_WORDS)
+            return tl.inline_asm_elementwise(WORDS, "=r,=r,=r,=r,r,r", [words],
+                                             (tl.float16, tl.float16, tl.float16, tl.float16), True, 2)
+    else:
+        if NO_ASSEMBLY:
+            return _byte(words, 0, kind), _byte(words, 1, kind)
+        else:
+            PAIRS: tl.constexpr = INT8_FP16_PAIRS if kind == tl.int8 else (
+                E4M3_FP16_PAIRS if kind == tl.float8e4nv else E5M2_FP16_PAIRS)
+            return tl.inline_asm_elementwise(PAIRS, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
 
 
 @triton.jit
 def _byte(words, PLACE: tl.constexpr, kind: tl.constexpr):
-    return ((words >> (8 * PLACE)) & 255).to(tl.uint8).to(kind, bitcast=True)
+    return ((words >> (8 * PLACE)) & 255).to(tl.uint8).to(kind, bitcast=True).to(tl.float16)
 
 
 @triton.jit
-def joined(a, b, c, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(ROWS, COLUMNS): columns of a, b, c and d in turn."""
-    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, COLUMNS])
+def joined(parts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(ROWS, COLUMNS): columns of two or four tensors in turn."""
+    if len(parts) == 4:
+        return tl.reshape(tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3])), [ROWS, COLUMNS])
+    else:
+        return tl.reshape(tl.join(parts[0], parts[1]), [ROWS, COLUMNS])
 
 
 @triton.jit

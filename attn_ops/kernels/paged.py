@@ -36,6 +36,12 @@ def find_block(query_start_loc, num_reqs, block, BLOCK_Q: tl.constexpr):
     return low, start, start + (block - start // BLOCK_Q - low) * BLOCK_Q
 
 
+@triton.constexpr_function
+def in_words(strides, codes):
+    """Strides of a cache of codes, by words of so many codes."""
+    return type(strides)(*(n // codes for n in strides))
+
+
 @triton.jit
 def key_rows(cache, block_table_row, kv_head, offsets, live, PAGE: tl.constexpr, ROW: tl.constexpr, MASKED: tl.constexpr):
     """Pointers to the keys (or values) of one head at positions ``offsets``. ROW: Strides of the cache. 64-bit: caches exceed

@@ -21,11 +21,14 @@ def logits(scores, scale, softcap):
 
 
 @triton.jit
-def softmax_step(highest, total, scores, factor, FOLD: tl.constexpr, MASKED: tl.constexpr):
+def softmax_step(highest, total, scores, factor, FOLD: tl.constexpr, MASKED: tl.constexpr, level=None):
     """More base-2 ``scores`` (M, N) in a running softmax: highest and total (M,), then the weights of the scores, and what the
     weights before shrink by (M,). MASKED: rows may have seen no key yet. FOLD: scores are still to be multiplied by ``factor``,
-    which is positive: one multiply-add per score instead of a product and a difference."""
-    if FOLD:
+    which is positive: one multiply-add per score instead of a product and a difference. ``level``: (1, N), without FOLD: the
+    highest is that of scores + level, so that weights times 2**level are at most 1."""
+    if level is not None:
+        new_highest = tl.maximum(highest, tl.max(scores + level, 1))
+    elif FOLD:
         new_highest = tl.maximum(highest, tl.max(scores, 1) * factor)
     else:
         new_highest = tl.maximum(highest, tl.max(scores, 1))

@@ -15,23 +15,21 @@ ROWS, COLUMNS = 64, 128
 
 
 @triton.jit
-def convert_kernel(codes, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
+def convert_kernel(codes, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CODES: tl.constexpr):
     rows = tl.arange(0, ROWS)[:, None]
     at = rows * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     like = tl.load(out)
-    if WORDS:
-        words = tl.load(codes.to(tl.pointer_type(tl.int32), bitcast=True) + rows * (COLUMNS // 4)
-                        + tl.arange(0, COLUMNS // 4)[None, :])
-        a, b, c, d = unpack(words, like, codes.dtype.element_ty)
-        tl.store(out + at, joined(a, b, c, d, ROWS, COLUMNS))
+    if CODES > 0:
+        words = tl.load(codes.to(tl.pointer_type(tl.int32 if CODES == 4 else tl.int16), bitcast=True)
+                        + rows * (COLUMNS // CODES) + tl.arange(0, COLUMNS // CODES)[None, :])
+        tl.store(out + at, joined(unpack(words, codes.dtype.element_ty), ROWS, COLUMNS))
     else:
         tl.store(out + at, widen(tl.load(codes + at), like))
 
 
-@pytest.mark.parametrize("words", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "words"), [(torch.bfloat16, 0), (torch.float16, 0), (torch.float16, 2), (torch.float16, 4)])
 @pytest.mark.parametrize("kind", sorted(QUANTIZED_KV_DTYPES, key=str), ids=str)
-def test_every_code(kind: torch.dtype, dtype: torch.dtype, words: bool) -> None:
+def test_every_code(kind: torch.dtype, dtype: torch.dtype, words: int) -> None:
     every = torch.arange(256, dtype=torch.uint8).view(kind)
     every = every[every.float().isfinite()]
     picked = torch.randint(len(every), (ROWS * COLUMNS,), generator=torch.Generator().manual_seed(0))

@@ -22,7 +22,12 @@ streams do not share them, and launches of one forward follow each other in stre
 NOTE [Quantized caches]: codes are multiplied as they are, in the dtype of the queries, which holds each of them exactly; a
 key's scale multiplies its scores, a value's scale its weights. Weights are rounded to the dtype of the queries, and in float16
 a weight times a small scale could vanish: so values' scales are multiplied with ``unit``, a power of two near the largest
-code, and the sums divided by it in the end.
+code, and the sums divided by it in the end. Decoding waits for the conversion of codes, which is shortest to float16: it
+multiplies in float16 with bfloat16 queries too, brought to its range (``in_half``). There a weight times a scale could be too
+large as well, since bfloat16 values can: so what scores are compared with is not the highest of them but of the scores plus
+log2 of the values' scales times unit. Then weights times scales are about 1 at most, for values from 2**-36 to 2**90, and the
+sum of the weights, by which they are divided in the end, fits in float32, since it is between 2**36 and 2**-90 for the highest
+score. Smaller values are rounded at 2**-61; with larger ones results are infinite.
 """
 
 from __future__ import annotations

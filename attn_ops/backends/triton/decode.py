@@ -65,7 +65,8 @@ class DecodeTile(NamedTuple):
     """Constants of a launch.
 
     blocks, heads, rows: blocks of query heads per key head, heads per block, and the same padded.  by_row: the mode.  split:
-    whether keys are split.  words: see NOTE [Values by words].  merge_rows, merge_step: heads and splits merged at a time.
+    whether keys are split.  half: whether products are in float16 whatever the queries are, as codes are.  words: codes per
+    word, or 0: see NOTE [Values by words].  merge_rows, merge_step: heads and splits merged at a time.
     """
 
     blocks: int
@@ -74,7 +75,8 @@ class DecodeTile(NamedTuple):
     by_row: bool
     split: bool
     dot: bool
-    words: bool
+    half: bool
+    words: int
     block_n: int
     stages: int
     merge_rows: int
@@ -92,7 +94,7 @@ class InputStrides(NamedTuple):
 
 #: Programs in half precision for whose registers a multiprocessor has room (``python -m benchmarks.hopper``), of padded head
 #: dims up to 64, 128 and 256, by keys per step of the loop and heads (1, 2, 4, 8, 16).
-REGISTERS = {64: {64: (6, 6, 5, 4, 6), 128: (4, 4, 4, 3, 4)}, 128: {64: (4,) * 5, 128: (3,) * 5}, 256: {64: (3,) * 5}}
+REGISTERS = {64: {64: (6, 6, 6, 5, 6), 128: (5, 5, 5, 4, 5)}, 128: {64: (4,) * 5, 128: (3,) * 5}, 256: {64: (3,) * 5}}
 
 
 def places(widest: int, heads: int, device: torch.device) -> dict[int, int]:
@@ -199,14 +201,17 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
     merge_rows = next_power_of_2(per_block)
     # See NOTE [Values by words]. From 64 rows on Triton 3.6 makes the four products Hopper's wgmma, and on an H200 with 71
     # heads per key head numbers were wrong (tests/gpu/test_triton_gpu.py); why is not known. By bytes they are right.
-    words = (quantized and params.dot and itemsize == 2 and dim_v >= 64 and merge_rows <= 32
-             and not any(n % 4 for n in (layout.dim_v, v_offset, *layout.v)))
+    half = quantized and params.dot and itemsize == 2
+    words = 0
+    if half and dim_v >= 64 and merge_rows <= 32:
+        places = (layout.dim_v, v_offset, *layout.v)
+        words = next((n for n in ((4, 2) if dim_v >= 128 else (2,)) if not any(place % n for place in places)), 0)
     rows, split = next_power_of_2(per_block, 16 if params.dot else 1), programs > slots
     # Few of many slots have parts to merge; more at a time would cost all programs registers, and a fourth per multiprocessor.
     # From 1024 numbers per part on, one at a time is faster, with few exceptions at 1024 (h200_decode_merge.json).
     numbers, most = merge_rows * dim_v, 2048 if scheduled else 8192
     merge_step = 1 if numbers >= 1024 else max(1, min(16, most // numbers))
-    tile = DecodeTile(blocks, per_block, rows, by_row, split, params.dot, words, params.block_n, params.stages, merge_rows,
+    tile = DecodeTile(blocks, per_block, rows, by_row, split, params.dot, half, words, params.block_n, params.stages, merge_rows,
                       merge_step)
     return Plan((programs,), params, splits, programs * per_block * (layout.dim_v + 1) if split else 0,
                 (Site(heads, window or 0, chunk or 0), layout, tile), items, scheduled)

@@ -10,11 +10,16 @@ import triton.language as tl
 
 from quire.attn_ops.backends.triton.common import arrived_last, first_key, merge_partials, scheduled_part
 from quire.attn_ops.kernels.constants import next_power_of_2
-from quire.attn_ops.kernels.kv_quant import code_format, encode, joined, store_rows, unpack, widen
-from quire.attn_ops.kernels.paged import find_row, load_keys, load_scales
+from quire.attn_ops.kernels.kv_quant import code_format, encode, in_half, joined, store_rows, unpack, widen
+from quire.attn_ops.kernels.paged import find_row, in_words, load_keys, load_scales
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
 from quire.attn_ops.kernels.rope import rotated
 from quire.attn_ops.kernels.softmax import LOG2E, logits, softmax_step
+
+
+#: bounds of log2 of a value's scale by which weights are divided: see NOTE [Quantized caches]
+LOWEST = tl.constexpr(-36.0)
+HIGHEST = tl.constexpr(90.0)
 
 
 @triton.jit
@@ -74,14 +79,16 @@ def decode_kernel(
     PAGE: tl.constexpr = LAYOUT.page
     K: tl.constexpr = LAYOUT.k
     V: tl.constexpr = LAYOUT.v
-    V_WORDS: tl.constexpr = LAYOUT.v_words
     S: tl.constexpr = LAYOUT.scale
     HEADS: tl.constexpr = TILE.heads
     ROWS: tl.constexpr = TILE.rows  # a local constant: Triton takes no plain integer in a shape
     BLOCK_N: tl.constexpr = TILE.block_n
     GROUP: tl.constexpr = SITE.heads // LAYOUT.heads
     CODE: tl.constexpr = caches.k.dtype.element_ty
+    CODE_V: tl.constexpr = caches.v.dtype.element_ty
     UNIT: tl.constexpr = 1.0 if caches.k_scale is None else code_format(CODE)[3]
+    CODES: tl.constexpr = TILE.words  # per word; 0: no words
+    HALF: tl.constexpr = TILE.half
     PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32"
     program = tl.program_id(0)
     HEAD_BLOCKS: tl.constexpr = LAYOUT.heads * TILE.blocks
@@ -156,11 +163,19 @@ def decode_kernel(
     else:
         query = rotated(q + token.to(tl.int64) * strides.q_token + (first_head + rows) * strides.q_head, row_live,
                         token.to(tl.int64), rope, rope.q_norm, D, D_P2, ROTARY, FORM).to(q.dtype.element_ty)
+    if HALF:
+        query, factor = in_half(query)
+        factor = factor * scale
+        own_scale = factor[:, None]
+    else:
+        factor = scale
+        own_scale = scale
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    if TILE.words:
-        v_words = caches.v.to(tl.pointer_type(tl.int32), bitcast=True)
-        acc_0 = tl.zeros([ROWS, DV_P2 // 4], tl.float32)
+    if CODES > 0:
+        V_WORDS: tl.constexpr = in_words(V, CODES)
+        v_words = caches.v.to(tl.pointer_type(tl.int32 if CODES == 4 else tl.int16), bitcast=True)
+        acc_0 = tl.zeros([ROWS, DV_P2 // CODES], tl.float32)
         acc_1 = acc_0
         acc_2 = acc_0
         acc_3 = acc_0
@@ -170,7 +185,8 @@ def decode_kernel(
     for block in tl.range(begin, stop, BLOCK_N, num_stages=TILE.stages):
         offsets = block + tl.arange(0, BLOCK_N)
         live = offsets < stop
-        keys = load_keys(caches.k, table_row, kv_head, offsets, live, PAGE, K, D, D_P2, True)
+        offsets = tl.minimum(offsets, stop - 1)  # the last key again: no load needs a mask
+        keys = load_keys(caches.k, table_row, kv_head, offsets, live, PAGE, K, D, D_P2, False)
         if TILE.dot:
             if caches.k_scale is not None:
                 keys = widen(keys, query)
@@ -178,22 +194,29 @@ def decode_kernel(
         else:
             scores = tl.sum(query.to(tl.float32)[:, None, :] * keys.to(tl.float32)[None, :, :], 2)
         if caches.k_scale is not None:
-            scores *= load_scales(caches.k_scale, table_row, kv_head, offsets, live, PAGE, S, True)[None, :]
-        scores = tl.where(live[None, :], logits(scores, scale, softcap), float("-inf"))
-        highest, total, weights, shrink = softmax_step(highest, total, scores, None, False, False)
-        if caches.v_scale is not None:
-            weights *= (load_scales(caches.v_scale, table_row, kv_head, offsets, live, PAGE, S, True) * UNIT)[None, :]
-        if TILE.words:
-            words = load_keys(v_words, table_row, kv_head, offsets, live, PAGE, V_WORDS, DV // 4, DV_P2 // 4, True)
-            value_0, value_1, value_2, value_3 = unpack(words, query, caches.v.dtype.element_ty)
+            scores *= load_scales(caches.k_scale, table_row, kv_head, offsets, live, PAGE, S, False)[None, :]
+        scores = tl.where(live[None, :], logits(scores, own_scale, softcap), float("-inf"))
+        if caches.v_scale is None:
+            highest, total, weights, shrink = softmax_step(highest, total, scores, None, False, False)
+        else:  # see NOTE [Quantized caches]
+            value_scale = load_scales(caches.v_scale, table_row, kv_head, offsets, live, PAGE, S, False) * UNIT
+            # log2, up to 0.09 less: linear between powers of two, as the bits are
+            level = value_scale.to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-23 - 127.0
+            level = tl.minimum(tl.maximum(level, LOWEST), HIGHEST)[None, :]
+            highest, total, weights, shrink = softmax_step(highest, total, scores, None, False, False, level)
+            weights *= value_scale[None, :]
+        if CODES > 0:
+            words = load_keys(v_words, table_row, kv_head, offsets, live, PAGE, V_WORDS, DV // CODES, DV_P2 // CODES, False)
+            values = unpack(words, CODE_V)
             weights = weights.to(query.dtype)
-            acc_0 = tl.dot(weights, value_0, acc_0 * shrink[:, None])
-            acc_1 = tl.dot(weights, value_1, acc_1 * shrink[:, None])
-            acc_2 = tl.dot(weights, value_2, acc_2 * shrink[:, None])
-            acc_3 = tl.dot(weights, value_3, acc_3 * shrink[:, None])
+            acc_0 = tl.dot(weights, values[0], acc_0 * shrink[:, None])
+            acc_1 = tl.dot(weights, values[1], acc_1 * shrink[:, None])
+            if CODES == 4:
+                acc_2 = tl.dot(weights, values[2], acc_2 * shrink[:, None])
+                acc_3 = tl.dot(weights, values[3], acc_3 * shrink[:, None])
         else:
             acc = acc * shrink[:, None]
-            values = load_keys(caches.v, table_row, kv_head, offsets, live, PAGE, V, DV, DV_P2, True)
+            values = load_keys(caches.v, table_row, kv_head, offsets, live, PAGE, V, DV, DV_P2, False)
             if TILE.dot:
                 if caches.v_scale is not None:
                     values = widen(values, query)
@@ -201,8 +224,10 @@ def decode_kernel(
             else:
                 acc += tl.sum(weights[:, :, None] * values.to(tl.float32)[None, :, :], 1)
 
-    if TILE.words:
-        acc = joined(acc_0, acc_1, acc_2, acc_3, ROWS, DV_P2)
+    if CODES == 4:
+        acc = joined((acc_0, acc_1, acc_2, acc_3), ROWS, DV_P2)
+    elif CODES == 2:
+        acc = joined((acc_0, acc_1), ROWS, DV_P2)
     let_next_start(PDL)
     if split == 0:
         if k is not None:
@@ -218,7 +243,7 @@ def decode_kernel(
                     codes_v, value_scale = encode(value, CODE)
                     key = codes * key_scale
                     value = codes_v * (value_scale * UNIT)
-                highest, total, acc = one_key(highest, total, acc, query, key, value, scale, softcap)
+                highest, total, acc = one_key(highest, total, acc, query, key, value, factor, softcap)
             key = new_key(k_head, strides.k_token, token.to(tl.int64), rope, D, D_P2, ROTARY, FORM)
             value = tl.load(v_head + token.to(tl.int64) * strides.v_token, mask=columns_v < DV, other=0.0)
             if caches.k_scale is not None:
@@ -235,7 +260,7 @@ def decode_kernel(
             if caches.k_scale is not None:
                 key = codes * key_scale
                 value = codes_v * (value_scale * UNIT)
-            highest, total, acc = one_key(highest, total, acc, query, key, value, scale, softcap)
+            highest, total, acc = one_key(highest, total, acc, query, key, value, factor, softcap)
         if sinks is not None:
             sink = tl.load(sinks + first_head + rows, mask=row_live, other=0.0).to(tl.float32) * LOG2E
             new_highest = tl.maximum(highest, sink)

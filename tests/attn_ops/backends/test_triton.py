@@ -12,7 +12,7 @@ from quire.attn_ops.backends.triton import BACKEND, available
 from quire.attn_ops.conformance.checks import Kit
 from quire.attn_ops.kernels.host import next_power_of_2
 from quire.attn_ops.kernels.launch import recording
-from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, quantize
 from quire.attn_ops.ops.rope import RopeForm, rope_kv_write_eager
 from quire.attn_ops.step import Step, running
 from tests.attn_ops.cases import bits, check_case, check_output, make_case, run_case, run_check
@@ -312,8 +312,8 @@ def _reference(case):
 WORDS = dict(num_heads=8, num_kv_heads=2, head_dim=64, page_size=4, dtype=torch.float16, device=DEVICE)
 
 
-def by_words(monkeypatch) -> list[bool]:
-    """What decoding chose, for each of its launches: see NOTE [Values by words]."""
+def by_words(monkeypatch) -> list[int]:
+    """Codes per word that decoding chose, for each of its launches: see NOTE [Values by words]."""
     chosen, launch = [], decode.launch
     monkeypatch.setattr(decode, "launch", lambda kernel, grid, *args, **options: (
         chosen.extend(a.words for a in args if hasattr(a, "words")), launch(kernel, grid, *args, **options)))
@@ -338,28 +338,63 @@ def test_values_by_words(features, kv_dtype, monkeypatch):
     check_case(BACKEND, make_case([9, *[0] * 9], [40, *[0] * 9], **shape))  # T <= B, and no decode batch
     with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=7, wave=7):
         check_case(BACKEND, make_case([1] * 3, [1, 17, 150], **shape))
-    assert chosen and all(chosen)
+    assert set(chosen) == {4 if shape.get("head_dim_v", shape["head_dim"]) > 64 else 2}
 
 
-@pytest.mark.parametrize("features", [dict(head_dim=65), dict(head_dim=66, layout="HND"), dict(head_dim=64, head_dim_v=63),
+@pytest.mark.parametrize("features", [dict(head_dim=65), dict(head_dim=67, layout="HND"), dict(head_dim=64, head_dim_v=63),
                                       dict(dtype=torch.float32), dict(head_dim=32), dict(num_heads=66)], ids=str)
 def test_values_not_by_words(features, monkeypatch):
     chosen = by_words(monkeypatch)
     check_case(BACKEND, make_case([1, 1], [20, 70], **{**WORDS, **features}, kv_dtype=torch.int8))
-    assert chosen == [False]
+    assert chosen == [0]
 
 
-@pytest.mark.parametrize(("offset", "row", "page"), [(1, 64, 512), (6, 64, 512), (4, 64, 512), (0, 66, 528), (0, 64, 514)])
-def test_values_by_words_only_where_words_lie(offset, row, page, monkeypatch):
-    """A slice of a larger tensor may begin anywhere: a GPU loads a word from a multiple of four bytes only."""
+@pytest.mark.parametrize(("dim", "offset", "row", "page", "codes"), [
+    (64, 1, 64, 512, 0), (64, 6, 64, 512, 2), (64, 4, 64, 512, 2), (64, 0, 65, 520, 0), (64, 0, 64, 513, 0),
+    (128, 4, 128, 1024, 4), (128, 6, 128, 1024, 2), (128, 0, 130, 1040, 2), (128, 0, 128, 1026, 2), (128, 0, 129, 1032, 0)])
+def test_values_by_words_only_where_words_lie(dim, offset, row, page, codes, monkeypatch):
+    """A slice of a larger tensor may begin anywhere: a GPU loads a word of n bytes from a multiple of n bytes only."""
     chosen = by_words(monkeypatch)
-    case = make_case([1, 1], [20, 70], **WORDS, kv_dtype=torch.int8)
+    case = make_case([1, 1], [20, 70], **{**WORDS, "head_dim": dim}, kv_dtype=torch.int8)
     v = case.cache.v[0]
     case.cache.v[0] = torch.zeros(offset + len(v) * page, dtype=v.dtype, device=DEVICE).as_strided(
         v.shape, (page, 2 * row, row, 1), offset)
     case.cache.v[0].copy_(v)
     check_case(BACKEND, case)
-    assert chosen == [(offset, row, page) == (4, 64, 512)]
+    assert chosen == [codes]
+
+
+@QUANT
+@pytest.mark.parametrize("splits", [1, 7])
+def test_quantized_bfloat16_of_any_size(splits, kv_dtype):
+    """Decoding multiplies in float16: queries, keys and values that only bfloat16 can hold come out right, rows of all sizes
+    beside each other."""
+    case = make_case([1] * 3, [150, 40, 70], **{**WORDS, "dtype": torch.bfloat16}, kv_dtype=kv_dtype, write=False)
+    cache, tiny = case.cache, torch.finfo(torch.float32).tiny
+    torch.manual_seed(0)
+    sizes = torch.tensor([1e-30, 1e-10, 1.0, 1e9, 1e25], device=DEVICE)
+    case.q.copy_(torch.randn(case.q.shape, device=DEVICE) * sizes[torch.arange(case.q.shape[1]) % 5, None])
+    keys = torch.randn(cache.k[0].shape, device=DEVICE) * 1e-25  # scores of the largest queries are of size 1
+    of_row = sizes[torch.randint(5, cache.v[0].shape[:3])]
+    of_row[case.metadata.block_table_tensor[1].long()] = 1e-10  # a sequence of small values, without larger ones
+    values = torch.randn(cache.v[0].shape, device=DEVICE) * of_row[..., None]
+    values[..., 3:7] *= tiny  # beside larger ones: codes of zero
+    for tensor, codes, scales in ((keys, cache.k[0], cache.k_scale[0]), (values, cache.v[0], cache.v_scale[0])):
+        made, scale = quantize(tensor, kv_dtype)
+        codes.copy_(made), scales.copy_(scale)
+    with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=splits, wave=splits):
+        out = run_case(BACKEND, case).double()
+    read = [codes[0].double() * scales[0].double()[..., None] for codes, scales in (
+        (cache.k, cache.k_scale), (cache.v, cache.v_scale))]
+    m = case.metadata
+    for row, length in enumerate(m.seq_lens.tolist()):
+        pages = m.block_table_tensor[row].long()
+        k, v = (x[pages].flatten(0, 1)[:length] for x in read)
+        for head in range(case.q.shape[1]):
+            weights = torch.softmax(k[:, head // 4] @ case.q[row, head].double() * case.options["scale"], 0)
+            expected, size = weights @ v[:, head // 4], (weights[:, None] * v[:, head // 4].abs()).amax()
+            # weights in float16, the output in bfloat16; a sum of keys may cancel
+            assert (out[row, head] - expected).abs().max() <= 2.0**-7 * size + 2.0**-8 * expected.abs().max()
 
 
 @QUANT

@@ -19,9 +19,11 @@ from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES  # noqa: E402
 Register = torch.Tensor  # int64: the 32 bits of a register, one for each thread
 BF16, FP16 = torch.bfloat16, torch.float16
 NAMES = {torch.int8: "INT8", torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
-UNPACK = {(kind, dtype): getattr(kv_quant, f"{NAMES[kind]}_{name}_WORDS").value
-          for kind in sorted(QUANTIZED_KV_DTYPES, key=str) for dtype, name in ((BF16, "BF16"), (FP16, "FP16"))}
-WIDEN = {(torch.float8_e4m3fn, BF16): kv_quant.E4M3_BF16.value, (torch.float8_e5m2, BF16): kv_quant.E5M2_BF16.value}
+KINDS = sorted(QUANTIZED_KV_DTYPES, key=str)
+UNPACK = {(kind, codes): getattr(kv_quant, f"{NAMES[kind]}_FP16_{name}").value
+          for kind in KINDS for codes, name in ((4, "WORDS"), (2, "PAIRS"))}
+WIDEN = {(torch.float8_e4m3fn, BF16): kv_quant.E4M3_BF16.value, (torch.float8_e5m2, BF16): kv_quant.E5M2_BF16.value,
+         **{(kind, FP16): getattr(kv_quant, f"{NAMES[kind]}_FP16").value for kind in KINDS}}
 
 
 def halves(x: Register, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -60,9 +62,17 @@ def sub(dtype: torch.dtype) -> Callable[..., Register]:
     return lambda a, b: fma(dtype)(a, torch.full_like(a, one), b ^ 0x80008000)
 
 
+def of_e4m3(x: Register) -> Register:
+    """The converter: two codes in the lower half of a register -> two float16."""
+    low, high = ((x >> 8 * i & 255).to(torch.uint8).view(torch.float8_e4m3fn).to(FP16).view(torch.uint16).long()
+                 for i in range(2))
+    return low | high << 16
+
+
 INSTRUCTIONS: dict[str, Callable[..., Register]] = {
     "mov.b32": lambda a: a, "and.b32": torch.bitwise_and, "xor.b32": torch.bitwise_xor, "shr.u32": torch.bitwise_right_shift,
-    "prmt.b32": prmt, "lop3.b32": lop3, "sub.rn.f16x2": sub(FP16), "fma.rn.f16x2": fma(FP16), "fma.rn.bf16x2": fma(BF16),
+    "prmt.b32": prmt, "lop3.b32": lop3, "sub.rn.f16x2": sub(FP16), "fma.rn.bf16x2": fma(BF16),
+    "cvt.rn.f16x2.e4m3x2": of_e4m3,
 }
 
 
@@ -70,10 +80,14 @@ def run(assembly: str, outputs: int, inputs: list[Register], shared: tuple[int, 
     """Registers $0, $1, ... that the assembly leaves. ``shared``: this output is in the same register as that input."""
     names = {f"${shared[0]}": f"${shared[1]}"} if shared else {}
     registers = {f"${outputs + i}": x.clone() for i, x in enumerate(inputs)}
-    match = re.fullmatch(r"\{\s*\.reg \.b32 ([a-z, ]+);(.*)\}", assembly, re.DOTALL)
+    match = re.fullmatch(r"\{\s*\.reg \.b32 ([a-z, ]+);\s*\.reg \.b16 ([a-z, ]+);(.*)\}", assembly, re.DOTALL)
     assert match, assembly
-    known = {*match[1].split(", "), *(f"${i}" for i in range(outputs))}
-    for line in filter(None, map(str.strip, match[2].split(";"))):
+    known = {*f"{match[1]}, {match[2]}".split(", "), *(f"${i}" for i in range(outputs))}
+    for line in filter(None, map(str.strip, match[3].split(";"))):
+        if split := re.fullmatch(r"mov\.b32 \{(\w+), (\w+)\}, (\S+)", line):
+            whole = registers[names.get(split[3], split[3])]
+            registers |= {split[1]: whole & 0xFFFF, split[2]: whole >> 16}
+            continue
         name, target, *operands = re.split(r",?\s+", line)
         assert target in known, line
         registers[names.get(target, target)] = INSTRUCTIONS[name](*(
@@ -98,14 +112,25 @@ def check(found: torch.Tensor, codes: torch.Tensor, kind: torch.dtype, dtype: to
 
 
 @pytest.mark.parametrize("shared", [None, *((out, word) for out in range(4) for word in (4, 5))])
-@pytest.mark.parametrize(("kind", "dtype"), UNPACK, ids=str)
-def test_unpack(kind: torch.dtype, dtype: torch.dtype, shared: tuple[int, int] | None) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_unpack_words_of_four(kind: torch.dtype, shared: tuple[int, int] | None) -> None:
     """Two words: output i has code i of each."""
     first, second = every_code(kind), every_code(kind).flip(0)
-    found = run(UNPACK[kind, dtype], 4, [words_of(first), words_of(second)], shared)
+    found = run(UNPACK[kind, 4], 4, [words_of(first), words_of(second)], shared)
     for place, register in enumerate(found):
-        for word, half in zip((first, second), halves(register, dtype), strict=True):
-            check(half, word[:, place].contiguous(), kind, dtype)
+        for word, half in zip((first, second), halves(register, FP16), strict=True):
+            check(half, word[:, place].contiguous(), kind, FP16)
+
+
+@pytest.mark.parametrize("shared", [None, (0, 2), (1, 2)])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_unpack_words_of_two(kind: torch.dtype, shared: tuple[int, int] | None) -> None:
+    """Two words in a register: output i has code i of each."""
+    codes = every_code(kind)
+    found = run(UNPACK[kind, 2], 2, [words_of(codes)], shared)
+    for place, register in enumerate(found):
+        for word, half in enumerate(halves(register, FP16)):
+            check(half, codes[:, 2 * word + place].contiguous(), kind, FP16)
 
 
 @pytest.mark.parametrize("shared", [None, (0, 2), (1, 2)])
@@ -118,15 +143,17 @@ def test_widen(kind: torch.dtype, dtype: torch.dtype, shared: tuple[int, int] | 
         check(half, codes[:, place].contiguous(), kind, dtype)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [*UNPACK, *WIDEN], ids=str)
+@pytest.mark.parametrize(("kind", "dtype"), WIDEN, ids=str)
 def test_assembles_for_older_gpus(kind: torch.dtype, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Compute capability 8.0 has bfloat16, and not all of its instructions; 7.5 has float16."""
+    """Compute capability 8.0 has bfloat16, and not all of its instructions; 7.5 has float16. E4M3 needs 8.9, as the backend
+    says (min_kv_compute_capability)."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     if not tool.is_file():
         pytest.skip("this Triton comes without NVIDIA's tools")
-    for assembly in filter(None, (UNPACK.get((kind, dtype)), WIDEN.get((kind, dtype)))):
-        arch, body = "sm_75" if dtype == FP16 else "sm_80", re.sub(r"\$(\d)", r"%r\1", assembly)
-        source = f".version 7.0\n.target {arch}\n.address_size 64\n.entry all() {{ .reg .b32 %r<6>; {body} ret; }}\n"
+    for assembly in (WIDEN[kind, dtype], *((UNPACK[kind, 4], UNPACK[kind, 2]) if dtype == FP16 else ())):
+        arch = "sm_89" if kind == torch.float8_e4m3fn else "sm_75" if dtype == FP16 else "sm_80"
+        body = re.sub(r"\$(\d)", r"%r\1", assembly)
+        source = f".version 8.1\n.target {arch}\n.address_size 64\n.entry all() {{ .reg .b32 %r<6>; {body} ret; }}\n"
         done = subprocess.run([tool, f"--gpu-name={arch}", "-o", tmp_path / "out", "-"], input=source, capture_output=True,
                               text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr

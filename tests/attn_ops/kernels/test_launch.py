@@ -58,7 +58,7 @@ def test_layout_of_slices() -> None:
     v = torch.zeros(2, 2, 4, 24).transpose(1, 2)
     layout = cache_layout(Caches(k, v, None, None))
     assert layout[:4] == (2, 32, 24, 4)
-    assert layout.k == Strides(480, 120, 40) and layout.v == Strides(192, 24, 96) and layout.v_words == Strides(48, 6, 24)
+    assert layout.k == Strides(480, 120, 40) and layout.v == Strides(192, 24, 96)
 
 
 def test_code_formats_are_those_of_the_definition() -> None:
