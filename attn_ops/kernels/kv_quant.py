@@ -7,16 +7,17 @@ whatever its rounding. For x with 2**e <= |x| < 2**(e+1) codes lie 2**(e - manti
 
 NOTE [Values by words]: the product of weights and values needs pairs of keys adjacent, but memory has adjacent codes of one
 key. By bytes that takes a load from shared memory per code. So two or four adjacent codes are loaded as one word, words are
-split into as many tensors (``unpack``), and their products are interleaved at the end (``joined``). A product needs more columns
-than it has rows, 16: with as many or fewer, Triton gives all of its work to every warp.
+split into as many tensors (``unpack``), and their products are interleaved at the end (``joined``). A product needs more
+columns than it has rows, 16: with as many or fewer, Triton gives all of its work to every warp.
 
-NOTE [Converting codes]: two at a time, in the halves of a register. To float16, which decoding multiplies in, two fp8 codes take
-one instruction of the GPU's converter (compute capability 8.9; E5M2 is float16's upper byte), and int8: 0x6400 with the code,
-its sign flipped, is 1024 + 128 plus the code. To bfloat16 there is no such converter. int8: the bits 0x4300 with the code's
-lower 7 are 128 plus these; with its sign bit they are 128 or 256; the difference is the code. (Triton does that itself.) fp8:
-the code's bits move to where exponent and mantissa end, and a multiplication by a power of two corrects the exponent, subnormal
-codes included. (No code is NaN or infinite: kernels that convert so serve no fixed scales.) bfloat16 is multiplied by fma, with
-summand -0: compute capability 8 has no other. Inputs are read before an output is written, which may be the same register.
+NOTE [Converting codes]: two at a time, in the halves of a register. To float16, which decoding multiplies in, two fp8 codes
+take one instruction of the GPU's converter (compute capability 8.9; E5M2 is float16's upper byte), and int8: 0x6400 with the
+code, its sign flipped, is 1024 + 128 plus the code. To bfloat16 there is no such converter. int8: the bits 0x4300 with the
+code's lower 7 are 128 plus these; with its sign bit they are 128 or 256; the difference is the code. (Triton does that itself.)
+fp8: the code's bits move to where exponent and mantissa end, and a multiplication by a power of two corrects the exponent,
+subnormal codes included. (No code is NaN or infinite: kernels that convert so serve no fixed scales.) bfloat16 is multiplied by
+fma, with summand -0: compute capability 8 has no other. Inputs are read before an output is written, which may be the same
+register.
 """
 
 from __future__ import annotations
@@ -158,9 +159,9 @@ def widen(codes, like):
 
 @triton.jit
 def in_half(x):
-    """Rows of bfloat16 numbers, x (M, N), in float16 times a power of two, and its inverse (M,) in float32. The largest of a row
-    is brought to 2**13 or above, so that the smallest that float16 has are 2**-38 of it: products with codes are as those of x
-    itself to the precision of their sums in float32. float16 rows are left as they are."""
+    """Rows of bfloat16 numbers, x (M, N), in float16 times a power of two, and its inverse (M,) in float32. The largest of a
+    row is brought to 2**13 or above, so that the smallest that float16 has are 2**-38 of it: products with codes are as those
+    of x itself to the precision of their sums in float32. float16 rows are left as they are."""
     if x.dtype == tl.float16:
         return x, tl.full([x.shape[0]], 1.0, tl.float32)
     else:
@@ -172,8 +173,8 @@ def in_half(x):
 
 @triton.jit
 def unpack(words, kind: tl.constexpr):
-    """Words (N, C) of four codes each, int32, or of two, int16 -> as many tensors (N, C) in float16: the first code of each word,
-    the second, and so on. ``kind``: dtype of the codes. See NOTE [Converting codes]."""
+    """Words (N, C) of four codes each, int32, or of two, int16 -> as many tensors (N, C) in float16: the first code of each
+    word, the second, and so on. ``kind``: dtype of the codes. See NOTE [Converting codes]."""
     if words.dtype == tl.int32:
         if NO_ASSEMBLY:
             return (_byte(words, 0, kind), _byte(words, 1, kind), _byte(words, 2, kind), _byte(words, 3, kind))

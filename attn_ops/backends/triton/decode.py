@@ -205,7 +205,8 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
     words = 0
     if half and dim_v >= 64 and merge_rows <= 32:
         places = (layout.dim_v, v_offset, *layout.v)
-        words = next((n for n in ((4, 2) if dim_v >= 128 else (2,)) if not any(place % n for place in places)), 0)
+        sizes = (4, 2) if dim_v >= 128 else (2,)
+        words = next((n for n in sizes if not any(place % n for place in places)), 0)
     rows, split = next_power_of_2(per_block, 16 if params.dot else 1), programs > slots
     # Few of many slots have parts to merge; more at a time would cost all programs registers, and a fourth per multiprocessor.
     # From 1024 numbers per part on, one at a time is faster, with few exceptions at 1024 (h200_decode_merge.json).

@@ -16,7 +16,6 @@ from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
 from quire.attn_ops.kernels.rope import rotated
 from quire.attn_ops.kernels.softmax import LOG2E, logits, softmax_step
 
-
 #: bounds of log2 of a value's scale by which weights are divided: see NOTE [Quantized caches]
 LOWEST = tl.constexpr(-36.0)
 HIGHEST = tl.constexpr(90.0)
