@@ -33,7 +33,7 @@ import importlib.util
 import itertools
 import multiprocessing
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -309,35 +309,33 @@ def batch_of(cell: Cell, max_len: int, device: torch.device) -> OpBatch:
     return made
 
 
-def compile_kernels(cells: Sequence[Cell], systems: Sequence[str], max_len: int, where: str) -> None:
-    """Call quire's kernels once for each cell. Decodes read few keys: what is compiled follows from the room that the table
-    has, not from lengths."""
+def compile_kernels(cells: Sequence[Cell], system: str, max_len: int, where: str) -> None:
+    """Call the kernels of a backend of quire's once for each cell. Decodes read few keys: what is compiled follows from the
+    room that the table has, not from lengths."""
+    if (backend := all_backends().get(system.partition(":")[0])) is None:
+        return
     short = (cell._replace(context=min(cell.context, min(CONTEXTS))) if cell.kind == "decode" else cell for cell in cells)
-    for cell, system in itertools.product(dict.fromkeys(short), systems):
-        if (name := system.partition(":")[0]) in all_backends():
-            with contextlib.suppress(Exception), overridden(cell, system), torch.no_grad():  # its row says why
-                batch, backend = batch_of(cell, max_len, torch.device(where)), all_backends()[name]
-                require(backend, cell.site, batch.q.device, PAGE, batch.cache.dtype)
-                with planned(backend, batch):
-                    backend.op(batch.q, batch.k, batch.v, *batch.caches[0], *batch.tables, None, prepared(backend, batch),
-                               **batch.options)
+    for cell in dict.fromkeys(short):
+        with contextlib.suppress(Exception), overridden(cell, system), torch.no_grad():  # its row says why
+            batch = batch_of(cell, max_len, torch.device(where))
+            require(backend, cell.site, batch.q.device, PAGE, batch.cache.dtype)
+            with planned(backend, batch):
+                backend.op(batch.q, batch.k, batch.v, *batch.caches[0], *batch.tables, None, prepared(backend, batch),
+                           **batch.options)
 
 
 def compiled_meanwhile(pool: Executor, tasks: Sequence[RowTask], max_len: int, where: str) -> Callable[[Any], None]:
     """Begin to compile the kernels of the rows in their order; returns what waits for those of a group."""
     by_kernel: dict[Any, dict[Cell, None]] = {}
-    systems = dict.fromkeys(task.row["system"] for task in tasks)
     for task in tasks:
-        cell = task.given[0]
-        by_kernel.setdefault((task.group, cell.group), {})[cell] = None
-    begun = {key: pool.submit(compile_kernels, [*cells], [*systems], max_len, where) for key, cells in by_kernel.items()}
+        cell, system = task.given[:2]
+        by_kernel.setdefault((task.group, cell.group, system), {})[cell] = None
+    begun = {key: pool.submit(compile_kernels, [*cells], key[2], max_len, where) for key, cells in by_kernel.items()}
 
-    def wait(group: Any) -> None:
-        for key, future in begun.items():
-            if key[0] == group:
-                future.result()
+    def for_group(group: Any) -> None:
+        wait(future for key, future in begun.items() if key[0] == group)
 
-    return wait
+    return for_group
 
 
 @or_failure

@@ -41,7 +41,8 @@ def test_a_grid_goes_on(tmp_path: Path) -> None:
             "--batches", "1", "--contexts", "32", "--windows", "", "--no-prefill", "--max-len", "64", "--out", out]
     subprocess.run([*call, "--groups", "1"], check=True, timeout=120)
     assert subprocess.run([*call, "--groups", "1"], capture_output=True).returncode == 2
-    done = subprocess.check_output([*call, "--groups", "1,2,4", "--gpus", "2", "--resume"], text=True, timeout=120)
+    more = ["--groups", "1,2,4", "--gpus", "2", "--compilers", "2", "--resume"]
+    done = subprocess.check_output([*call, *more], text=True, timeout=120)
     assert "2 of 3 rows to measure" in done
     content = json.loads(out.read_text())
     assert {row["group"] for row in content["rows"] if 0 < row["share"] < 1 and row["differs"] == 0} == {1, 2, 4}

@@ -66,7 +66,8 @@ class DecodeTile(NamedTuple):
 
     blocks, heads, rows: blocks of query heads per key head, heads per block, and the same padded.  by_row: the mode.  split:
     whether keys are split.  half: whether products are in float16 whatever the queries are, as codes are.  words: codes per
-    word, or 0: see NOTE [Values by words].  merge_rows, merge_step: heads and splits merged at a time.
+    word, or 0: see NOTE [Values by words].  masked: whether loads of the loop leave out keys past the end; else they read the
+    last one again, which takes fewer registers.  merge_rows, merge_step: heads and splits merged at a time.
     """
 
     blocks: int
@@ -77,6 +78,7 @@ class DecodeTile(NamedTuple):
     dot: bool
     half: bool
     words: int
+    masked: bool
     block_n: int
     stages: int
     merge_rows: int
@@ -128,12 +130,11 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
     sms = host.num_sms(device)
     chunk = 2048 if slots >= sms else min(1024, next_power_of_2(max(512 * slots // sms, 64)))
     half, full = itemsize == 2 and not quantized, slots >= sms
-    wave, most, few, fitting = 64, 64, half and not full, 0
+    wave, most, few, fitting = 64, 64, not full, 0
     if itemsize == 2 and widest <= 128:  # in bytes, 128 keys of heads of 64 are 64 of heads of 128
-        block_n = 128 if chunk >= 128 and (widest <= 64 or slots < 4 * sms) else 64
-        warps = 2 if chunk == 64 else 4
-        if quantized:  # half the bytes per key, and the same work to find and to weigh it
-            block_n, warps, stages = (128 if chunk >= 128 else 64), 4, (5 if full else 3)
+        block_n = 128 if chunk >= 128 and (widest <= 64 or slots < 4 * sms or quantized) else 64
+        warps = 2 if chunk == 64 and not quantized else 4
+        stages = 2 if quantized else 3  # few programs wait for arithmetic: h200_decode_quantized.json
     elif half and widest <= 256 and heads <= 16:
         block_n, stages = 64, 2  # h200_decode_grid_256.json, h200_decode_waves.json
     else:
@@ -144,10 +145,10 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
         fitting = by_step[block_n]
     waves = 0
     if few:  # see NOTE [How far keys are split]
-        wave = max(1, min(64, (2 if widest > 64 else 3) * sms // slots))
+        wave = max(1, min(64, (2 if widest > 64 and half else 3) * sms // slots))
         # Programs of heads of 256 fit three times without rotary embeddings, and twice with them: three waves of two programs
         # are two of three. Heads of 128 were not measured so.
-        waves = 1 if widest <= 64 else 3 if widest > 128 else 0
+        waves = 1 if widest <= 64 or quantized else 3 if widest > 128 else 0
         most = max(wave, min(64, 1024 // slots))
         if waves:
             most = max(wave, most // (wave * waves) * wave * waves)
@@ -212,8 +213,11 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
     # From 1024 numbers per part on, one at a time is faster, with few exceptions at 1024 (h200_decode_merge.json).
     numbers, most = merge_rows * dim_v, 2048 if scheduled else 8192
     merge_step = 1 if numbers >= 1024 else max(1, min(16, most // numbers))
-    tile = DecodeTile(blocks, per_block, rows, by_row, split, params.dot, half, words, params.block_n, params.stages, merge_rows,
-                      merge_step)
+    # Measured are codes, and heads of up to 64 where slots fill the GPU (h200_decode_unmasked.json). Of fewer slots more
+    # programs run at once then, and those without keys cost more: 8 sequences of 4 x 128 took 7 to 11 % longer.
+    masked = not quantized and (max(dim, dim_v) > 64 or slots < host.num_sms(device))
+    tile = DecodeTile(blocks, per_block, rows, by_row, split, params.dot, half, words, masked, params.block_n, params.stages,
+                      merge_rows, merge_step)
     return Plan((programs,), params, splits, programs * per_block * (layout.dim_v + 1) if split else 0,
                 (Site(heads, window or 0, chunk or 0), layout, tile), items, scheduled)
 

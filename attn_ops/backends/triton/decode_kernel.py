@@ -88,6 +88,7 @@ def decode_kernel(
     UNIT: tl.constexpr = 1.0 if caches.k_scale is None else code_format(CODE)[3]
     CODES: tl.constexpr = TILE.words  # per word; 0: no words
     HALF: tl.constexpr = TILE.half
+    MASKED: tl.constexpr = TILE.masked
     PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32"
     program = tl.program_id(0)
     HEAD_BLOCKS: tl.constexpr = LAYOUT.heads * TILE.blocks
@@ -184,8 +185,9 @@ def decode_kernel(
     for block in tl.range(begin, stop, BLOCK_N, num_stages=TILE.stages):
         offsets = block + tl.arange(0, BLOCK_N)
         live = offsets < stop
-        offsets = tl.minimum(offsets, stop - 1)  # the last key again: no load needs a mask
-        keys = load_keys(caches.k, table_row, kv_head, offsets, live, PAGE, K, D, D_P2, False)
+        if not MASKED:
+            offsets = tl.minimum(offsets, stop - 1)  # the last key again
+        keys = load_keys(caches.k, table_row, kv_head, offsets, live, PAGE, K, D, D_P2, MASKED)
         if TILE.dot:
             if caches.k_scale is not None:
                 keys = widen(keys, query)
@@ -193,19 +195,19 @@ def decode_kernel(
         else:
             scores = tl.sum(query.to(tl.float32)[:, None, :] * keys.to(tl.float32)[None, :, :], 2)
         if caches.k_scale is not None:
-            scores *= load_scales(caches.k_scale, table_row, kv_head, offsets, live, PAGE, S, False)[None, :]
+            scores *= load_scales(caches.k_scale, table_row, kv_head, offsets, live, PAGE, S, MASKED)[None, :]
         scores = tl.where(live[None, :], logits(scores, own_scale, softcap), float("-inf"))
         if caches.v_scale is None:
             highest, total, weights, shrink = softmax_step(highest, total, scores, None, False, False)
         else:  # see NOTE [Quantized caches]
-            value_scale = load_scales(caches.v_scale, table_row, kv_head, offsets, live, PAGE, S, False) * UNIT
+            value_scale = load_scales(caches.v_scale, table_row, kv_head, offsets, live, PAGE, S, MASKED) * UNIT
             # log2, up to 0.09 less: linear between powers of two, as the bits are
             level = value_scale.to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-23 - 127.0
             level = tl.minimum(tl.maximum(level, LOWEST), HIGHEST)[None, :]
             highest, total, weights, shrink = softmax_step(highest, total, scores, None, False, False, level)
             weights *= value_scale[None, :]
         if CODES > 0:
-            words = load_keys(v_words, table_row, kv_head, offsets, live, PAGE, V_WORDS, DV // CODES, DV_P2 // CODES, False)
+            words = load_keys(v_words, table_row, kv_head, offsets, live, PAGE, V_WORDS, DV // CODES, DV_P2 // CODES, MASKED)
             values = unpack(words, CODE_V)
             weights = weights.to(query.dtype)
             acc_0 = tl.dot(weights, values[0], acc_0 * shrink[:, None])
@@ -215,7 +217,7 @@ def decode_kernel(
                 acc_3 = tl.dot(weights, values[3], acc_3 * shrink[:, None])
         else:
             acc = acc * shrink[:, None]
-            values = load_keys(caches.v, table_row, kv_head, offsets, live, PAGE, V, DV, DV_P2, False)
+            values = load_keys(caches.v, table_row, kv_head, offsets, live, PAGE, V, DV, DV_P2, MASKED)
             if TILE.dot:
                 if caches.v_scale is not None:
                     values = widen(values, query)
