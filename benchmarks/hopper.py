@@ -2,6 +2,7 @@
 
     python -m benchmarks.hopper                  # compile every kernel, print registers, spills and shared memory
     python -m benchmarks.hopper --loops experts  # cases with "experts" in their names; and the size of the longest loop
+    python -m benchmarks.hopper --part 1/4       # every fourth case
 
 Inside ``compiling()`` a kernel launch compiles the kernel for compute capability 9.0, down to machine code, and returns without
 launching. Requires a process where TRITON_INTERPRET is not set.

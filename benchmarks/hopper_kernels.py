@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -350,6 +351,8 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         if kv_dtype is not None or rope:
             yield f"llama-8b {batch} {kv}{' rope' if rope else ''}", partial(
                 attention, *llama, query_lens=lens, kv_dtype=kv_dtype, rope=rope)
+    for kv, batch in product(("int8", "e4m3"), ("decode 1", "decode 8", "decode 256")):  # values by words of two codes
+        yield f"llama-1b {batch} {kv}", partial(attention, 32, 8, 64, 64, {}, query_lens=batches[batch], kv_dtype=KV[kv])
     for (model, form), (batch, lens) in product(FORMS.items(), batches.items()):
         yield f"{model} {batch} rope {' '.join(form.options())}", partial(attention, *HEADS[model], query_lens=lens, form=form)
     for dtype, batch in product((torch.float16, FULL), ("decode 1", "mixed")):
@@ -386,10 +389,16 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
 def main() -> None:
     """Compile all cases, or those whose name contains one of the arguments; print a line per kernel."""
     host.num_sms = lambda device: SMS  # type: ignore[assignment]
-    failed, words = 0, [word for word in sys.argv[1:] if word != "--loops"]
-    with compiling(loops="--loops" in sys.argv) as found:
-        for name, launch in cases():
-            if words and not any(word in name for word in words):
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hopper")
+    parser.add_argument("names", nargs="*", help="parts of names of cases (default: all cases)")
+    parser.add_argument("--loops", action="store_true", help="count the instructions of the longest loop")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="every Nth case, from the Ith on")
+    args = parser.parse_args()
+    part, parts = map(int, args.part.split("/"))
+    failed = 0
+    with compiling(loops=args.loops) as found:
+        for name, launch in itertools.islice(cases(), part - 1, None, parts):
+            if args.names and not any(word in name for word in args.names):
                 continue
             before = len(found)
             try:

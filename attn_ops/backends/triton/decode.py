@@ -108,9 +108,9 @@ def places(widest: int, heads: int, device: torch.device) -> dict[int, int]:
 
 
 def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: torch.device,
-           quantized: bool = False) -> DecodeConfig:
+           quantized: bool = False, rotary: bool = False) -> DecodeConfig:
     """The parameters for padded head dims, bytes per element of q, query heads per program, and slots (see NOTE [Partial
-    results]). ``quantized``: whether the cache is."""
+    results]). ``quantized``: whether the cache is.  rotary: whether the kernel rotates."""
     widest = max(dim, dim_v)
     # Half precision always uses the tensor cores: they pad a group to 16 rows, but sums of products are bound by arithmetic
     # long before memory, for a single head too. In float32 the dot costs as many operations as the sums.
@@ -145,7 +145,8 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
         fitting = by_step[block_n]
     waves = 0
     if few:  # see NOTE [How far keys are split]
-        wave = max(1, min(64, (2 if widest > 64 and half else 3) * sms // slots))
+        # Programs of heads of 128 fit three times for codes, if they do not rotate (``python -m benchmarks.hopper``).
+        wave = max(1, min(64, (2 if widest > 64 and (half or rotary) else 3) * sms // slots))
         # Programs of heads of 256 fit three times without rotary embeddings, and twice with them: three waves of two programs
         # are two of three. Heads of 128 were not measured so.
         waves = 1 if widest <= 64 or quantized else 3 if widest > 128 else 0
@@ -181,7 +182,8 @@ def cut(slots: int, capacity: int, params: DecodeConfig) -> int:
 
 @planner
 def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs: int, table_width: int, window: int | None,
-          chunk: int | None, kv_dtype: torch.dtype, by_row: bool, device: torch.device, v_offset: int) -> Plan | None:
+          chunk: int | None, kv_dtype: torch.dtype, by_row: bool, rotary: bool, device: torch.device, v_offset: int
+          ) -> Plan | None:
     num_tokens, heads, _ = q_shape
     itemsize, quantized = dtype.itemsize, kv_dtype in QUANTIZED_KV_DTYPES
     dim, dim_v = next_power_of_2(layout.dim, 16), next_power_of_2(layout.dim_v, 16)
@@ -191,7 +193,7 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
     slots = items * layout.heads * blocks
     if not slots:
         return None
-    params = config(dim, dim_v, itemsize, per_block, slots, device, quantized)
+    params = config(dim, dim_v, itemsize, per_block, slots, device, quantized, rotary)
     capacity = min([table_width * layout.page, *(n for n in (window, chunk) if n)])
     scheduled = not (window or chunk) and schedule.is_scheduled(items, layout.heads * blocks, num_reqs, capacity,
                                                                 host.num_sms(device))
@@ -230,7 +232,7 @@ def decode(q: Tensor, k: Tensor | None, v: Tensor | None, caches: Caches, batch:
     eps, for q and k not yet rotated, of ``form``. The other arguments are the paged op's."""
     num_reqs, device, layout = batch.seq_lens.shape[0], q.device, host.cache_layout(caches)
     plan = _plan(q.shape, q.dtype, layout, num_reqs, batch.block_table.shape[1], window, chunk,
-                 caches.k.dtype, by_row, device, caches.v.storage_offset() % 4)
+                 caches.k.dtype, by_row, rope is not None, device, caches.v.storage_offset() % 4)
     if plan is None:
         return
     partial, counters, made = schedule.buffers(plan, prepared, batch, layout.page)
