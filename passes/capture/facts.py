@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import os
 import re
 import sys
 import types
@@ -27,14 +28,15 @@ from quire.passes.fx import text_of
 #: Guards on the state of the process, which ``environment`` has, and on sizes, which a kept graph asserts by itself.
 _PROCESS = frozenset({"GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "GLOBAL_STATE", "TORCH_FUNCTION_STATE", "DEFAULT_DEVICE",
                       "AUTOGRAD_SAVED_TENSORS_HOOKS", "FSDP_TRAINING_STATE", "SHAPE_ENV"})
-#: By what a guard compares: the value itself, its length, its keys, or whether it has a name.
+#: By what a guard compares: the value itself, its length, or its keys.
 _VALUE = frozenset({"CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "BUILTIN_MATCH", "FUNCTION_MATCH", "CLOSURE_MATCH",
                     "CLASS_MATCH", "MODULE_MATCH", "BOOL_MATCH", "NONE_MATCH", "TENSOR_MATCH", "RANGE_ITERATOR_MATCH"})
 _LENGTH = frozenset({"SEQUENCE_LENGTH", "EMPTY_NN_MODULE_HOOKS_DICT"})
 _KEYS = frozenset({"DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK"})
-_NAMED = {"HASATTR": hasattr, "NOT_PRESENT_IN_GENERIC_DICT": lambda held, name: name in held.__dict__,
-          "DICT_CONTAINS": lambda held, name: name in held, "DICT_NOT_CONTAINS": lambda held, name: name in held,
-          "SET_CONTAINS": lambda held, name: name in held, "SET_NOT_CONTAINS": lambda held, name: name in held}
+#: By the kind of a guard: whether an object has a name.
+LOOKUPS = {"HASATTR": hasattr, "NOT_PRESENT_IN_GENERIC_DICT": lambda held, name: name in held.__dict__,
+           "DICT_CONTAINS": lambda held, name: name in held, "DICT_NOT_CONTAINS": lambda held, name: name in held,
+           "SET_CONTAINS": lambda held, name: name in held, "SET_NOT_CONTAINS": lambda held, name: name in held}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
 TORCH_VALUES = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
@@ -83,12 +85,8 @@ def checks(guards: Iterable[Any], scope: Mapping[str, Any], values: Iterable[str
         source = guard.name
         if kind == "DUPLICATE_INPUT":
             name = text_of(_argument(guard, "source_b"))
-        elif kind == "HASATTR":
-            source, name = _attribute(guard)
-        elif kind in _NAMED:
-            name = _argument(guard, "attr" if kind == "NOT_PRESENT_IN_GENERIC_DICT" else "key")
-            if type(name) not in _PLAIN:
-                raise NotPortable(f"a look-up of {name!r} in {source}")
+        elif kind in LOOKUPS:
+            source, name = looked_up(guard)
         key = (source, kind, name)
         if key not in found:
             found[key] = Check(*key, _look(*key, scope))
@@ -118,6 +116,16 @@ def _argument(guard: Any, name: str) -> Any:
     raise NotPortable(f"a guard {guard.guard_type} without {name}")
 
 
+def looked_up(guard: Any) -> tuple[str, Any]:
+    """Where a guard of one of LOOKUPS looks, and the name that it looks up. Raises NotPortable if that is no plain value."""
+    if guard.guard_type == "HASATTR":
+        return _attribute(guard)
+    name = _argument(guard, "attr" if guard.guard_type == "NOT_PRESENT_IN_GENERIC_DICT" else "key")
+    if type(name) not in _PLAIN:
+        raise NotPortable(f"a look-up of {name!r} in {guard.name}")
+    return guard.name, name
+
+
 def _attribute(guard: Any) -> tuple[str, str]:
     """Whose attribute a guard HASATTR is about, and its name. In torch 2.11 the guard is on the attribute itself."""
     source = guard.orig_guard.originating_source
@@ -145,8 +153,8 @@ def _look(source: str, kind: str, name: Any, scope: Mapping[str, Any]) -> Any:
         return len(held)
     if kind in _KEYS:
         return type(held).__name__, [fact(key) for key in held]
-    if kind in _NAMED:
-        return _NAMED[kind](held, name)
+    if kind in LOOKUPS:
+        return LOOKUPS[kind](held, name)
     raise NotPortable(f"a guard {kind} on {source}")
 
 
@@ -165,6 +173,8 @@ def fact(held: Any, inside: bool = False) -> Any:
         return _name(type(held)), held.name
     if isinstance(held, type):
         return ("class", _name(held)) if inside else ("class", _name(held), _class_digest(held))
+    if held is os.getenv:
+        raise NotPortable("an environment variable, of which Dynamo says nothing")
     if isinstance(held, types.FunctionType):
         if getattr(held, "_dynamo_marked_constant", False) and (held.__module__, held.__name__) not in _OF_VERSION:
             raise NotPortable(f"{held.__qualname__}, whose result Dynamo takes for a constant")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import enum
 import functools
+import os
 import re
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from quire.passes.capture.facts import compiled
+from quire.passes.capture.facts import LOOKUPS, NotPortable, compiled, looked_up
 
 #: Guards on one attribute of a module, of its class, or of a config: whoever compares modules compares these.
 _PART = r"self\._call(\._modules\['[^']*'\])*"
@@ -22,8 +23,22 @@ _IMPORT = re.compile(r"G\['__import_(\w+)'\]")
 _OURS = re.compile(r"G\['(__import_(quire_dot_|torch_dot__|builtins)|__builtins_dict|(?!__import_))")
 #: Memory that quire owns, which holds no settings.
 _PLACES = re.compile(r"self\.places\b")
+_ENVIRONMENT: dict[Any, Any] = getattr(os.environ, "_data", {})
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
-_ABSENT, _KEYS = "NOT_PRESENT_IN_GENERIC_DICT", ("DICT_KEYS", "MAPPING_KEYS", "SET_CONTAINS")  # types of guards
+#: Names, and (expression, kind and name of a _Part, name for users) of each source.
+Stored = tuple[list[str], list[tuple[str, str, Any, str]]]
+_KEYS = ("DICT_KEYS", "MAPPING_KEYS")  # beginnings of types of guards
+
+
+class _Part(NamedTuple):
+    """What of an object was read: the object or its length (""), its keys ("keys"), or whether it has ``name``, as the guards
+    of this ``kind`` ask."""
+
+    kind: str = ""
+    name: Any = None
+
+    def __str__(self) -> str:
+        return f" has {self.name}" if self.kind in LOOKUPS else f" {self.kind}" * bool(self.kind)
 
 
 class Reads:
@@ -32,7 +47,7 @@ class Reads:
     def __init__(self) -> None:
         self.names: set[str] = set()
         # Name for users and code, by (Python expression, what of it).
-        self._sources: dict[tuple[str, str], tuple[str, types.CodeType]] = {}
+        self._sources: dict[tuple[str, _Part], tuple[str, types.CodeType]] = {}
         self._scope: dict[str, Any] = {}
 
     def add(self, guards: Iterable[Any], owner: Any, scope: Mapping[str, Any]) -> None:
@@ -40,7 +55,14 @@ class Reads:
         self._scope = {"self": owner, "G": scope}
         for guard in guards:
             self.names |= _arguments(guard) | set(re.findall(r"[A-Za-z_]\w*", guard.name))
-            source = re.sub(r"L\['self'\]", "self", guard.name)
+            where, part = guard.name, _Part("keys" if guard.guard_type.startswith(_KEYS) else "")
+            if guard.guard_type in LOOKUPS:
+                try:
+                    where, name = looked_up(guard)
+                    part = _Part(guard.guard_type, name)
+                except NotPortable:  # a key that is an object: all keys
+                    part = _Part("keys")
+            source = re.sub(r"L\['self'\]", "self", where)
             source = source.replace(".__dict__['_modules']", "._modules")  # through a ``__getattr__`` of PEFT's
             if not source or _OF_MODULE.fullmatch(source) or _OURS.match(source) or _PLACES.match(source):
                 continue
@@ -48,10 +70,7 @@ class Reads:
                 code = compiled(source)
             except SyntaxError:  # what Dynamo says of no variable
                 continue
-            if guard.guard_type == _ABSENT:
-                self._sources.update({(source, f" has {name}"): (readable(source), code) for name in _arguments(guard)})
-            else:
-                self._sources[source, " keys" if guard.guard_type.startswith(_KEYS) else ""] = readable(source), code
+            self._sources[source, part] = readable(source), code
 
     def now(self, source: str) -> Any:
         """What an input of the graph is now, by Dynamo's name of it; None if it is gone."""
@@ -60,35 +79,40 @@ class Reads:
         except Exception:
             return None
 
-    def stored(self) -> tuple[list[str], list[tuple[str, str, str]]]:
+    def stored(self) -> Stored:
         """What was read, for ``restore`` in another process."""
-        return sorted(self.names), [(source, what, shown) for (source, what), (shown, _) in self._sources.items()]
+        return sorted(self.names), [(source, *part, shown) for (source, part), (shown, _) in self._sources.items()]
 
-    def restore(self, stored: tuple[list[str], list[tuple[str, str, str]]], owner: Any, scope: Mapping[str, Any]) -> None:
+    def restore(self, stored: Stored, owner: Any, scope: Mapping[str, Any]) -> None:
         """Take over what ``stored`` gave for a trace of the same. Arguments: of ``add``."""
         names, sources = stored
         self.names, self._scope = set(names), {"self": owner, "G": scope}
-        self._sources = {(source, what): (shown, compiled(source)) for source, what, shown in sources}
+        self._sources = {(source, _Part(kind, name)): (shown, compiled(source)) for source, kind, name, shown in sources}
 
     def values(self) -> dict[str, Any]:
         """Current values of what was read outside modules and configs, by the name users know: plain values, functions, classes
         of other objects, lengths and keys of containers, and whether an object has an attribute."""
         found: dict[str, Any] = {}
         scope = dict(self._scope)  # eval adds __builtins__
-        for (_, what), (shown, code) in self._sources.items():
+        for (_, part), (shown, code) in self._sources.items():
             try:
                 held = eval(code, scope)
             except Exception:  # it is gone
                 continue
-            name = shown + what
-            if what.startswith(" has "):
-                fact: Any = what[5:] in getattr(held, "__dict__", ())
+            name = f"{shown}{part}"
+            if part.kind in LOOKUPS:
+                try:
+                    fact: Any = LOOKUPS[part.kind](held, part.name)
+                except Exception:  # it is another object, which cannot be asked
+                    fact = type(held)
+            elif held is os.getenv or held is _ENVIRONMENT:  # Dynamo has no guard for names that it lacks
+                fact = f"variables {hash(frozenset(_ENVIRONMENT.items())):x}"  # changes are logged, and values may be secret
             elif isinstance(held, tuple) and _is_constant(held):
                 fact = held
             elif isinstance(held, (list, tuple)):
                 name, fact = f"{name} length", len(held)
             elif isinstance(held, (dict, set, frozenset)):
-                fact = list(held) if what else None
+                fact = list(held) if part.kind else None
             elif isinstance(held, types.ModuleType):
                 continue
             else:

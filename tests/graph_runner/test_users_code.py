@@ -6,6 +6,7 @@ import copy
 import enum
 import functools
 import logging
+import os
 import types
 import warnings
 from collections.abc import Callable
@@ -95,6 +96,48 @@ def test_settings_inside_objects(model: Any, monkeypatch: pytest.MonkeyPatch, ca
         runner, hook.settings.note, mlp.act_fn.options.note = engine.runner, 3, [1]
         assert tokens(engine.generate(IDS, SHORT)) == [seen[-1]] and engine.runner is runner
         assert_idle(engine)
+
+
+ABSENT = SimpleNamespace(table={"another": 1.0}, names={"another"}, holder=SimpleNamespace())
+LOOKUPS = {  # what a forward asks for, and what gives it another answer
+    "get": (lambda: ABSENT.table.get("slope", 1.0), lambda patch: ABSENT.table.update(slope=3.0)),
+    "in": (lambda: 3.0 if "gate" in ABSENT.table else 1.0, lambda patch: ABSENT.table.update(gate=True)),
+    "set": (lambda: 3.0 if "gate" in ABSENT.names else 1.0, lambda patch: ABSENT.names.add("gate")),
+    "hasattr": (lambda: 3.0 if hasattr(ABSENT.holder, "gate") else 1.0, lambda patch: setattr(ABSENT.holder, "gate", True)),
+    "getattr": (lambda: getattr(ABSENT.holder, "slope", 1.0), lambda patch: setattr(ABSENT.holder, "slope", 3.0)),
+    "getenv": (lambda: float(os.getenv("QUIRE_TEST_SLOPE", "1")), lambda patch: patch.setenv("QUIRE_TEST_SLOPE", "3")),
+    "environ": (lambda: float(os.environ.get("QUIRE_TEST_SLOPE", "1")), lambda patch: patch.setenv("QUIRE_TEST_SLOPE", "3")),
+}
+
+
+class Asking(nn.Module):
+    def __init__(self, ask: Callable[[], float]) -> None:
+        super().__init__()
+        self.ask = ask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x) * self.ask()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("ask", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("get", "getattr", "environ")))
+                                 for name in LOOKUPS])
+def test_names_that_appear_later(ask: str, hooked: bool, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A steering vector that is put into a table, a flag that is set for the first time: tokens of before would be silently
+    wrong."""
+    monkeypatch.delenv("QUIRE_TEST_SLOPE", raising=False)
+    for name, value in (("table", {"another": 1.0}), ("names", {"another"}), ("holder", SimpleNamespace())):
+        monkeypatch.setattr(ABSENT, name, value)
+    answer, change = LOOKUPS[ask]
+    if hooked:
+        model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * answer())
+    else:
+        model.model.layers[0].mlp.act_fn = Asking(answer)
+    with Engine(model, **OPTIONS) as engine:
+        before = tokens(engine.generate(IDS, SHORT))
+        change(monkeypatch)
+        after = tokens(engine.generate(IDS, SHORT))
+        assert after == [expected(model)] != before
 
 
 def test_constants_inside_objects(model: Any) -> None:
