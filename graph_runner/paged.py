@@ -36,6 +36,7 @@ from quire.graph_runner.paged_forward import PagedForward
 from quire.graph_runner.whole_logits import difference, limits_of, whole_logits
 from quire.passes.backend import QuireBackend
 from quire.passes.capture.errors import unwrapped
+from quire.passes.capture.unserved_adapters import check_adapters_served
 from quire.passes.fx import with_own_code
 from quire.passes.options import QuireOptions
 
@@ -101,7 +102,8 @@ class AdaptedGenerate:
 
     @property
     def engine(self) -> Engine:
-        """See ``PagedGenerate.engine``."""
+        """See ``PagedGenerate.engine``. Raises UnsupportedAttention for what only the wrapper does, such as prompt learning."""
+        check_adapters_served(self.wrapper)
         return adapted_model(self.wrapper).generate.engine
 
     def close(self) -> None:

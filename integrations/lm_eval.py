@@ -6,11 +6,15 @@ the continuations' tokens, and what contexts have in common is computed once. Co
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
+from transformers import GenerationConfig
+
 from quire.graph_runner.engine import Engine
+from quire.graph_runner.hf_generation_config import for_requests
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.integrations.engines import engine_of
 
@@ -20,7 +24,6 @@ try:
 except ImportError as error:
     raise ImportError(f"quire.integrations.lm_eval needs lm-eval: pip install 'quire[integrations]' ({error})") from error
 
-_SAMPLING = frozenset(field.name for field in fields(SamplingParams)) & {"temperature", "top_k", "top_p", "min_p"}
 
 
 class QuireLM(HFLM):
@@ -86,16 +89,16 @@ class QuireLM(HFLM):
         for context, given in (request.args for request in requests):
             options = dict(normalize_gen_kwargs(given, self.max_gen_toks))
             until = handle_stop_sequences(options.pop("until", None), eos=eos)
-            count, sampling = options.pop("max_gen_toks"), options.pop("do_sample", False)
-            if options.keys() - _SAMPLING or self.think_end_token is not None:  # for transformers' generate, which is paged too
-                return super().generate_until(requests, disable_tqdm=disable_tqdm)
+            count = options.pop("max_gen_toks")
             if count >= self.max_length:
                 raise ValueError(f"{count} tokens are to be generated, and the model holds {self.max_length}")
             ids, _ = self.tok_batch_encode([context], left_truncate_len=self.max_length - count, truncation=self.truncation)
-            if not sampling:
-                options["temperature"] = 0.0
+            asked = self._params(options, count, ids.shape[1])
+            if asked is None or self.think_end_token is not None:  # by the model's generate, paged or not
+                return super().generate_until(requests, disable_tqdm=disable_tqdm)
             prompts.append(ids[0].tolist())
-            params.append(SamplingParams(max_tokens=count, stop=[text for text in until if text], **options))
+            stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+            params.append(replace(asked, stop=[text for text in (*until, *stop) if text]))
             stops.append(until)
         outputs = self.engine.generate(prompts, params, use_tqdm=not disable_tqdm, raise_on_error=True)
         texts = []
@@ -104,3 +107,15 @@ class QuireLM(HFLM):
             texts.append(text)
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
+
+    def _params(self, options: dict[str, Any], count: int, prompt_length: int) -> SamplingParams | None:
+        """A task's ``options`` for ``count`` new tokens, with the model's generation config where they say nothing, as in its
+        ``generate``; None for what a request of an engine does not have."""
+        config = copy.deepcopy(getattr(self.model, "generation_config", None)) or GenerationConfig()
+        if any(not hasattr(config, name) for name in options):
+            return None
+        for name, value in options.items():
+            setattr(config, name, value)
+        config.max_new_tokens, config.max_length, config.do_sample = count, None, options.get("do_sample", False)
+        params, others = for_requests(config, prompt_length)
+        return None if others else params

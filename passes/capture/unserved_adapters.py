@@ -11,7 +11,8 @@ from quire.passes.capture.hf_experts import is_wrapper
 
 
 def check_adapters_served(model: torch.nn.Module) -> None:
-    """Raises UnsupportedAttention for prompt learning, for an active aLoRA, and for a head that is adapted as a parameter."""
+    """Raises UnsupportedAttention for prompt learning, X-LoRA, an active aLoRA, and a head that is adapted as a parameter.
+    ``model``: PEFT's wrapper, where there is one: what only its forward does is not seen in the model inside."""
     config, base = getattr(model, "active_peft_config", None), getattr(model, "base_model", None)
     # Disabled, the wrapper's forward is that of the model inside.
     if getattr(config, "is_prompt_learning", False) and model.forward != getattr(base, "forward", None):
@@ -21,6 +22,10 @@ def check_adapters_served(model: torch.nn.Module) -> None:
             "model embeddings or keys, and an engine takes token ids. Use the wrapper's own generate, or give the engine the "
             "model without it (get_base_model())")
     for path, layer in model.named_modules():
+        if type(getattr(vars(layer).get("forward"), "__self__", None)).__module__.startswith("peft.tuners.xlora."):
+            raise UnsupportedAttention(
+                f"{path} is X-LoRA's, whose wrapper runs the model twice and scales the adapters of each token by the first "
+                "run's hidden states: use the wrapper's own generate with a model that is not paged")
         if any(_variant(layer, name).startswith("ALora") for name in _applied(layer)):
             raise UnsupportedAttention(
                 f"{path} has an active aLoRA (alora_invocation_tokens), which begins in the middle of a row, and an adapter "

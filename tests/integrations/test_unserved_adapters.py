@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("peft", reason="pip install 'quire[integrations]'")
 import peft
 
 import quire
+from quire.integrations.engines import engine_of
 from tests.integrations.test_peft import fill
 from tests.tiny import hf_greedy, small_llama, tokens
 
@@ -32,6 +34,37 @@ def test_the_reason(config: Any, reason: str) -> None:
     model = peft.get_peft_model(small_llama(std=0.3), config).eval()
     with pytest.raises(quire.UnsupportedAttention, match=reason):
         quire.Engine(model, **OPTIONS)
+
+
+@pytest.mark.parametrize("config", [
+    peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)], ids=lambda config: type(config).__name__)
+def test_what_the_wrapper_does_is_not_lost(config: Any) -> None:
+    """The engine behind a wrapper's generate is that of the model inside, which knows of no prompt: lm-eval's scores and TRL's
+    rollouts were those of the model without it."""
+    model = quire.paged(peft.get_peft_model(small_llama(std=0.3), config).eval(), **OPTIONS)
+    for engine in (lambda: model.generate.engine, lambda: engine_of(model)):
+        with pytest.raises(quire.UnsupportedAttention, match="prompt tuning, p-tuning and prefix"):
+            engine()
+    with model.disable_adapter():
+        assert engine_of(model) is not None
+    model.generate.close()
+
+
+@pytest.mark.parametrize("serve", [
+    quire.Engine, lambda model, **options: quire.paged(model, **options).generate.engine,
+    lambda model, **options: quire.Engine(model.base_model.lora_model.model, **options)], ids=["wrapper", "paged", "inside"])
+def test_xlora(serve: Any, tmp_path: Path) -> None:
+    """The wrapper runs the model twice; by itself the model inside gives other tokens."""
+    for name in ("a", "b"):
+        peft.get_peft_model(small_llama(std=0.3), lora(init_lora_weights=False)).save_pretrained(tmp_path / name)
+    plain = small_llama(std=0.3)
+    plain.config.use_cache = False
+    adapters = {name: str(tmp_path / name) for name in ("a", "b")}
+    config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=plain.config.hidden_size, adapters=adapters)
+    model = peft.get_peft_model(plain, config).eval()
+    with pytest.raises(quire.UnsupportedAttention, match="self_attn.q_proj is X-LoRA's"):
+        serve(model, **OPTIONS)
 
 
 @pytest.mark.parametrize("tied", [False, True])
