@@ -44,6 +44,7 @@ from quire.passes.capture.retrace import TRACED_TOKENS, Traced
 from quire.passes.capture.side_effects import check_side_effects
 from quire.passes.capture.traced import TracedGraph
 from quire.passes.capture.unserved_adapters import check_adapters_served
+from quire.passes.capture.wrapped_parts import check_wrapped_parts
 from quire.passes.compile.ahead import CompileAhead
 from quire.passes.fusions.base import FusedWeights
 from quire.passes.fx import is_module_tensor, is_stored, placeholders, source_name, value, with_own_code
@@ -87,9 +88,8 @@ class PagedModel:
         if self.config is not None:
             check_config(self.config)
             check_checkpoint(model)
-        check_model(model)
-        check_adapters_served(model)
-        check_layers(model)
+        for check in (check_model, check_adapters_served, check_wrapped_parts, check_layers):
+            check(model)
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         missing = [n for n in ("input_ids", "position_ids") if n not in parameters and not takes_any]

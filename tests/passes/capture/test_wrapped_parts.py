@@ -1,0 +1,132 @@
+"""Code around parts of a model that asks for the cache: an engine has none, so that tokens would silently be others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaModel, apply_rotary_pos_emb
+
+import quire
+from quire.graph_runner.own_forward import reads_inputs
+from tests.tiny import small_llama
+
+OPTIONS: dict[str, Any] = dict(num_pages=40, max_num_seqs=4, max_model_len=60)
+IDS = torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
+
+
+class OfNewTokens(LlamaDecoderLayer):
+    """Changes tokens after the prompt."""
+
+    def forward(self, hidden_states: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if past_key_values is not None and past_key_values.get_seq_length(1) >= IDS.shape[1]:
+            hidden_states = hidden_states.flip(-1)
+        return super().forward(hidden_states, past_key_values=past_key_values, **kwargs)
+
+
+class WhileCaching(LlamaModel):
+    def forward(self, input_ids: Any = None, use_cache: Any = None, **kwargs: Any) -> Any:
+        out = LlamaModel.forward(self, input_ids=input_ids, use_cache=use_cache, **kwargs)
+        if use_cache:
+            out.last_hidden_state = out.last_hidden_state.flip(-1)
+        return out
+
+
+class PassingOn(LlamaDecoderLayer):
+    def forward(self, hidden_states: Any, past_key_values: Any = None, use_cache: Any = None, **kwargs: Any) -> Any:
+        return super().forward(2 * hidden_states, past_key_values=past_key_values, use_cache=use_cache, **kwargs)
+
+
+class Anew(LlamaAttention):
+    """As a model's own attention: it updates a cache where there is one."""
+
+    def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, past_key_values: Any = None,
+                **kwargs: Any) -> Any:
+        q, k, v = (p(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (
+            self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        out, _ = attend(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.flatten(2)), None
+
+
+def _long(given: Any) -> bool:
+    return given["past_key_values"].get_seq_length(1) >= IDS.shape[1]
+
+
+def by_a_helper(module: Any, args: Any, kwargs: Any) -> Any:
+    return ((args[0].flip(-1),) if _long(kwargs) else args), kwargs
+
+
+class Steering:
+    def __call__(self, module: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        return out if kwargs.get("past_key_values") is None else out.flip(-1)
+
+
+def scaled(module: Any, args: Any, kwargs: Any) -> Any:
+    return (2 * args[0],), kwargs
+
+
+def is_a(cls: type, where: str) -> Callable[[Any], None]:
+    return lambda model: setattr(model.get_submodule(where), "__class__", cls)
+
+
+def on_the_instance(model: Any) -> None:
+    layer = model.model.layers[1]
+    own = layer.forward
+
+    def forward(hidden_states: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        found = own.__self__.__class__.forward(layer, hidden_states, past_key_values=past_key_values, **kwargs)
+        return found if past_key_values is None else found.flip(-1)
+
+    layer.forward = forward
+
+
+READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a layer": (is_a(OfNewTokens, "model.layers.1"), "OfNewTokens.forward of model.layers.1 reads past_key_values"),
+    "the inner model": (is_a(WhileCaching, "model"), "WhileCaching.forward of model reads use_cache"),
+    "an instance": (on_the_instance, "of model.layers.1 reads past_key_values"),
+    "a hook": (lambda m: m.model.layers[1].register_forward_pre_hook(by_a_helper, with_kwargs=True),
+               "a hook of model.layers.1, by_a_helper, reads past_key_values"),
+    "an object": (lambda m: m.model.layers[1].register_forward_hook(Steering(), with_kwargs=True),
+                  "a hook of model.layers.1, Steering.__call__, reads past_key_values"),
+}
+
+
+@pytest.mark.parametrize("which", READERS)
+def test_readers_of_the_cache(which: str) -> None:
+    """``generate`` falls back and says why; an engine, which has no other way, refuses."""
+    model = small_llama(std=0.3, num_hidden_layers=2)
+    READERS[which][0](model)
+    expected = model.generate(IDS, max_new_tokens=6, do_sample=False)
+    with pytest.raises(quire.UnsupportedAttention, match=READERS[which][1]):
+        quire.Engine(model, **OPTIONS)
+    quire.paged(model, **OPTIONS)
+    with pytest.warns(UserWarning, match=READERS[which][1]):
+        assert torch.equal(model.generate(IDS, max_new_tokens=6, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("change", [
+    is_a(PassingOn, "model.layers.1"), is_a(Anew, "model.layers.1.self_attn"),
+    lambda m: m.model.layers[1].register_forward_pre_hook(scaled, with_kwargs=True)], ids=["passing on", "anew", "hook"])
+@pytest.mark.filterwarnings("error:quire:UserWarning")
+def test_others_are_served(change: Callable[[Any], Any]) -> None:
+    model = small_llama(std=0.3, num_hidden_layers=2)
+    change(model)
+    expected = model.generate(IDS, max_new_tokens=6, do_sample=False)
+    quire.paged(model, **OPTIONS)
+    assert torch.equal(model.generate(IDS, max_new_tokens=6, do_sample=False), expected)
+
+
+def test_generate_may_ask_at_each_call() -> None:
+    model = small_llama(std=0.3, num_hidden_layers=32)
+    assert reads_inputs(model, None) is None
+    began = time.perf_counter()
+    assert reads_inputs(model, None) is None
+    assert time.perf_counter() - began < 0.1
