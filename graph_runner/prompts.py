@@ -114,9 +114,9 @@ def token_ids_of(prompt: Prompt, tokenizer: Any, vocab_size: int, max_model_len:
         raise ValueError(f"token ids {bad[:5]} are outside the vocabulary of {vocab_size} tokens")
     if len(ids) >= max_model_len:
         raise ValueError(
-            f"the prompt has {len(ids)} tokens; a request may have {max_model_len}, prompt and continuation (the smallest of "
-            "max_model_len, the model's length and what the KV cache holds). Shorten the prompt, or raise num_pages or "
-            "max_model_len")
+            f"the prompt has {len(ids)} tokens; a request may have {max_model_len}, prompt and continuation, and needs room "
+            "for a new token, also where none is asked for (the limit is the smallest of max_model_len, the model's length "
+            "and what the KV cache holds). Shorten the prompt, or raise num_pages or max_model_len")
     return ids
 
 

@@ -122,7 +122,12 @@ def check_rope(config: Any) -> None:
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """``check_rope`` of every config that a module of ``model`` holds. Raises UnsupportedAttention."""
+    """``check_rope`` of every config that a module of ``model`` holds, and that parameters are whole. Raises
+    UnsupportedAttention."""
+    shards = next((name for name, p in model.named_parameters() if type(p).__name__ == "DTensor"), None)
+    if shards is not None:
+        raise UnsupportedAttention(f"{shards} is a DTensor, a shard of a parameter (FSDP2's fully_shard, tensor parallelism): "
+                                   "an engine needs whole parameters on one device")
     configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")}
     for config in configs.values():
         check_rope(config)

@@ -115,3 +115,26 @@ def test_hflm_over_a_paged_model_is_paged(steps) -> None:
         QuireLM(lm.model, load_tokenizer(), page_size=8)
     with pytest.raises(ValueError, match="a continuation has 200 tokens; from 1 to 128 can be scored"):
         own._loglikelihood_tokens([(None, [1], [5] * 200)], disable_tqdm=True)
+
+
+@pytest.mark.parametrize("config, changes", [
+    (dict(repetition_penalty=1.8), True), (dict(suppress_tokens=[10, 11, 12]), True), (dict(no_repeat_ngram_size=2), True),
+    (dict(min_new_tokens=12), False), (dict(top_k=1, temperature=2.0), False)], ids=str)
+def test_the_models_generation_config(config, changes) -> None:
+    """HFLM's generations follow what a checkpoint says beside the task: a penalty, tokens that may not come, the likeliest
+    token only (here where the task asks for sampling)."""
+    def texts(make: Any, **config: Any) -> list[str]:
+        model = load_model()
+        model.generation_config.max_new_tokens = None  # HFLM would take it, and not the task's
+        model.generation_config.update(**config)
+        return make(model).generate_until(requests, disable_tqdm=True)
+
+    def hflm(model: Any) -> Any:
+        return HFLM(model, tokenizer=load_tokenizer(), batch_size=1)
+
+    asked = {"until": ["zzz"], "max_gen_toks": 30} | ({"do_sample": True, "temperature": 0.7} if "top_k" in config else {})
+    requests = [Instance("generate_until", {}, (text, asked), 0) for text in PROMPTS[:3]]
+    expected = texts(hflm, **config)
+    if changes:
+        assert expected != texts(hflm)
+    assert texts(lambda model: QuireLM(model, load_tokenizer(), **OPTIONS), **config) == expected
