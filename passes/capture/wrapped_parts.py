@@ -128,6 +128,9 @@ def passed_on(function: types.FunctionType, name: str, owner: torch.nn.Module) -
     nodes = [node for statement in _run_by_default(tree.body[0]) for node in ast.walk(statement)]
     passed = {id(value) for call in nodes if isinstance(call, ast.Call) and _is_forward(call.func, function, owner)
               for value in (*call.args, *(keyword.value for keyword in call.keywords))}
+    # Keys of a dict that is written, and of an entry that is set.
+    passed |= {id(key) for node in nodes if isinstance(node, ast.Dict) for key in node.keys}
+    passed |= {id(node.slice) for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)}
     return all(id(node) in passed for node in nodes
                if (isinstance(node, ast.Name) and node.id == name) or (isinstance(node, ast.Constant) and node.value == name))
 

@@ -46,7 +46,9 @@ def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     done. Of equal kinds, one can stand for another."""
     if is_traceable_wrapper_subclass(tensor):
         names, how = tensor.__tensor_flatten__()
-        return (type(tensor), tuple(tensor.shape), tensor.dtype, repr(how), *(kind_of(getattr(tensor, name)) for name in names))
+        inside = [getattr(tensor, name) for name in names]  # of a DTensor a mesh, too
+        return (type(tensor), tuple(tensor.shape), tensor.dtype, repr(how),
+                *(kind_of(x) if isinstance(x, torch.Tensor) else repr(x) for x in inside))
     return (type(tensor), tuple(tensor.shape), tensor.dtype, *_state_of(getattr(tensor, "quant_state", None)))
 
 

@@ -124,6 +124,17 @@ def test_others_are_served(change: Callable[[Any], Any]) -> None:
     assert torch.equal(model.generate(IDS, max_new_tokens=6, do_sample=False), expected)
 
 
+def test_a_shard_of_a_parameter() -> None:
+    """After FSDP2's fully_shard; the reason was an attribute of PyTorch's."""
+    class DTensor(torch.nn.Parameter):
+        pass
+
+    model = small_llama(std=0.3)
+    model.lm_head.weight = DTensor(model.lm_head.weight.data)
+    with pytest.raises(quire.UnsupportedAttention, match="lm_head.weight is a DTensor, a shard of a parameter"):
+        quire.Engine(model, **OPTIONS)
+
+
 def test_generate_may_ask_at_each_call() -> None:
     model = small_llama(std=0.3, num_hidden_layers=32)
     assert reads_inputs(model, None) is None
