@@ -18,7 +18,8 @@ _MEANS = {
     r"torch\.jit": "it calls a TorchScript module. Put the Python module in its place",
     r"qualname: disable|marked as skipped|skip_dynamo|in skipfiles": (
         "it calls a function that is kept out of torch.compile (torch.compiler.disable, as in accelerate's hooks for offloaded "
-        "weights). Load the model whole onto one device, or remove the hooks"),
+        "weights, or in layers of some PEFT methods). Load the model whole onto one device, remove the hooks, or merge the "
+        "adapter"),
     r"GetAttrVariable\(TensorVariable": "it stores a tensor on a module each time. Make it a buffer when the module is made",
     r"specialized it to be a constant": (
         "an operation takes the length of the row as a plain number, which means nothing to the sequences of a packed row. "
