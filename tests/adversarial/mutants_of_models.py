@@ -82,8 +82,8 @@ MUTANTS = [
          "for m in [-model.modules()-]{+[model]+} if hasattr(")),
     *of("passes/verify/quantized.py", "tests/graph_runner/test_quantized.py::{}",
         ("watched: how weights are quantized", "test_weights_quantized_otherwise[PerTensor]",
-         "tuple(tensor.shape), tensor.dtype, [-repr(how),\n                *(kind_of(x) if isinstance(x, torch.Tensor) else repr(x) "
-         "for x in inside)-]{+0+})")),
+         "tuple(tensor.shape), tensor.dtype, [-repr(how),\n                *(kind_of(x) if isinstance(x, torch.Tensor) else "
+         "repr(x) for x in inside)-]{+0+})")),
     *of("passes/verify/quantized.py", "tests/passes/verify/test_quantized.py::{}",
         ("one scale for the activations of all tokens", "test_activations_scaled_all_together_are_refused",
          "if not (alone - beside).abs().max() <= 0.01 * alone.abs().max():"),
