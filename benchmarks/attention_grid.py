@@ -416,14 +416,14 @@ def main() -> None:
                      (cell.dim, cell.kv))
              for cell in grid(args) for name in [*args.systems, *(f"triton:{p}" for p in SWEEP[cell.kind] if args.sweep)]]
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
-        before: Callable[[Any], None] = lambda group: None  # noqa: E731
+        more: dict[str, Any] = {}
         if args.compilers:
             pool = ProcessPoolExecutor(args.compilers, multiprocessing.get_context("spawn"))
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
             left = [task for task in tasks if not record.has(task.row)]
-            before = compiled_meanwhile(pool, left, args.max_len, args.device)
-        measure_rows(record, tasks, measured, limit=args.limit, gpus=args.gpus, before=before, complete=lambda row: (
-            row | {"share": row["bytes"] / row["us"] * 1e6 / bandwidth} if "us" in row else row))
+            more["before"] = compiled_meanwhile(pool, left, args.max_len, args.device)
+        measure_rows(record, tasks, measured, limit=args.limit, gpus=args.gpus, complete=lambda row: (
+            row | {"share": row["bytes"] / row["us"] * 1e6 / bandwidth} if "us" in row else row), **more)
 
 
 if __name__ == "__main__":
