@@ -2,15 +2,14 @@
 
 Softmax is computed in base 2 (``attn_ops/kernels/softmax.py``): scores and every ``lse`` carry a factor log2(e).
 
-NOTE [Partial results]: where a query's keys are split among ``splits`` programs, each program that has keys (they are
-numbered 0 to active - 1, without gaps) writes a normalized output and the log2 of its softmax denominator, ``lse``, to a
-float32 workspace: first all outputs, then all lse. A slot is what one program would have computed alone. The number of active
-splits follows from the lengths, on the device; the grid never does. Merging goes in the order of the splits, whichever
-program does it, so results do not depend on timing. Where slots are many, a schedule says how many parts each has, and where
-their results lie (``schedule.py``).
+NOTE [Partial results]: where a query's keys are split among programs, each of them writes a normalized output and the log2 of
+its softmax denominator, ``lse``, to a float32 workspace: first all outputs, then all lse. A slot is what one program would have
+computed alone. How many parts a slot has, and where their results lie, says a schedule where slots are many (``schedule.py``),
+and where they are few each program works it out from the lengths (``shares.py``); the grid follows from shapes alone. Merging
+goes in the order of the parts, whichever program does it, so results do not depend on timing.
 
-NOTE [Last one merges]: every active program of a slot adds 1 to the slot's counter after its partial result is written; the
-one that finds active - 1 there merges, then sets the counter back to 0. This is correct because
+NOTE [Last one merges]: with a schedule, and in ``extend``, every active program of a slot adds 1 to the slot's counter after
+its partial result is written; the one that finds active - 1 there merges, then sets the counter back to 0. This is correct, for
 * the barrier before the addition orders the writes of all threads of a program before the addition of its one thread,
 * the addition is acquire-release at GPU scope, and releases are cumulative: whoever reads the last count sees all writes,
 * the partial results are read past the L1 cache (``.cg``), which need not be coherent, or asynchronously after that addition,

@@ -1,7 +1,7 @@
 """Split-KV decoding: every query token on its own, its keys split among several programs.
 
-A program serves one token and one key head, with all the query heads that read it (or a block of them), and one of
-``splits`` ranges of the token's cached keys. The grid is splits x items x key heads, from shapes alone. Two modes:
+A program serves one token and one key head, with all the query heads that read it (or a block of them), and one range of the
+token's cached keys. The grid follows from shapes alone. Two modes:
 
 * by token (T <= B): items are tokens. Fast when every sequence has one token, and correct for any ragged batch. The step's own
   keys are read from k and v, and program 0 of each token writes them to the cache, so that attention neither waits for the
@@ -9,16 +9,14 @@ A program serves one token and one key head, with all the query heads that read 
 * by row (T > B): items are sequences; those without exactly one query token are left to ``extend``. The keys are in
   the cache already (``kv_write``), k and v are None.
 
-NOTE [How far keys are split]: on an H200, with 32/8 heads x 128 in bfloat16, a program alone took about 4 us and 28 ns per key,
-and merging another 3.5 us (benchmarks/results/h200_triton_decode_sweep*.json). Three programs fit on a multiprocessor
-(``python -m benchmarks.hopper``), and two read as fast as memory gives; of heads of 64, three do. So one wave of two or three
-programs per multiprocessor is best, whatever the context: ``config.wave`` splits per slot. But the few programs of one long
-sequence among short ones would run alone, so that a split has at most ``chunk_max`` keys. Of heads of 64 and 256, a context
-that is cut further for that fills the places a whole number of times: 16 splits of 32 slots of heads of 64 were 512 programs
-on 396 places, and took 94 us, 12 took 74 (h200_decode_grid_64_slots.json). Programs without keys take 2 ns each: at most 1024
-are launched, unless a wave is more. From a slot per multiprocessor on, slots alone fill the GPU, and sequences longer than 2048
-keys are split by a schedule (``schedule.py``). There a last wave that is not full is lost time (``waves.py``), so the steps of
-the loop, of which fewer programs fit where they are longer, and the keys per part are chosen such that few places stay empty.
+NOTE [How far keys are split]: on an H200, with 32/8 heads x 128 in bfloat16, a program alone took about 4 us and 28 ns
+per key (benchmarks/results/h200_triton_decode_sweep*.json). Two to four programs fit on a multiprocessor (``python -m
+benchmarks.hopper``), and two or three read as fast as memory gives. So where slots are fewer than that, a launch has one wave
+of programs, ``config.wave``, and sequences share them (``shares.py``); a kernel merges the parts, a program per query head: one
+program per slot took longer for 16 heads than attention did (h200_decode_shares.json). From a slot per multiprocessor on, slots
+alone fill the GPU, and sequences longer than 2048 keys are split by a schedule (``schedule.py``), with windows into parts of
+about as many. There a last wave that is not full is lost time (``waves.py``), so the steps of the loop, of which fewer programs
+fit where they are longer, and the keys per part are chosen such that few places stay empty.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.attn_ops.backends.triton import schedule
+from quire.attn_ops.backends.triton import schedule, shares
 from quire.attn_ops.backends.triton.decode_kernel import decode_kernel
 from quire.attn_ops.backends.triton.plan import Batch, Plan, Site, cut_sizes, planner, tuned
 from quire.attn_ops.backends.triton.waves import time_of
@@ -42,23 +40,20 @@ from quire.attn_ops.ops.rope import PLAIN, RopeForm
 class DecodeConfig(NamedTuple):
     """Tuning parameters. They change speed, never results beyond rounding.
 
-    block_n: keys per step.  warps, stages: of the kernel and its loop.  chunk_min: fewest keys per split (a multiple of
-    block_n).  max_splits: bound on splits.  dot: tensor cores (the group is padded to 16 rows), else sums of products.
-    chunk_max: keys per split that a long context is cut into, unless ``config.wave`` splits per slot, which fill the GPU once,
-    make them longer than max_splits allows.  waves: such a context fills the GPU a multiple of ``waves`` times; 0: any.
-    places: programs that run at once, where slots are as many as multiprocessors; 0: not known.
+    block_n: keys per step.  warps, stages: of the kernel and its loop.  chunk_min: fewest keys per part.  dot: tensor
+    cores (the group is padded to 16 rows), else sums of products.  wave: programs in all that few slots are cut into; 0: slots
+    fill the GPU.  places: programs that run at once, where slots are as many as multiprocessors; 0: not known.  masked: whether
+    loads of the loop leave out keys past the end; else they read the last one again, which takes fewer registers.
     """
 
     block_n: int
     warps: int
     stages: int
     chunk_min: int
-    max_splits: int
     dot: bool
-    chunk_max: int
     wave: int
-    waves: int
     places: int
+    masked: bool
 
 
 class DecodeTile(NamedTuple):
@@ -66,8 +61,7 @@ class DecodeTile(NamedTuple):
 
     blocks, heads, rows: blocks of query heads per key head, heads per block, and the same padded.  by_row: the mode.  split:
     whether keys are split.  half: whether products are in float16 whatever the queries are, as codes are.  words: codes per
-    word, or 0: see NOTE [Values by words].  masked: whether loads of the loop leave out keys past the end; else they read the
-    last one again, which takes fewer registers.  merge_rows, merge_step: heads and splits merged at a time.
+    word, or 0: see NOTE [Values by words].  masked: of DecodeConfig.  merge_rows, merge_step: heads and parts merged at a time.
     """
 
     blocks: int
@@ -130,41 +124,35 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
     sms = host.num_sms(device)
     chunk = 2048 if slots >= sms else min(1024, next_power_of_2(max(512 * slots // sms, 64)))
     half, full = itemsize == 2 and not quantized, slots >= sms
-    wave, most, few, fitting = 64, 64, not full, 0
+    per_sm, fitting = 2, 0
     if itemsize == 2 and widest <= 128:  # in bytes, 128 keys of heads of 64 are 64 of heads of 128
-        block_n = 128 if chunk >= 128 and (widest <= 64 or slots < 4 * sms or quantized) else 64
+        block_n = 128 if chunk >= 128 and (widest <= 64 or quantized) else 64
         warps = 2 if chunk == 64 and not quantized else 4
-        stages = 2 if quantized else 3  # few programs wait for arithmetic: h200_decode_quantized.json
-    elif half and widest <= 256 and heads <= 16:
-        block_n, stages = 64, 2  # h200_decode_grid_256.json, h200_decode_waves.json
-    else:
-        few = False
+        # Page numbers are loaded ahead of keys, so that five stages hold two steps' keys, and three one. Of codes, few programs
+        # wait for arithmetic (h200_decode_quantized.json).
+        stages = 2 if quantized else 3 if full else 5
+        # Programs of heads of 128 fit three times for codes, if they do not rotate (benchmarks.hopper).
+        if widest <= 64 or slots <= 8 or (quantized and not rotary):
+            per_sm = 3
+    elif itemsize == 2 and widest <= 256 and heads <= 16:
+        # h200_decode_shares.json, h200_decode_grid_256.json, h200_decode_waves.json, h200_decode_quantized_wide.json
+        block_n, stages = (64, 2) if full or quantized else (32, 5)
     if half and full and widest <= 256 and heads <= 16:  # see NOTE [How far keys are split]
         by_step = places(widest, heads, device)
         block_n = min(by_step, key=lambda n: time_of(slots, by_step[n], 1024))
         fitting = by_step[block_n]
-    waves = 0
-    if few:  # see NOTE [How far keys are split]
-        # Programs of heads of 128 fit three times for codes, if they do not rotate (``python -m benchmarks.hopper``).
-        wave = max(1, min(64, (2 if widest > 64 and (half or rotary) else 3) * sms // slots))
-        # Programs of heads of 256 fit three times without rotary embeddings, and twice with them: three waves of two programs
-        # are two of three. Heads of 128 were not measured so.
-        waves = 1 if widest <= 64 or quantized else 3 if widest > 128 else 0
-        most = max(wave, min(64, 1024 // slots))
-        if waves:
-            most = max(wave, most // (wave * waves) * wave * waves)
-    return tuned(DecodeConfig(block_n, warps, stages, chunk, most, dot, 2048, wave, waves, fitting))
+    # h200_decode_unmasked.json, h200_decode_shares.json, h200_decode_full.json
+    masked = not quantized and (itemsize > 2 or (widest > 128 and not full))
+    return tuned(DecodeConfig(block_n, warps, stages, chunk, dot, 0 if full else per_sm * sms, fitting, masked))
 
 
-def num_splits(slots: int, capacity: int, params: DecodeConfig) -> int:
-    """Programs per slot, from shapes only. ``capacity``: number of keys that a row of the block table has room for."""
-    if slots > host.NUM_COUNTERS:
-        return 1
-    long = params.wave  # programs beyond would have no keys
-    if capacity > params.wave * params.chunk_max:
-        whole = params.wave * params.waves or 1
-        long = -(-capacity // (whole * params.chunk_max)) * whole
-    return max(1, min(params.max_splits, long, -(-capacity // params.chunk_min), -(-8192 // slots)))
+def num_parts(items: int, blocks: int, capacity: int, params: DecodeConfig) -> int:
+    """Programs per block of heads, of ``blocks``, where there is no schedule: ``items`` if keys are not split. ``capacity``:
+    number of keys that a row of the block table has room for."""
+    if items > shares.ITEMS.value:
+        return items
+    most = items * -(-capacity // params.chunk_min)
+    return max(items, min(most, params.wave // blocks) if params.wave else most)
 
 
 def cut(slots: int, capacity: int, params: DecodeConfig) -> int:
@@ -199,8 +187,8 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
                                                                 host.num_sms(device))
     if not scheduled:
         params = params._replace(chunk_min=cut(slots, capacity, params))
-    splits = 1 if scheduled else num_splits(slots, capacity, params)
-    programs = (items + schedule.extra_parts(items)) * layout.heads * blocks if scheduled else slots * splits
+    parts = num_parts(items, layout.heads * blocks, capacity, params)
+    programs = (items + schedule.extra_parts(items) if scheduled else parts) * layout.heads * blocks
     merge_rows = next_power_of_2(per_block)
     # See NOTE [Values by words]. From 64 rows on Triton 3.6 makes the four products Hopper's wgmma, and on an H200 with 71
     # heads per key head numbers were wrong (tests/gpu/test_triton_gpu.py); why is not known. By bytes they are right.
@@ -211,16 +199,13 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
         sizes = (4, 2) if dim_v >= 128 else (2,)
         words = next((n for n in sizes if not any(place % n for place in places)), 0)
     rows, split = next_power_of_2(per_block, 16 if params.dot else 1), programs > slots
-    # Few of many slots have parts to merge; more at a time would cost all programs registers, and a fourth per multiprocessor.
-    # From 1024 numbers per part on, one at a time is faster, with few exceptions at 1024 (h200_decode_merge.json).
-    numbers, most = merge_rows * dim_v, 2048 if scheduled else 8192
-    merge_step = 1 if numbers >= 1024 else max(1, min(16, most // numbers))
-    # Measured are codes, and heads of up to 64 where slots fill the GPU (h200_decode_unmasked.json). Of fewer slots more
-    # programs run at once then, and those without keys cost more: 8 sequences of 4 x 128 took 7 to 11 % longer.
-    masked = not quantized and (max(dim, dim_v) > 64 or slots < host.num_sms(device))
-    tile = DecodeTile(blocks, per_block, rows, by_row, split, params.dot, half, words, masked, params.block_n, params.stages,
-                      merge_rows, merge_step)
-    return Plan((programs,), params, splits, programs * per_block * (layout.dim_v + 1) if split else 0,
+    # Few of a schedule's slots have parts to merge; more at a time would cost all programs registers, and a fourth per
+    # multiprocessor. From 1024 numbers per part on, one at a time is faster (h200_decode_merge.json).
+    numbers = merge_rows * dim_v
+    merge_step = min(16, 2048 // numbers) if scheduled and numbers < 1024 else 1
+    tile = DecodeTile(blocks, per_block, rows, by_row, split, params.dot, half, words, bool(params.masked), params.block_n,
+                      params.stages, merge_rows, merge_step)
+    return Plan((programs,), params, parts, programs * per_block * (layout.dim_v + 1) if split else 0,
                 (Site(heads, window or 0, chunk or 0), layout, tile), items, scheduled)
 
 
@@ -235,10 +220,22 @@ def decode(q: Tensor, k: Tensor | None, v: Tensor | None, caches: Caches, batch:
                  caches.k.dtype, by_row, rope is not None, device, caches.v.storage_offset() % 4)
     if plan is None:
         return
-    partial, counters, made = schedule.buffers(plan, prepared, batch, layout.page)
+    partial = counters = made = None
+    if plan.scheduled:
+        partial, counters, made = schedule.buffers(plan, prepared, batch, layout.page)
+    elif plan.workspace:
+        partial = torch.empty(plan.workspace, dtype=torch.float32, device=device)
+    merged = partial is not None and made is None
+    pdl = host.use_pdl(device, 1)  # of the kernel that merges: its programs are small, whatever the step
     strides = InputStrides(*(n for x in (q, k, v) for n in ((0, 0) if x is None else x.stride()[:2])))
-    params = plan.params
+    params, sizes = plan.params, (num_reqs, plan.items, plan.splits, plan.params.chunk_min)
     launch(decode_kernel, plan.grid, q, k, v, None if rope is None else Rope.of(*rope), caches, batch, sinks, out, partial,
-           counters, made, num_reqs, plan.items, plan.splits, params.chunk_min, params.chunk_max, params.wave, params.waves,
-           params.places, scale, softcap, strides, batch.block_table.stride(0), *plan.constants,
-           0 if rope is None else form.rotated(rope[0]), form, pdl=host.use_pdl(device, q.shape[0]), num_warps=params.warps)
+           counters, made, *sizes, params.places, scale, softcap, strides, batch.block_table.stride(0), *plan.constants,
+           0 if rope is None else form.rotated(rope[0]), form, merged and pdl, pdl=host.use_pdl(device, q.shape[0]),
+           num_warps=params.warps)
+    if merged:
+        # As many parts at a time as sequences of one length have, which few warps can hold.
+        dim_v = next_power_of_2(layout.dim_v, 16)
+        step = min(next_power_of_2(plan.splits // plan.items), 8192 // dim_v)
+        launch(shares.merge_kernel, (plan.items, q.shape[1]), batch, out, partial, *sizes, *plan.constants, step, pdl=pdl,
+               num_warps=max(1, min(4, step * dim_v // 1024)))

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.backends.triton.common import arrived_last, first_key, merge_partials, scheduled_part
+from quire.attn_ops.backends.triton.shares import part_of
 from quire.attn_ops.kernels.constants import next_power_of_2
 from quire.attn_ops.kernels.kv_quant import code_format, encode, in_half, joined, store_rows, unpack, widen
 from quire.attn_ops.kernels.paged import find_row, in_words, load_keys, load_scales
@@ -43,30 +44,16 @@ def new_key(k_head, stride, token, rope, D: tl.constexpr, D_P2: tl.constexpr, RO
         return tl.sum(key, 0).to(k_head.dtype.element_ty)
 
 
-@triton.jit
-def split_size(num_keys, splits, chunk_min, chunk_max, one_wave, waves):
-    """Keys per split of a sequence: as many as fill the GPU once, but without leaving one sequence among short ones to a
-    few programs: then chunk_max, or as many as fill the GPU a multiple of ``waves`` (if not 0) times, since a last part of a
-    wave would take as long as a whole one."""
-    size = tl.cdiv(num_keys, one_wave)
-    if waves > 0:
-        if size > chunk_max:
-            size = tl.cdiv(num_keys, one_wave * waves * tl.cdiv(num_keys, one_wave * waves * chunk_max))
-    else:
-        size = tl.minimum(size, chunk_max)
-    return tl.maximum(tl.maximum(tl.cdiv(num_keys, splits), size), chunk_min)
-
-
-@triton.jit(do_not_specialize=["num_reqs", "items", "splits", "chunk_min", "chunk_max", "one_wave", "waves", "places",
-                               "stride_table"])
+@triton.jit(do_not_specialize=["num_reqs", "items", "parts", "least", "places", "stride_table"])
 def decode_kernel(
-    q, k, v, rope, caches, batch, sinks, out, partial, counters, schedule, num_reqs, items, splits, chunk_min, chunk_max,
-    one_wave, waves, places, scale, softcap, strides, stride_table, SITE: tl.constexpr, LAYOUT: tl.constexpr,
-    TILE: tl.constexpr, ROTARY: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
+    q, k, v, rope, caches, batch, sinks, out, partial, counters, schedule, num_reqs, items, parts, least, places, scale,
+    softcap, strides, stride_table, SITE: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr, ROTARY: tl.constexpr,
+    FORM: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
 ):
     """TILE.heads query heads (TILE.rows with padding) of one of ``items``, over one range of its keys.
 
-    rope: Rope, caches: Caches, batch: Batch; schedule: ``schedule.py``; strides: of tokens and heads of q, k and v. SITE: Site,
+    parts, least: ``shares.py``; rope: Rope, caches: Caches, batch: Batch; schedule: ``schedule.py``; MERGED: whether a kernel
+    that is launched with PDL merges the parts; strides: of tokens and heads of q, k and v. SITE: Site,
     LAYOUT: CacheLayout, TILE: DecodeTile; ROTARY, FORM: number of rotated dimensions, RopeForm. None stands for an absent k, v,
     rope (then ROTARY is 0: Triton 3.6 fails to compare a tuple that holds None), k_scale, v_scale, sinks, softcap, partial,
     counters or schedule. See NOTE [Quantized caches]."""
@@ -101,9 +88,9 @@ def decode_kernel(
         if item < 0:
             return
     elif TILE.split:
-        # First splits first: programs without keys, which a long block table makes many of, do not delay those with keys.
-        split = item // items
-        item = item % items
+        item, split, active, before = part_of(item, batch, num_reqs, items, parts, least, TILE.by_row, SITE.window, SITE.chunk)
+        if item >= items:
+            return
     slot = item * HEAD_BLOCKS + head_block
     kv_head = head_block // TILE.blocks
     first_head = kv_head * GROUP + head_block % TILE.blocks * HEADS
@@ -143,18 +130,18 @@ def decode_kernel(
     else:
         last = seq_len - (end - start)
     num_keys = tl.maximum(last - first, 0)
-    active = 1
     begin = first
     stop = last
     if TILE.split:
-        if schedule is None:
-            chunk = split_size(num_keys, splits, chunk_min, chunk_max, one_wave, waves)
-        chunk = tl.cdiv(num_keys, tl.maximum(tl.cdiv(num_keys, chunk), 1))  # of equal lengths: the longest decides
-        chunk = tl.maximum(tl.cdiv(chunk, BLOCK_N), 1) * BLOCK_N
-        active = tl.maximum(tl.cdiv(num_keys, chunk), 1)
-        if split >= active:
-            return
-        begin = first + split * chunk
+        if schedule is not None:
+            active = tl.maximum(tl.cdiv(num_keys, chunk), 1)
+        chunk = tl.cdiv(tl.cdiv(num_keys, active), BLOCK_N) * BLOCK_N  # of equal lengths: the longest decides
+        chunk = tl.maximum(chunk, BLOCK_N)
+        if schedule is not None:
+            active = tl.maximum(tl.cdiv(num_keys, chunk), 1)
+            if split >= active:
+                return
+        begin = first + split * chunk  # past the last key: a part without keys, of those that a kernel merges
         stop = tl.minimum(begin + chunk, last)
 
     if ROTARY == 0:
@@ -229,7 +216,7 @@ def decode_kernel(
         acc = joined((acc_0, acc_1, acc_2, acc_3), ROWS, DV_P2)
     elif CODES == 2:
         acc = joined((acc_0, acc_1), ROWS, DV_P2)
-    let_next_start(PDL)
+    let_next_start(PDL or MERGED)
     if split == 0:
         if k is not None:
             k_head = k + kv_head * strides.k_head
@@ -272,26 +259,25 @@ def decode_kernel(
 
     if caches.v_scale is not None:
         acc *= 1.0 / UNIT
-    acc = acc / total[:, None]
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if TILE.split:
         if active > 1:
             lse = partial + tl.num_programs(0).to(tl.int64) * (HEADS * DV)
             if schedule is not None:
-                part = (item + before).to(tl.int64) * HEAD_BLOCKS + head_block
-                stride = HEAD_BLOCKS
-            else:
-                part = slot.to(tl.int64) * splits
-                stride = 1
-            index = (part + split * stride) * HEADS + rows
+                before += item
+            part = tl.cast(before, tl.int64) * HEAD_BLOCKS + head_block
+            index = (part + split * HEAD_BLOCKS) * HEADS + rows
             tl.store(partial + index[:, None] * DV + columns_v[None, :], acc,
                      mask=(rows < HEADS)[:, None] & (columns_v < DV)[None, :])
             tl.store(lse + index, highest + tl.log2(total), mask=rows < HEADS)
-            if arrived_last(counters + slot, active):
-                merged = merge_partials(partial, lse, part, stride, active, HEADS, TILE.merge_rows, DV, DV_P2, TILE.merge_step)
-                merged_rows = tl.arange(0, TILE.merge_rows)
-                live = (merged_rows < HEADS) & (head_block % TILE.blocks * HEADS + merged_rows < GROUP)
-                tl.store(out + token.to(tl.int64) * (SITE.heads * DV) + ((first_head + merged_rows) * DV)[:, None]
-                         + columns_v[None, :], merged, mask=live[:, None] & (columns_v < DV)[None, :])
+            if schedule is not None:
+                if arrived_last(counters + slot, active):
+                    merged = merge_partials(partial, lse, part, HEAD_BLOCKS, active, HEADS, TILE.merge_rows, DV, DV_P2,
+                                            TILE.merge_step)
+                    merged_rows = tl.arange(0, TILE.merge_rows)
+                    live = (merged_rows < HEADS) & (head_block % TILE.blocks * HEADS + merged_rows < GROUP)
+                    tl.store(out + token.to(tl.int64) * (SITE.heads * DV) + ((first_head + merged_rows) * DV)[:, None]
+                             + columns_v[None, :], merged, mask=live[:, None] & (columns_v < DV)[None, :])
         else:
             tl.store(out + out_offsets, acc, mask=out_live)
     else:

@@ -129,11 +129,11 @@ def test_a_state_with_a_broken_key_has_no_lse(splits):
     ids=str)
 def test_split_decode(dot, features):
     shape = dict(num_heads=6, num_kv_heads=2, head_dim=24, head_dim_v=16, page_size=4, device=DEVICE)
-    with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=7, wave=7, dot=dot):
+    with overridden(DecodeConfig, block_n=16, chunk_min=16, wave=7 * 2 * 5, dot=dot):
         shape |= features
         check_case(BACKEND, make_case([1] * 5, [1, 16, 17, 33, 150], **shape, pad_tokens=1, pad_reqs=1))
         check_case(BACKEND, make_case([1, 9, 1, 0], [150, 40, 2, 0], **shape, pad_tokens=2, pad_reqs=1))
-    with overridden(DecodeConfig, block_n=16, chunk_min=16, chunk_max=32, max_splits=7, wave=2, waves=1, dot=dot):
+    with overridden(DecodeConfig, block_n=16, chunk_min=16, wave=2 * 9, dot=dot):
         check_case(BACKEND, make_case([1] * 5, [1, 16, 17, 33, 150], **shape, pad_tokens=1, pad_reqs=1))
 
 
@@ -151,7 +151,7 @@ def test_one_forward_shares_its_counters():
     case = make_case([1, 1], [150, 20], **SMALL)
     m = case.metadata
     prepared = BACKEND.prepare(m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens, m.page_size)
-    with overridden(DecodeConfig, block_n=16, chunk_min=16, wave=64, max_splits=64):
+    with overridden(DecodeConfig, block_n=16, chunk_min=16, wave=1000):
         for _ in range(3):
             check_output(BACKEND.op(*case.arguments(prepared), **case.options), case)
             assert not prepared[0].any()
@@ -228,7 +228,7 @@ def test_rope(query_lens, options, splits):
     m = other.metadata
     rotated = rope_kv_write_eager(other.q, other.k, other.v, *rope, *other.cache.of_layer(0), m.slot_mapping, **form.options())
     prepared = BACKEND.prepare(m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens, m.page_size)
-    with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=splits, wave=splits):
+    with overridden(DecodeConfig, block_n=16, chunk_min=16, wave=1000 if splits > 1 else 1):
         expected = BACKEND.op(rotated, None, None, *other.arguments(prepared)[3:], **other.options)
         got = BACKEND.rope_op(case.q, case.k, case.v, *rope, *case.arguments(prepared)[3:], **case.options, **form.options())
     # float32: one rotation and one softmax, each to some 1e-6 of numbers of order 10; float16: rounded to 2**-11 twice. A key
@@ -278,7 +278,7 @@ def test_quantized_heads_and_dims(features, kv_dtype):
     (True, torch.float8_e4m3fn),
     *(pytest.param(*variant, marks=pytest.mark.slow) for variant in ((False, INT8), (True, torch.float8_e5m2)))], ids=str)
 def test_quantized_splits(dot, kv_dtype):
-    with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=7, wave=7, dot=dot):
+    with overridden(DecodeConfig, block_n=16, chunk_min=16, wave=7 * 2 * 5, dot=dot):
         check_case(BACKEND, make_case([1] * 3, [1, 17, 150], **SMALL, kv_dtype=kv_dtype, sinks=True))
         check_case(BACKEND, make_case([1, 9, 1], [150, 40, 2], **SMALL, kv_dtype=kv_dtype, pad_tokens=1))
     with overridden(ExtendConfig, block_m=16, block_n=16, chunk_min=16, max_splits=5):
@@ -336,7 +336,7 @@ def test_values_by_words(features, kv_dtype, monkeypatch):
     check_case(BACKEND, make_case([1] * 4, [1, 15, 17, 70], **shape))
     check_case(BACKEND, make_case([3, 1, 0, 1], [20, 40, 3, 70], **shape, pad_tokens=2, pad_reqs=1))
     check_case(BACKEND, make_case([9, *[0] * 9], [40, *[0] * 9], **shape))  # T <= B, and no decode batch
-    with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=7, wave=7):
+    with overridden(DecodeConfig, block_n=16, chunk_min=16, wave=7 * 2 * 5):
         check_case(BACKEND, make_case([1] * 3, [1, 17, 150], **shape))
     assert set(chosen) == {4 if shape.get("head_dim_v", shape["head_dim"]) > 64 else 2}
 
@@ -382,7 +382,7 @@ def test_quantized_bfloat16_of_any_size(splits, kv_dtype):
     for tensor, codes, scales in ((keys, cache.k[0], cache.k_scale[0]), (values, cache.v[0], cache.v_scale[0])):
         made, scale = quantize(tensor, kv_dtype)
         codes.copy_(made), scales.copy_(scale)
-    with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=splits, wave=splits):
+    with overridden(DecodeConfig, block_n=16, chunk_min=16, wave=1000 if splits > 1 else 1):
         out = run_case(BACKEND, case).double()
     read = [codes[0].double() * scales[0].double()[..., None] for codes, scales in (
         (cache.k, cache.k_scale), (cache.v, cache.v_scale))]

@@ -15,48 +15,9 @@ if DEVICE.type == "cpu" and isinstance(triton.language.sum, triton.runtime.JITFu
     pytest.skip("triton was imported before TRITON_INTERPRET=1 could be set: set it outside, or run this file alone",
                 allow_module_level=True)
 from quire.attn_ops.backends.triton import decode  # noqa: E402
-from quire.attn_ops.backends.triton.decode_kernel import split_size  # noqa: E402
 from quire.attn_ops.kernels import host  # noqa: E402
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-
-
-@pytest.mark.parametrize("slots", [1, 3, 7])
-@pytest.mark.parametrize("capacity", [1 << 10, 1 << 13, 1 << 17])
-def test_how_far_keys_are_split(slots, capacity):
-    """Few slots fill the GPU; and no more programs are launched than can have keys, for each takes its time to find out.
-
-    8 sequences of 8192 keys took half as long again as their bytes need in 2048 programs, and 8 of 1024 a fifth longer where
-    the block table had room for 8192."""
-    sms = host.num_sms(torch.device(DEVICE))
-    params = decode.config(128, 128, 2, 4, slots, torch.device(DEVICE))
-    splits = decode.num_splits(slots, capacity, params)
-    assert slots * splits > sms
-    assert splits <= max(params.wave, -(-capacity // params.chunk_max))
-
-
-@triton.jit
-def split_sizes(out, keys, splits, chunk_min, chunk_max, one_wave, waves):
-    triton.language.store(out, split_size(triton.language.load(keys), splits, chunk_min, chunk_max, one_wave, waves))
-
-
-@pytest.mark.parametrize(("dim", "places"), [(64, 3 * 132), (256, 2 * 132), (256, 3 * 132)])
-@pytest.mark.parametrize("slots", [6, 8, 18, 24, 32, 48, 64, 96, 120])
-def test_long_contexts_take_whole_waves(slots, dim, places, monkeypatch):
-    """512 programs on 396 places took a quarter longer than 384. Programs of heads of 256 have as many places as their
-    registers allow: three per multiprocessor without rotary embeddings, two with them."""
-    monkeypatch.setattr(host, "num_sms", lambda device: 132)
-    params = decode.config(dim, dim, 2, 4, slots, torch.device(DEVICE))
-    splits = decode.num_splits(slots, 1 << 17, params)
-    assert splits % params.wave == 0
-    for keys in (8192, 30000, 32768, 1 << 17):
-        size, given = (torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in (0, keys))
-        split_sizes[(1,)](size, given, splits, params.chunk_min, params.chunk_max, params.wave, params.waves)
-        used = -(-keys // int(size))
-        assert used <= splits and (int(size) <= params.chunk_max or used == params.max_splits)
-        filled = slots * used / places
-        full = -(-filled // 1)  # waves, the last one of which should not be much emptier than the others
-        assert full == 1 or filled >= full * slots * params.wave / (132 * (3 if dim == 64 else 2)) - 0.01
 
 
 def settings(row: dict) -> tuple[int, int]:
