@@ -57,7 +57,7 @@ PREFILLS = ["1x4096", "8x1024", "1x16384", "1x32768"]
 SWEEP = {"decode": ("block_n=32", "block_n=64", "block_n=128", "warps=2", "warps=4", "warps=8", "stages=2", "stages=3",
                     "stages=4", "stages=5", "block_n=128+warps=8", "block_n=32+warps=2", "block_n=64+warps=4+stages=4",
                     "chunk_min=64", "chunk_min=128", "chunk_min=256", "chunk_min=512", "chunk_min=1024", "chunk_min=2048",
-                    "max_splits=4", "max_splits=8", "max_splits=16", "max_splits=32", "max_splits=64+wave=64"),
+                    "wave=132", "wave=264", "wave=396", "wave=528", "masked=0", "masked=1"),
          "extend": ("block_m=64", "block_m=128", "block_n=32", "block_n=64", "block_n=128", "warps=4", "warps=8", "stages=2",
                     "stages=3", "stages=4", "block_m=128+block_n=64+warps=8", "block_m=64+block_n=64+warps=4")}
 PAGE = 16
