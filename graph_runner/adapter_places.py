@@ -92,12 +92,15 @@ class AdapterPlaces:
         self._log_limits(len(self.built_in) + count, rank)
 
     def _log_limits(self, count: int, rank: int) -> None:
-        if next(self.lora.parameters()).is_cuda and (count > MAX_KERNEL_ADAPTERS or rank > MAX_RANK):
+        place = next(self.lora.parameters(), None)  # None: no layer has any, for all adapters are of experts
+        if place is None or not place.is_cuda:
+            return
+        if count > MAX_KERNEL_ADAPTERS or rank > MAX_RANK:
             logger.warning(
                 "%d adapters of a layer, of rank %d, are more than the kernels take (%d of rank %d): each costs two products "
                 "for all tokens of a step, whoever has it. Lower max_loras or max_lora_rank",
                 count, rank, MAX_KERNEL_ADAPTERS, MAX_RANK)
-        elif next(self.lora.parameters()).is_cuda and 3 * count > MAX_KERNEL_ADAPTERS:
+        elif 3 * count > MAX_KERNEL_ADAPTERS:
             logger.info("%d adapters of q, k and v are more than one launch of the kernels takes (%d): they have launches of "
                         "their own", 3 * count, MAX_KERNEL_ADAPTERS)
 

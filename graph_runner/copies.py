@@ -17,6 +17,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from quire.passes.tensor_version import has_version
+
 _VERSION, _ADDRESS = operator.attrgetter("_version"), operator.attrgetter("_cdata")
 _count = 0
 
@@ -59,8 +61,8 @@ class Copies:
             self._copy()
 
     def _copy(self) -> None:
-        self._counted = [t for t in self._originals if _has_counter(t)]
-        self._uncounted = [t for t in self._originals if not _has_counter(t)]
+        self._counted = [t for t in self._originals if has_version(t)]
+        self._uncounted = [t for t in self._originals if not has_version(t)]
         self._seen = self._counts()  # first: an update during the copy is seen at the next step
         self._storages = [StorageWeakRef(t.untyped_storage()) for t in self._originals]  # hold addresses, no memory
         if self._copies:
@@ -68,13 +70,6 @@ class Copies:
                 torch._foreach_copy_(self._copies, [t.detach().to(self._through or t.dtype) for t in self._originals])
                 if self._scaled:
                     torch._foreach_mul_(self._scaled, self._factors)
-
-
-def _has_counter(tensor: torch.Tensor) -> bool:
-    try:
-        return _VERSION(tensor) is not None
-    except RuntimeError:  # made in inference mode, whatever memory it has now
-        return False
 
 
 def uncounted_writes() -> int:

@@ -224,7 +224,8 @@ class LiveModel:
                 raise ValueError("the same change is seen right after the new trace")
         except Exception as error:
             self.adapters = before  # if they are the reason, the next step can go on without
+            why = str(error).rstrip(".") or type(error).__name__
             raise RuntimeError(f"the model was changed after the engine traced it ({change}), and cannot be served as it is "
-                               f"now: {str(error).rstrip('.')}. Undo the change, or close the engine") from error
+                               f"now: {why}. Undo the change, or close the engine") from error
         self._stale = None
         self.version += 1

@@ -32,6 +32,7 @@ from quire.graph_runner.copies import uncounted_writes
 from quire.graph_runner.model_parts import Apart
 from quire.graph_runner.request import Request
 from quire.graph_runner.window_pages import WindowPages
+from quire.passes.tensor_version import version_of
 from quire.passes.verify.quantized import parts
 
 _PLAIN = (torch.nn.Parameter, torch.Tensor)  # their data are not in other tensors
@@ -243,7 +244,7 @@ def _versions(tensor: torch.Tensor) -> Iterator[int]:
     for part in (tensor,) if type(tensor) in _PLAIN else parts(tensor):
         yield part.data_ptr()
         yield part.untyped_storage()._cdata
-        yield 0 if part.is_inference() else part._version
+        yield version_of(part)
 
 
 def storages(model: torch.nn.Module | None, others: Iterable[torch.Tensor | None] = ()) -> list[StorageWeakRef]:

@@ -23,6 +23,7 @@ import torch
 from quire.graph_runner.checkpoint import read_checkpoint, save_checkpoint
 from quire.graph_runner.engine_lock import EngineLock, locked
 from quire.graph_runner.weights_group import WeightsGroup
+from quire.passes.tensor_version import has_version
 from quire.passes.verify.quantized import holds_codes
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ def write(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor
             raise WeightUpdateError(f"{name!r} and {first!r} are one parameter of this model (tied weights), and their updates "
                                     "differ. Give one of them, or load a model that does not tie them", name)
     for name, value in ready.items():
-        with torch.inference_mode(targets[name].is_inference()), torch.no_grad():  # inference tensors: in that mode only
+        with torch.inference_mode(not has_version(targets[name])), torch.no_grad():
             targets[name].copy_(value)
 
 

@@ -98,15 +98,26 @@ class QuireLM(HFLM):
                 return super().generate_until(requests, disable_tqdm=disable_tqdm)
             prompts.append(ids[0].tolist())
             stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-            params.append(replace(asked, stop=[text for text in (*until, *stop) if text]))
+            # HFLM looks for them in texts with special tokens, and returns texts without.
+            params.append(replace(asked, stop=[text for text in (*until, *stop) if text], skip_special_tokens=False))
             stops.append(until)
         outputs = self.engine.generate(prompts, params, use_tqdm=not disable_tqdm, raise_on_error=True)
         texts = []
-        for request, output, until in zip(requests, outputs, stops, strict=True):
-            text = postprocess_generated_text(self.tok_decode(output.token_ids), stop=until, think_end_token=None)
+        for request, output, until, asked in zip(requests, outputs, stops, params, strict=True):
+            tokens = self._cut(output.token_ids, until) if asked.min_tokens else output.token_ids
+            text = postprocess_generated_text(self.tok_decode(tokens), stop=until, think_end_token=None)
             texts.append(text)
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
+
+    def _cut(self, tokens: list[int], until: list[str]) -> list[int]:
+        """Up to where HFLM's criteria end a text: also before ``min_tokens``, where an engine looks for no stop strings."""
+        spans = [(text, len(self.tokenizer.encode(text, add_special_tokens=False)) + 2) for text in until if text]
+        for end in range(1, len(tokens)):
+            if any(text in self.tok_decode(tokens[max(end - span, 0) : end], skip_special_tokens=False)
+                   for text, span in spans):
+                return tokens[:end]
+        return tokens
 
     def _params(self, options: dict[str, Any], count: int, prompt_length: int) -> SamplingParams | None:
         """A task's ``options`` for ``count`` new tokens, with the model's generation config where they say nothing, as in its

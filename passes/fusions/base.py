@@ -92,7 +92,9 @@ class FusedWeights:
                 rows = [p.detach().flatten(0, 1) if p.dim() == 3 else p.detach() for p in parameters]
                 fused = torch.cat([p.view(torch.uint8) if codes else p for p in rows]).view(dtype)
                 for p, part in zip(parameters, fused.split([len(each) for each in rows]), strict=True):
-                    p.data = part.view(p.shape)
+                    part = part.view(p.shape)
+                    with torch.inference_mode(p.is_inference()):  # a parameter of that mode stays one
+                        p.data = p.new_empty(0).set_(part.untyped_storage(), part.storage_offset(), p.shape, part.stride())
             self.fused[key], self._members[key] = fused, [weakref.ref(p) for p in parameters]
         return self.fused[key]
 
@@ -107,7 +109,8 @@ class FusedWeights:
             for key, members in self.parameters.items():
                 for p in members:
                     if _is_view(p, self.fused[key]) and not _in_shared_memory(p):
-                        p.data = p.detach().clone()
+                        with torch.inference_mode(p.is_inference()):
+                            p.data = p.detach().clone()
                 self.fused[key] = torch.empty(0)  # freed now, group by group
         self.drop()
 

@@ -39,6 +39,7 @@ from quire.passes.fx import (
     value,
     written_by,
 )
+from quire.passes.tensor_version import version_of
 from quire.passes.verify import mask_formula as formula
 from quire.passes.verify.mask_decision import agree, first_hidden
 from quire.passes.verify.mask_formula import Condition, Operand, Term, Unprovable
@@ -85,22 +86,19 @@ class StoredMasks:
     """Notices changes of the stored tensors of proven masks. ``tensors``: (place among the inputs, tensor). Not kept alive."""
 
     def __init__(self, tensors: list[tuple[int, torch.Tensor]]) -> None:
-        self._seen = [(place, weakref.ref(t), _version(t), t.detach().clone() if t.device.type == "cpu" and t.numel() <= _SMALL
-                       else None) for place, t in tensors]
+        self._seen = [
+            (place, weakref.ref(t), version_of(t),
+             t.detach().clone() if t.device.type == "cpu" and t.numel() <= _SMALL else None) for place, t in tensors]
 
     def check(self, args: Sequence[Any]) -> None:
         """Raises UnsupportedAttention if the graph is called with other values."""
         for place, ref, version, copy in self._seen:
             now = args[place]
-            same = torch.equal(copy, now) if copy is not None else ref() is now and _version(now) == version
+            same = torch.equal(copy, now) if copy is not None else ref() is now and version_of(now) == version
             if not same:
                 raise UnsupportedAttention(
                     f"a stored tensor of shape {tuple(now.shape)} that an attention mask is made of has changed since the "
                     "model was traced; call torch._dynamo.reset(), or make a new engine, after changing it")
-
-
-def _version(tensor: Any) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass

@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from quire.graph_runner.adapter_places import AdapterPlaces
 from quire.passes.capture.lora import adapter_layers
 from tests.tiny import small_llama
+from tests.zoo.configs import SERVED, build
 
 WIDE = LoraConfig(r=8, lora_alpha=6, target_modules="all-linear", init_lora_weights=False)
 FEW = LoraConfig(r=2, lora_alpha=5, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -120,6 +121,23 @@ def test_adapters_come_and_go() -> None:
     it.peft.add_adapter("narrow", FEW)
     assert it.places.change(False) is None and it.places.names[place] == "narrow"
     it.check()
+
+
+def test_adapters_of_experts_alone() -> None:
+    """No layer has a place: they are built into the trace, and what is missing is not looked for."""
+    def of_experts(name: str) -> LoraConfig:
+        return LoraConfig(r=2, target_modules=[], target_parameters=[f"mlp.experts.{name}"])
+
+    peft = get_peft_model(build(SERVED["mixtral"]), of_experts("gate_up_proj"), adapter_name="one")
+    places = AdapterPlaces(peft.base_model.model, 4, None, None)
+    assert places.built_in == ["one"] and places.names == [None] * 4 and places.num_bytes == 0
+    assert places.change(False) is None and places.change(True) is None and not places.take_stale()
+    peft.add_adapter("two", of_experts("gate_up_proj"))
+    assert "'two' does not fit the places of max_loras=4: " in (places.change(False) or "")
+    peft.delete_adapter("two")
+    peft.delete_adapter("one")
+    for everything in (False, True):
+        assert places.change(everything) is None  # ModelGuard sees it: no part of what is built in is apart
 
 
 def test_a_parameter_of_the_same_memory() -> None:

@@ -188,6 +188,36 @@ def test_inference_mode(model, prompts, expected) -> None:
     ours(torch.tensor([[1, 2, 3]])).logits.sum().backward()
 
 
+@pytest.mark.parametrize("options", [
+    dict(fusions="all"), dict(fusions="none", enable_prefix_caching=True),
+    *(pytest.param(dict(fusions="all", enable_prefix_caching=lasting), marks=pytest.mark.slow) for lasting in (True, False))],
+    ids=str)
+def test_parameters_made_in_inference_mode(options, model, prompts, expected) -> None:
+    """Served as others are, fused or not, and all that may change them reaches the engine. A model that was loaded in inference
+    mode could else not be served, or have no updates of its weights."""
+    donor = with_other_weights(model)
+    with torch.inference_mode():
+        ours = copy.deepcopy(model)
+        other = copy.deepcopy(donor.model.layers[0].mlp.gate_proj.weight)
+    changed = [hf_greedy(donor, p, GREEDY.max_tokens) for p in prompts]
+    with Engine(ours, num_pages=40, max_num_seqs=8, **options) as engine:
+        assert tokens(engine.generate(prompts, GREEDY)) == expected
+        engine.update_weights_from_tensors(donor.state_dict())
+        assert tokens(engine.generate(prompts, GREEDY)) == changed != expected
+        with torch.inference_mode():
+            for p, old in zip(ours.parameters(), model.parameters(), strict=True):
+                p.copy_(old)
+        engine.reset_prefix_cache()  # PyTorch has not counted it
+        assert tokens(engine.generate(prompts, GREEDY)) == expected
+        ours.model.layers[0].mlp.gate_proj.weight = other
+        mixed = [hf_greedy(ours, p, GREEDY.max_tokens) for p in prompts]
+        assert tokens(engine.generate(prompts, GREEDY)) == mixed != expected
+        ours.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 0.9)  # traced again
+        assert tokens(engine.generate(prompts, GREEDY)) == [hf_greedy(ours, p, GREEDY.max_tokens) for p in prompts]
+    assert all(p.is_inference() for p in ours.parameters())
+    assert len(hf_greedy(ours, prompts[0], 4)) == 4
+
+
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_autocast(model, prompts, compiler) -> None:
     """Made and used under autocast, an engine computes in the model's dtypes all the same: it serves others too, and later."""

@@ -257,6 +257,21 @@ def test_a_change_that_cannot_be_served(engine: Engine, model: Any) -> None:
     assert output.token_ids == want
 
 
+def test_a_change_that_fails_without_a_word(engine: Engine, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason is never empty: it would say that something is wrong, and nothing of what."""
+    def broken(*args: Any) -> Any:
+        raise StopIteration
+
+    model.model.norm.register_forward_hook(lambda module, inputs, output: output * 2)
+    with monkeypatch.context() as patched:
+        patched.setattr("quire.graph_runner.live_model.ModelRunner", broken)
+        with pytest.raises(RuntimeError, match="cannot be served as it is now: StopIteration. Undo the change"):
+            engine.generate(IDS, SHORT)
+    while engine.has_unfinished:
+        engine.step()
+    assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+
+
 def test_closed_after_a_change_that_cannot_be_served(model: Any) -> None:
     with Engine(model, fusions="all", **OPTIONS) as engine:
         model.forward = lambda input_ids: None

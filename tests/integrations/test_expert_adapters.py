@@ -130,6 +130,45 @@ def test_places_have_no_adapters_of_experts(caplog) -> None:
         check(out, peft)
 
 
+@pytest.mark.usefixtures("tokens_unchecked")
+@pytest.mark.parametrize("first", ["experts", pytest.param("linear", marks=pytest.mark.slow)])
+def test_places_where_all_adapters_are_of_experts(first, caplog) -> None:
+    """No layer has places then, and the engine serves as without max_loras; adapters of linear layers that come later have
+    places from the next trace on. A server of such a model would else not start, or stop when its adapters change. ``first``:
+    what the model begins with."""
+    caplog.set_level(logging.INFO, "quire")
+    linear, of_experts = (LoraConfig(r=2, **where) for where in (
+        dict(target_modules=["q_proj"]), dict(target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])))
+    peft = get_peft_model(build(SERVED["qwen3_moe"]), linear if first == "linear" else of_experts, adapter_name="one").eval()
+    fill(peft, "one", 0)
+    with quire.Engine(peft.base_model.model, enable_lora=True, max_loras=2, **OPTIONS) as engine:
+        def served(name: str | None) -> list[int]:
+            (out,), before = engine.generate(PROMPTS[:1], PARAMS, adapter=name), peft.active_adapters
+            peft.base_model.set_adapter(before if name is None else name)
+            found = check(out, peft)
+            peft.base_model.set_adapter(before)
+            return found
+
+        assert served("one") == served(None)
+        if first == "linear":
+            peft = get_peft_model(peft.unload(), of_experts, adapter_name="one").eval()
+            fill(peft, "one", 0)
+            assert served("one") == served(None)
+        assert "which are built into the trace: one" in caplog.text
+        for i, name in enumerate(("late", "later")):
+            runner = engine.runner
+            peft.add_adapter(name, linear)
+            fill(peft, name, 3 + i)
+            served(name)
+            assert (engine.runner is runner) == (name == "later")
+        if first == "linear":
+            for name in ("late", "later"):
+                peft.delete_adapter(name)
+            peft.add_adapter("two", of_experts)
+            fill(peft, "two", 2)
+            assert served("two") != served("one")
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_biases_of_experts(order) -> None:
     """Refused while adapted, whichever wrapper is outside; where they are not, the weights' adapters count on."""

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("lm_eval", reason="pip install 'quire[integrations]'")
 
@@ -115,6 +116,32 @@ def test_hflm_over_a_paged_model_is_paged(steps) -> None:
         QuireLM(lm.model, load_tokenizer(), page_size=8)
     with pytest.raises(ValueError, match="a continuation has 200 tokens; from 1 to 128 can be scored"):
         own._loglikelihood_tokens([(None, [1], [5] * 200)], disable_tqdm=True)
+
+
+@pytest.mark.parametrize(("special", "until", "options"), [
+    ("eos_token", ["zzz"], {}), ("extra_special_tokens", ["<|im_end|>"], {}),
+    ("eos_token", ["zzz"], {"min_new_tokens": 20}),  # which holds back the model's end token, and no stops
+    ("extra_special_tokens", ["ow<|im_end|>", "t. It", "\n\nYour"], {}),
+    ("extra_special_tokens", [" round eyes quiet", "zzz"], {}),  # it has an <|im_end|> within, which does not count in the end
+    ("extra_special_tokens", [" library with his", "<|im_end|>", "bird of"], {"min_new_tokens": 12})], ids=str)
+def test_stops_that_are_special_tokens(special, until, options) -> None:
+    """They end a text as in HFLM, which does not return them, and other stops are found beside them. Chat models end their
+    turns so; each answer would have what the model says after its turn, and scores would be wrong without an error."""
+    def texts(make: Any) -> list[str]:
+        model, tokenizer = model_of(4), load_tokenizer()
+        tokenizer.add_special_tokens({special: "<|im_end|>" if special == "eos_token" else ["<|im_end|>"]})
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        head, end = model.get_output_embeddings().weight, tokenizer.convert_tokens_to_ids("<|im_end|>")
+        with torch.no_grad():  # <|im_end|> is said where the model would say " and"
+            head[end] = 1.05 * head[tokenizer(" and", add_special_tokens=False).input_ids[-1]]
+        return make(model, tokenizer).generate_until(requests, disable_tqdm=True)
+
+    requests = [Instance("generate_until", {}, (text, {"until": list(until), "max_gen_toks": 40, **options}), 0)
+                for text in ("The owl is", "Tom and Lucy went to the", "Dear Anna,")]
+    want = texts(lambda model, tokenizer: HFLM(model, tokenizer=tokenizer, backend="causal", batch_size=1, max_length=128))
+    assert texts(lambda model, tokenizer: QuireLM(model, tokenizer, **OPTIONS)) == want
+    if until == ["zzz"] or until == ["<|im_end|>"]:
+        assert [text.rpartition(" ")[2] for text in want[:2]] == ["eyes", "clown"]
 
 
 @pytest.mark.parametrize("config, changes", [

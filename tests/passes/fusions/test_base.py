@@ -141,6 +141,27 @@ def test_what_a_closed_model_gets_back() -> None:
     assert all(map(owns_memory, model.parameters()))
 
 
+def test_parameters_made_in_inference_mode() -> None:
+    """They stay such, fused and given back, beside others: only as such may they be written, as an update of weights does."""
+    with torch.inference_mode():
+        a, moved = (nn.Parameter(torch.randn(3, 4), requires_grad=False) for _ in range(2))
+    b = nn.Parameter(torch.randn(3, 4))
+    moved.data = moved.data.clone()
+    weights = FusedWeights()
+    assert weights.can_fuse([a, b, moved]) and torch.equal(fused := weights.fuse([a, b, moved]), torch.cat([a, b, moved]))
+    assert [p.is_inference() for p in (a, b, moved, fused)] == [True, False, False, False]
+    with torch.inference_mode():
+        a.mul_(2)
+        moved.mul_(3)
+    with torch.no_grad():
+        b.mul_(4)
+    assert b._version == 1 and torch.equal(fused, torch.cat([a, b, moved]))
+    values = fused.clone()
+    weights.restore()
+    assert [p.is_inference() for p in (a, b, moved)] == [True, False, False]
+    assert all(map(owns_memory, (a, b, moved))) and torch.equal(torch.cat([a, b, moved]), values)
+
+
 class Wrapped(nn.Module):
     """As adapters wrap a layer: under another name, with something added."""
 
