@@ -94,7 +94,7 @@ class StoredMasks:
         """Raises UnsupportedAttention if the graph is called with other values."""
         for place, ref, version, copy in self._seen:
             now = args[place]
-            same = torch.equal(copy, now) if copy is not None else ref() is now and version_of(now) == version
+            same = torch.equal(copy, now) if copy is not None else ref() is now and version_of(args[place]) == version
             if not same:
                 raise UnsupportedAttention(
                     f"a stored tensor of shape {tuple(now.shape)} that an attention mask is made of has changed since the "
