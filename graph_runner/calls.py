@@ -122,6 +122,7 @@ class EngineCalls:
         Raises:
             ValueError, TypeError: a prompt that cannot be served. RuntimeError: a request that failed on its way.
             QueueFull: more requests would wait than ``max_waiting``.
+            KeyboardInterrupt, SystemExit: as a request's own logits processor raised it; other calls go on.
         """
         asks = self._asks(prompts, params, sampling_params, request_id, priority, timeout, adapter)
         return self._stream(asks, raise_on_error)
@@ -184,6 +185,8 @@ class EngineCalls:
                                            "or raise max_num_seqs and num_pages")
                 event = inbox.popleft()
                 left -= event.finished
+                if event.output.raised is not None:
+                    raise event.output.raised
                 if event.output.error is not None:
                     message = f"request {event.index} failed: {event.output.error}"
                     if strict:

@@ -82,4 +82,7 @@ def _check(t: torch.Tensor, name: str, dtype: torch.dtype) -> None:
 def _like(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
         made = torch.empty_like(t.data, dtype=dtype)
-    return torch.nn.Parameter(made, requires_grad=t.requires_grad) if isinstance(t, torch.nn.Parameter) else made
+    made = torch.nn.Parameter(made, requires_grad=t.requires_grad) if isinstance(t, torch.nn.Parameter) else made
+    # A forward may read attributes that its author gave a tensor.
+    made.__dict__.update((name, held) for name, held in t.__dict__.items() if not name.startswith("_dynamo"))
+    return made

@@ -96,8 +96,9 @@ class LogitsEditor:
                 given = found
             if given is not logits:
                 logits.copy_(given)
-        except Exception as error:  # of the request's own code: no other request may fail by it
+        except BaseException as error:  # of the request's own code: no other may fail by it. A Ctrl-C waits for the step's end
             request.failure = f"one of its logits_processors failed: {type(error).__name__}: {error}"
+            request.output.raised = None if isinstance(error, Exception) else error
             logits.fill_(math.nan)
         finally:
             self.in_processor = False

@@ -7,9 +7,9 @@ is busy a few modules per step (``next_change``). After a change it traces the m
 Compared is what the trace read, by Dynamo's guards: attributes that are plain values, functions, or lists, dicts and sets of
 these; fields of the configs that modules hold; attributes of the classes; and what was read elsewhere, in Python modules,
 closures, and objects that modules or hooks hold. In addition the hooks, with what they read beside their arguments (closures,
-globals, the object of a bound method), which modules there are, tensors' shapes, dtypes, devices and quantization, addresses
-where a CUDA graph has captured them, and the versions of buffers whose values were read. Not compared: tensors that are neither
-parameters nor buffers.
+globals, the object of a bound method), which modules there are, tensors' shapes, strides, dtypes, devices and quantization,
+whether they need gradients where that was read, addresses where a CUDA graph has captured them, and the versions of buffers
+whose values were read. Not compared: the values of tensors that are neither parameters nor buffers, which the graph reads.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from quire.passes.capture.evaluating import only_marks
 from quire.passes.capture.hf_interface import NAME, functions_of
 from quire.passes.capture.own_masks import read_by_masks
 from quire.passes.capture.reads import is_code_of
+from quire.passes.tensor_version import version_of as _version
 from quire.passes.verify.quantized import addresses as addresses_of
 from quire.passes.verify.quantized import kind_of
 
@@ -75,6 +76,7 @@ class _Tensor(NamedTuple):
     device: torch.device
     addresses: Any
     version: int
+    strides: tuple[int, ...]
 
     def __repr__(self) -> str:
         return f"{self.kind[0].__name__} ({self.dtype}, {self.device}, version {self.version})"
@@ -162,7 +164,8 @@ def _difference(where: str, before: dict[str, Any], after: dict[str, Any]) -> st
         a, b = before.get(name, _OTHER), after.get(name, _OTHER)
         if a != b:
             if isinstance(a, _Tensor) and isinstance(b, _Tensor) and repr(a) == repr(b):
-                how = "of another shape, or quantized otherwise" if a.kind != b.kind else "another tensor, or moved in memory"
+                how = "of another shape, or quantized otherwise" if a.kind != b.kind else "of other strides" if (
+                    a.strides != b.strides) else "another tensor, or moved in memory"
                 return f"{where}.{name}: {how}"
             return f"{where}.{name}: {_text(a)} -> {_text(b)}".removeprefix(".")
     return None
@@ -236,7 +239,7 @@ class ModelGuard:
             **{k: f for k, v in own.items() if k not in _OWN and k != "forward" and self._read(k)
                and not _is_class_default(module, k, v) and not _checkpoints(module, k)
                and (f := _setting(k, entries(module, k, v, self._apart))) is not _OTHER},
-            **{n: _Tensor(kind_of(p), p.dtype, p.device, addresses_of(p) if self._addresses else (), 0)
+            **{n: _Tensor(kind_of(p), p.dtype, p.device, addresses_of(p) if self._addresses else (), 0, _strides(p))
                for n, p in module._parameters.items() if p is not None},
             **{n: self._buffer(b) for n, b in module._buffers.items() if b is not None},
         }
@@ -244,7 +247,7 @@ class ModelGuard:
     def _buffer(self, b: torch.Tensor) -> Any:
         read = (self._buffer_values or not b.dtype.is_floating_point) and id(b) not in self._updated
         place = addresses_of(b) if self._addresses else _Same(b) if read else ()
-        return _Tensor(kind_of(b), b.dtype, b.device, place, _version(b) if read else 0)
+        return _Tensor(kind_of(b), b.dtype, b.device, place, _version(b) if read else 0, _strides(b))
 
     def _glance(self, module: torch.nn.Module) -> Glance | None:
         """None for a module whose facts are more than objects."""
@@ -275,7 +278,7 @@ class ModelGuard:
             if p is not None:
                 if type(p) is not torch.nn.Parameter:
                     return None
-                found += name, p.dtype, p.shape, p.device, p.data_ptr() if self._addresses else 0
+                found += name, p.dtype, p.shape, _strides(p), p.device, p.data_ptr() if self._addresses else 0
         for name, b in module._buffers.items():
             if b is not None:
                 if type(b) is not torch.Tensor:
@@ -387,8 +390,8 @@ def _checkpoints(module: torch.nn.Module, name: str) -> bool:
     return name in _CHECKPOINTING and any(cls.__module__.startswith("transformers.") for cls in type(module).__mro__)
 
 
-def _version(buffer: torch.Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version  # inference tensors have none
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout is torch.strided else ()
 
 
 def buffer_versions(model: torch.nn.Module) -> dict[int, int]:

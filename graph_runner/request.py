@@ -71,6 +71,7 @@ class RequestOutput:
         prompt_logprobs: for each of ``prompt_token_ids`` the log probabilities by token id, its own first; the first entry is
             None. None if not asked for.
         request_id: the name given to the request, or its number.
+        raised: what its own code raised to end the caller (KeyboardInterrupt, SystemExit), for the call that waits for it.
     """
 
     index: int
@@ -85,6 +86,7 @@ class RequestOutput:
     cumulative_logprob: float | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     request_id: str = ""
+    raised: BaseException | None = field(default=None, repr=False, compare=False)
     _completions: list[CompletionOutput] = field(default_factory=list, repr=False, compare=False)
 
     @property

@@ -21,6 +21,7 @@ from quire.passes.capture.traced import TracedGraph
 from quire.passes.fusions.base import FusedWeights
 from quire.passes.fx import is_module_tensor, placeholders
 from quire.passes.options import QuireOptions
+from quire.passes.recompile_limit import note_traced
 
 
 @dataclass(eq=False)  # Dynamo compares backends with ==
@@ -32,6 +33,7 @@ class QuireBackend:
     graphs: list[TracedGraph] = field(default_factory=list)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> TracedGraph:
+        note_traced()
         graph = TracedGraph(gm, example_inputs, self.options, self.weights, call=TracedCall.current())
         self.graphs.append(graph)
         if (tensor := _first_tensor(gm, example_inputs)) is not None:  # See NOTE [Not kept alive]: weights go with the model

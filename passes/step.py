@@ -11,6 +11,7 @@ from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.step import Step, current_step, running
+from quire.passes.recompile_limit import at_limit
 
 
 @contextlib.contextmanager
@@ -53,4 +54,5 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
         raise RuntimeError(
             f"a paged step ended in which layers {missing[:8]}{'...' if len(missing) > 8 else ''} of the KV cache were not "
             "attended through quire, so the model's results in it are not those of a paged model. Compile the model with "
-            "torch.compile(model, backend='quire'), decorate its forward with quire.paged, or call quire.paged(model) first.")
+            "torch.compile(model, backend='quire'), decorate its forward with quire.paged, or call quire.paged(model) first."
+            + at_limit())

@@ -32,6 +32,7 @@ from quire.attn_ops.step import Step, current_step, running
 from quire.passes.capture import four_bit
 from quire.passes.capture.errors import is_first_read, unwrapped
 from quire.passes.capture.evaluating import ChangedWhileTraced, evaluating, without_backward
+from quire.passes.capture.gradients import may_ask_unseen
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
 from quire.passes.capture.in_float32 import InFloat32
@@ -232,9 +233,7 @@ class PagedModel:
                 "TorchDispatchMode that is active), and quire runs models that it traces; switch it on")
         if self.places is not None:  # under this name the trace reads them at each call, and not by a layer's forward
             _ = self.places.count
-        options: dict[str, Any] = {}
-        if self._use_cache:
-            options["use_cache"] = False
+        options: dict[str, Any] = {"use_cache": False} if self._use_cache else {}
         if self._keep_name is not None:
             options[self._keep_name] = logits_indices
         out = _logits_of(self._call(input_ids=input_ids, position_ids=position_ids, **options))
@@ -254,7 +253,7 @@ class PagedModel:
         if self._graph is not None:  # a second trace, maybe in another state of the model
             raise RuntimeError("the trace of this model is gone (torch._dynamo.reset() drops all of them): close the engine "
                                "and make a new one")
-        held = check_side_effects()
+        held, self.reads.gradients = check_side_effects(), may_ask_unseen(gm)
         multiply_adapted_matrices(gm)
         if self._disk is not None:
             self._disk.note_graph(gm, held)

@@ -18,6 +18,9 @@ from quire.passes.capture.facts import LOOKUPS, NotPortable, compiled, looked_up
 _PART = r"self\._call(\._modules\['[^']*'\])*"
 _OF_MODULE = re.compile(rf"{_PART}|{_PART}\.\w+(\['\w+'\])?|{_PART}\.\w*config\b.*|dict\(type\({_PART}\)\.__dict__\).*|"
                         rf"type\({_PART}\)(\.\w+)?|{_PART}\._(forward|backward|state)\w*hooks\w*")
+#: A tensor, container or object that a module holds, after the module.
+_HELD = re.compile(rf"({_PART})\.(?!\w*config\b|_modules\b|_\w*hooks)\w+(\['\w+'\])?")
+_OF_TORCH = re.compile(rf"{_PART}\._(parameters|buffers)(\['\w+'\])?")
 #: An imported module, and Python modules that no user patches, whose state changes by itself.
 _IMPORT = re.compile(r"G\['__import_(\w+)'\]")
 _OURS = re.compile(r"G\['(__import_(quire_dot_|torch_dot__|builtins)|__builtins_dict|(?!__import_))")
@@ -28,11 +31,12 @@ _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 #: Names, and (expression, kind and name of a _Part, name for users) of each source.
 Stored = tuple[list[str], list[tuple[str, str, Any, str]]]
 _KEYS = ("DICT_KEYS", "MAPPING_KEYS")  # beginnings of types of guards
+_GRADIENT = "requires_grad"
 
 
 class _Part(NamedTuple):
     """What of an object was read: the object or its length (""), its keys ("keys"), or whether it has ``name``, as the guards
-    of this ``kind`` ask."""
+    of this ``kind`` ask. Of a tensor "" is its shape, dtype, device and strides, and there is "requires_grad"."""
 
     kind: str = ""
     name: Any = None
@@ -42,10 +46,11 @@ class _Part(NamedTuple):
 
 
 class Reads:
-    """What a trace read. ``names``: every attribute name and key in the sources and arguments of its guards."""
+    """What a trace read. ``names``: every attribute name and key in the sources and arguments of its guards. ``gradients``: it
+    may have read ``requires_grad`` of any tensor, and not only where guards say so."""
 
     def __init__(self) -> None:
-        self.names: set[str] = set()
+        self.names, self.gradients = set[str](), False
         # Name for users and code, by (Python expression, what of it).
         self._sources: dict[tuple[str, _Part], tuple[str, types.CodeType]] = {}
         self._scope: dict[str, Any] = {}
@@ -64,13 +69,50 @@ class Reads:
                     part = _Part("keys")
             source = re.sub(r"L\['self'\]", "self", where)
             source = source.replace(".__dict__['_modules']", "._modules")  # through a ``__getattr__`` of PEFT's
-            if not source or _OF_MODULE.fullmatch(source) or _OURS.match(source) or _PLACES.match(source):
+            if not source or _OURS.match(source) or _PLACES.match(source):
                 continue
             try:
                 code = compiled(source)
             except SyntaxError:  # what Dynamo says of no variable
                 continue
-            self._sources[source, part] = readable(source), code
+            for each in self._to_compare(source, code, part, guard.guard_type):
+                self._sources[source, each] = readable(source), code
+
+    def _to_compare(self, source: str, code: types.CodeType, part: _Part, kind: str) -> list[_Part]:
+        """What to compare of what a guard of this ``kind`` is on; nothing of what whoever compares modules does."""
+        inside = _OF_MODULE.fullmatch(source) is not None
+        held = None if inside and not _HELD.fullmatch(source) else self._evaluated(code)
+        if isinstance(held, torch.Tensor):
+            if part.kind in LOOKUPS:
+                return [part]
+            asked = kind == "TYPE_MATCH" or (self.gradients and kind == "TENSOR_MATCH")  # Dynamo guards the type of one asked
+            own = _OF_TORCH.fullmatch(source) is not None
+            return [_Part()] * (not own) + [_Part(_GRADIENT)] * asked
+        if isinstance(held, (dict, set, frozenset)) and not held and not part.kind:
+            part = _Part("keys")  # whether one is empty is read, and not always guarded
+        if not inside:
+            return [part]
+        match = _HELD.fullmatch(source)
+        if match is None or _OF_TORCH.fullmatch(source) or isinstance(held, torch.nn.Module) or held is None:
+            return []
+        if isinstance(held, (list, tuple, dict, set, frozenset)):
+            return [part] if self._has_data(held, match[1], kind) else []
+        return [part] * (kind == "HASATTR")
+
+    def _has_data(self, held: Any, owner: str, kind: str) -> bool:
+        """Whether a container of a module has tensors, or may get them, which who compares modules does not see."""
+        if not held:  # PEFT's have no tensors
+            return not type(self._evaluated(compiled(owner))).__module__.startswith("peft.")
+        values = held.values() if isinstance(held, dict) else held
+        asked = not isinstance(held, dict) or kind in LOOKUPS or kind.startswith(_KEYS)
+        return asked and any(isinstance(x, torch.Tensor) for x in values)
+
+    def _evaluated(self, code: types.CodeType) -> Any:
+        """What a source is now; None if it is gone."""
+        try:
+            return eval(code, dict(self._scope))  # to which it adds __builtins__
+        except Exception:
+            return None
 
     def now(self, source: str) -> Any:
         """What an input of the graph is now, by Dynamo's name of it; None if it is gone."""
@@ -105,6 +147,8 @@ class Reads:
                     fact: Any = LOOKUPS[part.kind](held, part.name)
                 except Exception:  # it is another object, which cannot be asked
                     fact = type(held)
+            elif isinstance(held, torch.Tensor):
+                fact = held.requires_grad if part.kind == _GRADIENT else _metadata(held)
             elif held is os.getenv or held is _ENVIRONMENT:  # Dynamo has no guard for names that it lacks
                 fact = f"variables {hash(frozenset(_ENVIRONMENT.items())):x}"  # changes are logged, and values may be secret
             elif isinstance(held, tuple) and _is_constant(held):
@@ -123,6 +167,11 @@ class Reads:
         return found
 
 
+def _metadata(held: torch.Tensor) -> str:
+    strides = f", strides {held.stride()}" if held.layout is torch.strided and not held.is_contiguous() else ""
+    return f"{type(held).__name__} {tuple(held.shape)}, {held.dtype}, {held.device}{strides}"
+
+
 def _is_constant(held: Any) -> bool:
     """Whether Dynamo compares it as a whole, and reads nothing inside."""
     if isinstance(held, tuple):
@@ -134,7 +183,8 @@ def _is_constant(held: Any) -> bool:
 def readable(source: str) -> str:
     """Dynamo's name of an object for users: ``L['self']._call._modules['layers']`` is ``model.layers``."""
     where, hook, rest = source.partition("._forward_")
-    where = re.sub(r"\._modules\['(\w+)'\]", r".\1", re.sub(r"^(dict\(type\()?(L\['self'\]|self)(\._call\b)?", "model", where))
+    where = re.sub(r"^(dict\(type\()?(L\['self'\]|self)(\._call\b)?", "model", where)
+    where = re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", where)
     where = _IMPORT.sub(lambda match: match[1].replace("_dot_", "."), where)
     if not hook:
         return re.sub(r"^G\['(\w+)'\]", r"\1", where)

@@ -45,7 +45,7 @@ def reader_around_parts(model: torch.nn.Module, names: frozenset[str]) -> str | 
                     return f"a hook of {where}, {function.__qualname__}, reads {read[0]}"
         for forward in (vars(module).get("forward"), *(vars(cls).get("forward") for cls in type(module).__mro__)):
             for function in filter(_wraps, _functions(forward)):
-                for name in sorted(names & _names(function.__code__)):
+                for name in sorted(names & names_in(function.__code__)):
                     if not passed_on(function, name, module):
                         return f"{function.__qualname__} of {where} reads {name}"
     return None
@@ -84,12 +84,12 @@ def _wraps(function: types.FunctionType) -> bool:
     return "__class__" in function.__code__.co_freevars or "forward" in function.__code__.co_names
 
 
-def _names(code: types.CodeType) -> set[str]:
+def names_in(code: types.CodeType) -> set[str]:
     """Variables, attributes and strings in code, those of nested functions included."""
     found = {*code.co_varnames, *code.co_names}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= _names(constant)
+            found |= names_in(constant)
         elif isinstance(constant, str):
             found.add(constant)
         elif isinstance(constant, tuple):
@@ -99,7 +99,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 def _mentions(function: types.FunctionType, names: frozenset[str], depth: int = _DEPTH) -> list[str]:
     """Those of ``names`` that a function mentions, or one that it calls by a global name or from its closure."""
-    found = names & _names(function.__code__)
+    found = names & names_in(function.__code__)
     if depth and not found:
         for called in _called(function):
             found |= set(_mentions(called, names, depth - 1))

@@ -111,6 +111,22 @@ def test_no_copy_where_the_dtype_is_that_of_the_model(pair) -> None:
         assert engine.stats().weight_bytes == bytes_of(loaded)
 
 
+def test_attributes_that_a_parameter_has() -> None:
+    """A forward that asks for them would be traced as one of a model without."""
+    model = small_llama()
+    weight = model.model.norm.weight
+    weight.gain = 3.0
+    with torch.no_grad():
+        weight.copy_(torch.linspace(-1, 1, len(weight)))
+    model.model.norm.register_forward_hook(lambda module, args, out: out + getattr(module.weight, "gain", 0.0) * module.weight)
+    reference = copy.deepcopy(model).to(torch.bfloat16)
+    reference.model.norm.weight.gain = 3.0
+    with quire.Engine(model, dtype=torch.bfloat16, **OPTIONS) as cast, quire.Engine(reference, **OPTIONS) as plain:
+        for gain in (3.0, -5.0):
+            weight.gain = reference.model.norm.weight.gain = gain
+            assert rollouts(cast) == rollouts(plain)
+
+
 def test_what_cannot_be_cast() -> None:
     with pytest.raises(ValueError, match="dtype must be None, 'bfloat16'.*got 'int8'. For smaller weights quantize"):
         quire.Engine(small_llama(), dtype="int8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import signal
 from collections import Counter
 from dataclasses import fields, replace
 from typing import Any
@@ -253,6 +254,41 @@ def test_a_processor_that_raises_fails_its_own_request(engine, prompts) -> None:
         with pytest.raises(RuntimeError) as caught:
             engine.generate(prompts[0], replace(GREEDY, logits_processors=[bad]))
         assert message in str(caught.value)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_a_processor_that_ends_its_caller_ends_no_other(kind, engine, prompts) -> None:
+    """Whose call runs the step is chance: another one would end for no reason of its own."""
+    plain = tokens(engine.generate(prompts[:1], GREEDY))
+
+    def ends(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(output) == 3:
+            raise kind("mine")
+        return logits
+
+    own = engine.stream(prompts[0], replace(GREEDY, logits_processors=[ends]))
+    next(own)  # its request runs
+    assert tokens(engine.generate(prompts[:1], GREEDY)) == plain
+    with pytest.raises(kind, match="mine"):
+        list(own)
+    with pytest.raises(kind, match="mine"):  # also one of several, whose other failures are logged
+        engine.generate(prompts[:2], [replace(GREEDY, logits_processors=[ends]), GREEDY])
+    assert_idle(engine)
+
+
+def test_ctrl_c_while_a_processor_runs(engine, prompts) -> None:
+    """It ends the call of the main thread, after the step, and no request is blamed."""
+    seen = []
+
+    def interrupted(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        signal.raise_signal(signal.SIGINT)
+        seen.append(len(output))
+        return logits
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        engine.generate(prompts[0], replace(GREEDY, logits_processors=[interrupted]))
+    assert seen == [0] and "logits_processors" not in str(caught.value)
     assert_idle(engine)
 
 

@@ -43,9 +43,10 @@ def seen(guard: ModelGuard, count: int = 2) -> str | None:
     (lambda m: m.to(torch.bfloat16),
      "0.weight: Parameter (torch.float32, cpu, version 0) -> Parameter (torch.bfloat16, cpu, version 0)"),
     (lambda m: setattr(m[0].weight, "data", torch.zeros(3, 2)), "0.weight: of another shape, or quantized otherwise"),
+    (lambda m: setattr(m[0].weight, "data", torch.zeros(2, 2).t()), "0.weight: of other strides"),
     (lambda m: setattr(m[0], "forward", lambda x: x), "0.forward: None -> <lambda>.<locals>.<lambda>"),
     (lambda m: m[1].counts.add_(1), "1.counts: Tensor (torch.int64, cpu, version 0) -> Tensor (torch.int64, cpu, version 1)"),
-], ids=["hook", "pre_hook", "layer", "added", "removed", "setting", "dtype", "shape", "forward", "integers"])
+], ids=["hook", "pre_hook", "layer", "added", "removed", "setting", "dtype", "shape", "strides", "forward", "integers"])
 def test_change(change, what) -> None:
     m = model()
     guard = ModelGuard(m, addresses=False)
