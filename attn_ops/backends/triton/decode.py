@@ -117,10 +117,9 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
         products = widest * next_power_of_2(heads)
         block_n = min(64, max(8192 // products, 16))
         warps, stages = (8 if block_n * products > 16384 else 4), 3
-    # Measured on an H200 at contexts of 1024 (benchmarks/attention_grid.py --sweep): small chunks are best for few slots,
-    # two warps each for the fewest; with a slot or more per multiprocessor, splitting costs more than it balances. Larger
-    # steps of the loop are better until there are enough programs to hide each other's latency; up to contexts of 32768 too
-    # (h200_decode_grid_slots.json, h200_decode_grid_64.json).
+    # Measured on an H200 (benchmarks/attention_grid.py, h200_decode_shares*.json): two warps each for the fewest slots; parts
+    # of so many keys that merging does not take longer than it saves; with a slot or more per multiprocessor, splitting
+    # costs more than it balances.
     sms = host.num_sms(device)
     chunk = 2048 if slots >= sms else min(1024, next_power_of_2(max(512 * slots // sms, 64)))
     half, full = itemsize == 2 and not quantized, slots >= sms
@@ -135,7 +134,7 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
         if widest <= 64 or slots <= 8 or (quantized and not rotary):
             per_sm = 3
     elif itemsize == 2 and widest <= 256 and heads <= 16:
-        # h200_decode_shares.json, h200_decode_grid_256.json, h200_decode_waves.json, h200_decode_quantized_wide.json
+        # h200_decode_shares.json, h200_decode_waves.json, h200_decode_quantized_wide.json
         block_n, stages = (64, 2) if full or quantized else (32, 5)
     if half and full and widest <= 256 and heads <= 16:  # see NOTE [How far keys are split]
         by_step = places(widest, heads, device)
