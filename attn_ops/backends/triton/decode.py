@@ -40,7 +40,7 @@ from quire.attn_ops.ops.rope import PLAIN, RopeForm
 class DecodeConfig(NamedTuple):
     """Tuning parameters. They change speed, never results beyond rounding.
 
-    block_n: keys per step.  warps, stages: of the kernel and its loop.  chunk_min: fewest keys per part.  dot: tensor
+    block_n: keys per step.  warps, stages: of the kernel and its loop.  chunk_min: most keys that are not split.  dot: tensor
     cores (the group is padded to 16 rows), else sums of products.  wave: programs in all that few slots are cut into; 0: slots
     fill the GPU.  places: programs that run at once, where slots are as many as multiprocessors; 0: not known.  masked: whether
     loads of the loop leave out keys past the end; else they read the last one again, which takes fewer registers.
@@ -101,10 +101,11 @@ def places(widest: int, heads: int, device: torch.device) -> dict[int, int]:
             for n, each in REGISTERS[max(64, widest)].items()}
 
 
-def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: torch.device,
-           quantized: bool = False, rotary: bool = False) -> DecodeConfig:
+def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: torch.device, quantized: bool = False,
+           rotary: bool = False, padded: bool = False) -> DecodeConfig:
     """The parameters for padded head dims, bytes per element of q, query heads per program, and slots (see NOTE [Partial
-    results]). ``quantized``: whether the cache is.  rotary: whether the kernel rotates."""
+    results]). ``quantized``: whether the cache is.  rotary: whether the kernel rotates.  padded: whether the longer head dim
+    is."""
     widest = max(dim, dim_v)
     # Half precision always uses the tensor cores: they pad a group to 16 rows, but sums of products are bound by arithmetic
     # long before memory, for a single head too. In float32 the dot costs as many operations as the sums.
@@ -117,9 +118,8 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
         products = widest * next_power_of_2(heads)
         block_n = min(64, max(8192 // products, 16))
         warps, stages = (8 if block_n * products > 16384 else 4), 3
-    # Measured on an H200 (benchmarks/attention_grid.py, h200_decode_shares*.json): two warps each for the fewest slots; parts
-    # of so many keys that merging does not take longer than it saves; with a slot or more per multiprocessor, splitting
-    # costs more than it balances.
+    # Measured on an H200 (benchmarks/attention_grid.py, h200_decode_shares*.json): two warps each for the fewest slots; a few
+    # keys are not worth merging; with a slot or more per multiprocessor, splitting costs more than it balances.
     sms = host.num_sms(device)
     chunk = 2048 if slots >= sms else min(1024, next_power_of_2(max(512 * slots // sms, 64)))
     half, full = itemsize == 2 and not quantized, slots >= sms
@@ -141,7 +141,7 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
         block_n = min(by_step, key=lambda n: time_of(slots, by_step[n], 1024))
         fitting = by_step[block_n]
     # h200_decode_unmasked.json, h200_decode_shares.json, h200_decode_full.json
-    masked = not quantized and (itemsize > 2 or (widest > 128 and not full))
+    masked = not quantized and (itemsize > 2 or (padded and widest == 128 if full else widest > 128))
     return tuned(DecodeConfig(block_n, warps, stages, chunk, dot, 0 if full else per_sm * sms, fitting, masked))
 
 
@@ -180,13 +180,16 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
     slots = items * layout.heads * blocks
     if not slots:
         return None
-    params = config(dim, dim_v, itemsize, per_block, slots, device, quantized, rotary)
+    padded = max(layout.dim, layout.dim_v) < max(dim, dim_v)
+    params = config(dim, dim_v, itemsize, per_block, slots, device, quantized, rotary, padded)
     capacity = min([table_width * layout.page, *(n for n in (window, chunk) if n)])
     scheduled = not (window or chunk) and schedule.is_scheduled(items, layout.heads * blocks, num_reqs, capacity,
                                                                 host.num_sms(device))
     if not scheduled:
         params = params._replace(chunk_min=cut(slots, capacity, params))
     parts = num_parts(items, layout.heads * blocks, capacity, params)
+    if params.wave and parts > items:  # a kernel merges in any case: then parts may have as few keys as a step
+        params = params._replace(chunk_min=min(params.chunk_min, params.block_n))
     programs = (items + schedule.extra_parts(items) if scheduled else parts) * layout.heads * blocks
     merge_rows = next_power_of_2(per_block)
     # See NOTE [Values by words]. From 64 rows on Triton 3.6 makes the four products Hopper's wgmma, and on an H200 with 71
