@@ -1,11 +1,11 @@
 r"""Results of attention_grid.py as a page: every cell's share of the floor, and its time over the best rival's.
 
     python benchmarks/attention_table.py grid.json other.json               # what is slow, on the terminal
-    python benchmarks/attention_table.py benchmarks/results/h200_attention_grid.json \
+    python benchmarks/attention_table.py $(sed 's|^|benchmarks/results/|' benchmarks/attention_files.txt) \
         --docs docs/attention.md --plot docs/attention.png
 
-Of several rows of a cell and system the first counts. A rival whose output is not quire's, in bfloat16, is not compared. The
-terminal gets a line for each cell that misses a goal, the worst first.
+Of several rows of a cell and system the first counts, so newer files come first; only batches of the grid count. A rival whose
+output is not quire's, in bfloat16, is not compared. The terminal gets a line for each cell that misses a goal, the worst first.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from quire.graph_runner.bench.report import Row, first_line, markdown_table
 
 OURS = "triton"
 COLUMNS = ("kind", "group", "dim", "kv", "batch", "context", "window", "before")  # attention_grid.Cell
+BATCHES = (1, 8, 32, 64, 128, 256)  # of attention_grid.py, with those of its prefills
 LEAST_BYTES, LEAST_SHARE, MOST_TIME = 64e6, 0.6, 1.05  # the goals: of the floor from so many bytes on, and of the best rival
 PREFILLS = (OURS, "fi-fa3", "vllm-fa3")  # quire's two kernels for prompts, and vLLM's
 SAME = 0.05  # difference of two outputs, relative to the output
@@ -94,6 +95,8 @@ def entries(paths: Iterable[Path]) -> list[Entry]:
     found: dict[tuple[Any, ...], Entry] = {}
     for path in paths:
         for row in json.loads(path.read_text())["rows"]:
+            if row["batch"] not in BATCHES:
+                continue
             cell = {name: row.get(name) for name in COLUMNS}
             entry = found.setdefault(tuple(cell.values()), Entry(cell))
             entry.systems.setdefault(row["system"], row)
@@ -161,13 +164,21 @@ def not_measured(found: Sequence[Entry]) -> list[str]:
     return [f"- {system}, {count} cells: {why}" for (system, why), count in sorted(reasons.items())]
 
 
-def page(found: Sequence[Entry], environment: dict[str, Any], source: str) -> str:
+def source(path: Path) -> str:
+    """A file, with where and with what it was measured."""
+    environment = json.loads(path.read_text())["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items()
                          if version and name in ("torch", "triton", "flashinfer", "flashinfer-python", "vllm"))
+    return (f"- `{path.name}`: {environment['device']}, {versions}, quire {str(environment.get('commit'))[:9]}, "
+            f"{environment['copy_tb_per_s']:.2f} TB/s of a copy")
+
+
+def page(found: Sequence[Entry], paths: Sequence[Path]) -> str:
     lines = [
         "# Attention, shape by shape", "",
-        f"Written by `python benchmarks/attention_table.py` from `{source}`: {environment['device']}, {versions}, quire "
-        f"{str(environment.get('commit'))[:9]}, {environment['copy_tb_per_s']:.2f} TB/s of a copy.", "",
+        "Written by `python benchmarks/attention_table.py`; of several times of a cell and system that of the first file "
+        "counts. [The results' page](../benchmarks/results/README.md) says how each file was measured.", "",
+        *map(source, paths), "",
         "One layer of the Triton backend, 8 key heads, pages of 16 tokens in random order, keys from memory and not from the "
         "L2 cache, in a CUDA graph, writing the step's keys included. *Heads* are query heads per key head. A decode's entry "
         "is the share of its floor in percent, its bytes at the bandwidth of a copy, and in brackets its time over the best "
@@ -189,11 +200,12 @@ def heat_map(found: Sequence[Entry], path: Path) -> None:
     def column(e: Entry) -> tuple[Any, ...]:
         return e.cell["window"] or 0, e.cell["context"], e.cell["batch"]
 
-    columns = sorted({column(e) for e in decodes})
     rows = sorted({(e.cell["dim"], e.cell["group"]) for e in decodes})
-    figure = new_figure(3 + 0.19 * len(columns) * len(formats), 1.6 + 0.17 * len(rows))
-    panels: Any = figure.subplots(1, len(formats), squeeze=False, sharey=True)[0]
-    for axes, kv in zip(panels, formats, strict=True):
+    each = {kv: sorted({column(e) for e in decodes if e.cell["kv"] == kv}) for kv in formats}
+    widths = [len(columns) for columns in each.values()]
+    figure = new_figure(3 + 0.19 * sum(widths), 1.6 + 0.17 * len(rows))
+    panels: Any = figure.subplots(1, len(formats), squeeze=False, sharey=True, width_ratios=widths)[0]
+    for axes, (kv, columns) in zip(panels, each.items(), strict=True):
         shares = [[float("nan")] * len(columns) for _ in rows]
         for e in decodes:
             if e.cell["kv"] == kv:
@@ -217,8 +229,7 @@ def main() -> None:
     args = parser.parse_args()
     found = entries(args.results)
     if args.docs:
-        environment = json.loads(args.results[0].read_text())["environment"]
-        args.docs.write_text(page(found, environment, ", ".join(path.name for path in args.results)))
+        args.docs.write_text(page(found, args.results))
     else:
         print("\n".join([*summary(found), "", *missed(found)]))
     if args.plot:
