@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.kernels.expert_pairs import load_ids
-from quire.attn_ops.kernels.lora import dot_float32
+from quire.attn_ops.kernels.lora import dot_float32, wait_for_count
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
 
 
@@ -165,13 +165,6 @@ def count_shrunk(counter):
 
 
 @triton.jit
-def _wait_for(counter, programs):
-    stored = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-    while stored < programs:
-        stored = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-
-
-@triton.jit
 def early_factors(pairs, inside, expert, first, N, E, lora, BLOCK_N: tl.constexpr, HALVES: tl.constexpr, LORA: tl.constexpr):
     """B's first ranks, of the first LORA.held adapters, for the outputs from ``first`` on of N, and with HALVES for those N
     further on: what is waited for later."""
@@ -217,7 +210,7 @@ def add_expert_adapters(acc, up, held, counter, pairs, inside, expert, first, ou
     for i in tl.static_range(ADAPTERS):
         has = _has(bits, inside, lora.places[i])
         if tl.max(has.to(tl.int32), 0) > 0:
-            _wait_for(counter, LORA.programs)
+            wait_for_count(counter, LORA.programs)
             for ranks_from in tl.static_range(0, BLOCK_R, RANKS):
                 r = ranks_from + tl.arange(0, RANKS)
                 low = tl.zeros((RANKS, BLOCK_M), tl.float32)

@@ -257,10 +257,15 @@ def _add_parts(first, apart, mask, LORA: tl.constexpr):
 @triton.jit
 def wait_for_first_products(lora, programs, LORA: tl.constexpr):
     """Until all ``programs`` have stored theirs, and added up."""
-    first = programs // LORA.parts if LORA.reduce else programs
-    stored = tl.atomic_add(lora.counter, 0, sem="acquire", scope="gpu")
-    while stored < first:
-        stored = tl.atomic_add(lora.counter, 0, sem="acquire", scope="gpu")
+    wait_for_count(lora.counter, programs // LORA.parts if LORA.reduce else programs)
+
+
+@triton.jit
+def wait_for_count(counter, programs):
+    """Until so many programs have counted that their results are stored."""
+    stored = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+    while stored < programs:
+        stored = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
 
 
 @triton.jit(do_not_specialize=["t", "first"])
