@@ -26,7 +26,8 @@ class Detokenizer:
 
     ``text`` is the continuation so far, the concatenation of all returned pieces. ``stopped_by`` is the stop string that ended
     it, or None; ``error`` is the message of the tokenizer's exception, or None. Either ends the text. ``stop``: strings that
-    end the text before them, or with ``include_stop`` after them."""
+    end the text before them, or with ``include_stop`` after them. One that is a special token (``<|im_end|>``) ends it also
+    where special tokens are left out of the text."""
 
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], skip_special_tokens: bool,
                  stop: Sequence[str] = (), include_stop: bool = False) -> None:
@@ -37,6 +38,8 @@ class Detokenizer:
         self._boundaries: list[int] = []  # between two characters: candidates for _begin; empty: not found yet
         self._before: str | None = None  # text of the tokens from _begin to _shown, if known
         self._token_texts: dict[int, str | None] = {}
+        skipped = {_left_out(tokenizer, text): text for text in stop} if skip_special_tokens else {}
+        self._unseen = {token: text for token, text in skipped.items() if token is not None}
         self._held = ""  # decoded, but possibly the beginning of a stop string
         self.text = ""
         self.stopped_by: str | None = None
@@ -44,7 +47,12 @@ class Detokenizer:
 
     def add(self, token_ids: Sequence[int], *, may_stop: bool = True) -> str:
         """Add tokens and return their text. ``may_stop``: whether a stop string that they complete counts."""
-        return self._show(self._decode_new(token_ids), may_stop, hold=True)
+        end = next((i for i, token in enumerate(token_ids) if token in self._unseen), None) if may_stop else None
+        piece = self._show(self._decode_new(token_ids if end is None else token_ids[:end]), may_stop, hold=True)
+        if end is not None and self.stopped_by is None:
+            piece += self.flush()
+            self.stopped_by = self._unseen[token_ids[end]]
+        return piece
 
     def flush(self) -> str:
         """Return the text that was held back; no more tokens follow."""
@@ -135,6 +143,15 @@ class Detokenizer:
             piece, self._held = piece[: len(piece) - keep], piece[len(piece) - keep :]
         self.text += piece
         return piece
+
+
+def _left_out(tokenizer: Any, text: str) -> int | None:
+    """The special token that is ``text``, which ``skip_special_tokens`` leaves out; None if it is no such token."""
+    convert = getattr(tokenizer, "convert_tokens_to_ids", None)
+    token = None if convert is None else convert(text)  # of an unknown one maybe the token for unknown ones
+    if token is None or tokenizer.decode([token]) != text or tokenizer.decode([token], skip_special_tokens=True):
+        return None
+    return int(token)
 
 
 def _same(a: str, b: str) -> int:

@@ -51,7 +51,8 @@ class SamplingParams:
             are called as transformers does, with (1, tokens) ids and (1, V) scores. They need every token on the host, so these
             requests wait for each step's result. One that raises fails its request. A function with state of its own must not
             be given to two requests (n > 1). Stored as a tuple.
-        stop: string or strings that end generation as soon as they appear in the text. Stored as a tuple.
+        stop: string or strings that end generation as soon as they appear in the text; one that is a special token also where
+            the text leaves it out. Stored as a tuple.
         stop_token_ids: tokens that end generation, in addition to the end-of-sequence token. Stored as a tuple.
         ignore_eos: continue after the end-of-sequence token.
         max_tokens: maximum number of tokens to generate, >= 1; None: up to the maximum length of a request.

@@ -135,6 +135,27 @@ def test_stop_strings_of_bytes(stop, text, found, include, layout) -> None:
     assert (d.stopped_by, d.text) == (found, text + found * include)
 
 
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize(("stop", "skip", "text", "found"), [
+    (("<|im_end|>",), True, "Hello, world", "<|im_end|>"), (("<|im_end|>",), False, "Hello, world", "<|im_end|>"),
+    (("orl", "<|im_end|>"), True, "Hello, w", "orl"), (("d and", "<|im_end|>"), True, "Hello, world", "<|im_end|>"),
+    (("<|other|>",), True, "Hello, world and more", None)])
+def test_stops_that_are_special_tokens(stop, skip, text, found, step) -> None:
+    """The text leaves them out, but they end it: answers of chat models would else run on after their turn."""
+    tokenizer = load_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_end|>"]})
+    ids = tokenizer("Hello, world<|im_end|> and more", add_special_tokens=False)["input_ids"]
+    d = Detokenizer(tokenizer, tokenizer("The")["input_ids"], skip, stop)
+    for i in range(0, len(ids), step):
+        d.add(ids[i : i + step])
+        if d.stopped_by is not None:
+            break
+    assert d.text + d.flush() == text and d.stopped_by == found
+    d = Detokenizer(tokenizer, [], skip, stop)
+    d.add(ids, may_stop=False)
+    assert d.stopped_by is None
+
+
 @bytes_too
 @settings(max_examples=60, deadline=None)
 @given(prompt=st.lists(CHARACTERS, max_size=9), text=st.lists(CHARACTERS, max_size=20), cut=st.integers(0, 3),
