@@ -52,6 +52,8 @@ class Detokenizer:
         if end is not None and self.stopped_by is None:
             piece += self.flush()
             self.stopped_by = self._unseen[token_ids[end]]
+            if self._include_stop:
+                piece, self.text = piece + self.stopped_by, self.text + self.stopped_by
         return piece
 
     def flush(self) -> str:
@@ -147,11 +149,12 @@ class Detokenizer:
 
 def _left_out(tokenizer: Any, text: str) -> int | None:
     """The special token that is ``text``, which ``skip_special_tokens`` leaves out; None if it is no such token."""
-    convert = getattr(tokenizer, "convert_tokens_to_ids", None)
-    token = None if convert is None else convert(text)  # of an unknown one maybe the token for unknown ones
-    if token is None or tokenizer.decode([token]) != text or tokenizer.decode([token], skip_special_tokens=True):
+    try:
+        token = tokenizer.convert_tokens_to_ids(text)  # of an unknown one maybe the token for unknown ones, or an error
+        known = tokenizer.decode([token], skip_special_tokens=False) == text
+        return int(token) if known and not tokenizer.decode([token], skip_special_tokens=True) else None
+    except Exception:
         return None
-    return int(token)
 
 
 def _same(a: str, b: str) -> int:

@@ -18,8 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quire.attn_ops.kernels.counters import wait_for_count
 from quire.attn_ops.kernels.expert_pairs import load_ids
-from quire.attn_ops.kernels.lora import dot_float32, wait_for_count
+from quire.attn_ops.kernels.lora import dot_float32
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quire.attn_ops.kernels.counters import wait_for_count
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
 from quire.attn_ops.kernels.wgmma import wait_for_products
 
@@ -258,14 +259,6 @@ def _add_parts(first, apart, mask, LORA: tl.constexpr):
 def wait_for_first_products(lora, programs, LORA: tl.constexpr):
     """Until all ``programs`` have stored theirs, and added up."""
     wait_for_count(lora.counter, programs // LORA.parts if LORA.reduce else programs)
-
-
-@triton.jit
-def wait_for_count(counter, programs):
-    """Until so many programs have counted that their results are stored."""
-    stored = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-    while stored < programs:
-        stored = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
 
 
 @triton.jit(do_not_specialize=["t", "first"])

@@ -19,7 +19,7 @@ from quire.passes.fx import placeholders, value
 
 #: Packages whose autograd functions compute the same whether gradients are needed or not.
 _KNOWN = ("torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes", "torchao")
-_WORDS = frozenset(("requires_grad", "needs_input_grad"))
+_WORDS = frozenset(("requires_grad", "needs_input_grad", "is_leaf", "grad_fn"))
 
 
 def may_ask_unseen(gm: fx.GraphModule) -> bool:

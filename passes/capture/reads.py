@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import enum
 import functools
 import os
@@ -19,7 +20,7 @@ _PART = r"self\._call(\._modules\['[^']*'\])*"
 _OF_MODULE = re.compile(rf"{_PART}|{_PART}\.\w+(\['\w+'\])?|{_PART}\.\w*config\b.*|dict\(type\({_PART}\)\.__dict__\).*|"
                         rf"type\({_PART}\)(\.\w+)?|{_PART}\._(forward|backward|state)\w*hooks\w*")
 #: A tensor, container or object that a module holds, after the module.
-_HELD = re.compile(rf"({_PART})\.(?!\w*config\b|_modules\b|_\w*hooks)\w+(\['\w+'\])?")
+_HELD = re.compile(rf"({_PART})\.(?!_modules\b|_\w*hooks)(?P<name>\w+)(\['\w+'\])?")
 _OF_TORCH = re.compile(rf"{_PART}\._(parameters|buffers)(\['\w+'\])?")
 #: An imported module, and Python modules that no user patches, whose state changes by itself.
 _IMPORT = re.compile(r"G\['__import_(\w+)'\]")
@@ -27,6 +28,7 @@ _OURS = re.compile(r"G\['(__import_(quire_dot_|torch_dot__|builtins)|__builtins_
 #: Memory that quire owns, which holds no settings.
 _PLACES = re.compile(r"self\.places\b")
 _ENVIRONMENT: dict[Any, Any] = getattr(os.environ, "_data", {})
+_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 #: Names, and (expression, kind and name of a _Part, name for users) of each source.
 Stored = tuple[list[str], list[tuple[str, str, Any, str]]]
@@ -92,20 +94,22 @@ class Reads:
             part = _Part("keys")  # whether one is empty is read, and not always guarded
         if not inside:
             return [part]
+        if kind == "HASATTR" and isinstance(self._evaluated(code), torch.nn.Module):
+            return [part]  # what comes may be a tensor or an object
         match = _HELD.fullmatch(source)
         if match is None or _OF_TORCH.fullmatch(source) or isinstance(held, torch.nn.Module) or held is None:
             return []
-        if isinstance(held, (list, tuple, dict, set, frozenset)):
-            return [part] if self._has_data(held, match[1], kind) else []
-        return [part] * (kind == "HASATTR")
+        if isinstance(held, _CONTAINERS):
+            return [part] if self._may_have_data(held, match[1], kind) else []
+        return [part] * (kind == "HASATTR" and not match["name"].endswith("config"))
 
-    def _has_data(self, held: Any, owner: str, kind: str) -> bool:
+    def _may_have_data(self, held: Any, owner: str, kind: str) -> bool:
         """Whether a container of a module has tensors, or may get them, which who compares modules does not see."""
-        if not held:  # PEFT's have no tensors
-            return not type(self._evaluated(compiled(owner))).__module__.startswith("peft.")
         values = held.values() if isinstance(held, dict) else held
-        asked = not isinstance(held, dict) or kind in LOOKUPS or kind.startswith(_KEYS)
-        return asked and any(isinstance(x, torch.Tensor) for x in values)
+        if not any(isinstance(x, torch.Tensor) for x in values) and type(
+                self._evaluated(compiled(owner))).__module__.startswith("peft."):  # which have none
+            return False
+        return not held or not isinstance(held, dict) or kind in LOOKUPS or kind.startswith(_KEYS)
 
     def _evaluated(self, code: types.CodeType) -> Any:
         """What a source is now; None if it is gone."""
@@ -135,6 +139,7 @@ class Reads:
         """Current values of what was read outside modules and configs, by the name users know: plain values, functions, classes
         of other objects, lengths and keys of containers, and whether an object has an attribute."""
         found: dict[str, Any] = {}
+        names: dict[int, str] = {}  # of tensors: the trace has one input for all names of one
         scope = dict(self._scope)  # eval adds __builtins__
         for (_, part), (shown, code) in self._sources.items():
             try:
@@ -149,11 +154,13 @@ class Reads:
                     fact = type(held)
             elif isinstance(held, torch.Tensor):
                 fact = held.requires_grad if part.kind == _GRADIENT else _metadata(held)
+                if not part.kind and (first := names.setdefault(id(held), name)) != name:
+                    fact += f", the same as {first}"
             elif held is os.getenv or held is _ENVIRONMENT:  # Dynamo has no guard for names that it lacks
                 fact = f"variables {hash(frozenset(_ENVIRONMENT.items())):x}"  # changes are logged, and values may be secret
             elif isinstance(held, tuple) and _is_constant(held):
                 fact = held
-            elif isinstance(held, (list, tuple)):
+            elif isinstance(held, (list, tuple, collections.deque)):
                 name, fact = f"{name} length", len(held)
             elif isinstance(held, (dict, set, frozenset)):
                 fact = list(held) if part.kind else None

@@ -154,6 +154,25 @@ def test_stops_that_are_special_tokens(stop, skip, text, found, step) -> None:
     d = Detokenizer(tokenizer, [], skip, stop)
     d.add(ids, may_stop=False)
     assert d.stopped_by is None
+    d, given = Detokenizer(tokenizer, [], skip, stop, include_stop=True), ""
+    for i in ids:
+        given += d.add([i]) if d.stopped_by is None else ""
+    assert given + d.flush() == d.text == text + (found or "")
+
+
+def test_stops_and_a_tokenizer_that_looks_up_no_text() -> None:
+    """An ordinary stop string is no token: asking for one must not end the call."""
+    class Strict:
+        def __init__(self) -> None:
+            self.decode, self.vocabulary = load_tokenizer().decode, load_tokenizer().get_vocab()
+
+        def convert_tokens_to_ids(self, text: str) -> int:
+            return self.vocabulary[text]
+
+    ids = load_tokenizer()("Hello, world", add_special_tokens=False)["input_ids"]
+    d = Detokenizer(Strict(), [], True, (", w",))
+    d.add(ids)
+    assert (d.text, d.stopped_by) == ("Hello", ", w")
 
 
 @bytes_too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import types
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,9 @@ class Reading(nn.Module):
         self.register_buffer("kept", torch.ones(4, 4))
         self.several, self.none, self.named, self.later = [torch.ones(1)], list[Any](), {"a": torch.ones(1)}, dict[str, Any]()
         self.held = types.SimpleNamespace(rows=torch.ones(2, 16))
+        self.settings, self.numbers, self.last = {"a": 1.0}, [0.0], collections.deque([torch.ones(1)])
+        self.my_config, self.one = {"a": torch.ones(1)}, torch.ones(1)
+        self.same = self.one
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids) + position_ids[..., None] * 0.01 + self.read(self) * self.weight
@@ -70,6 +74,16 @@ READ: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "an attribute of a dict's tensor": (lambda m: getattr(m.named["a"], "gain", 0.0),
                                         lambda m: setattr(m.named["a"], "gain", 3.0)),
     "an attribute of an object": (lambda m: getattr(m.held, "gain", 0.0), lambda m: setattr(m.held, "gain", 3.0)),
+    "a tensor that a module lacked": (lambda m: getattr(m, "steer", 0.0), lambda m: setattr(m, "steer", torch.ones(16) * 3)),
+    "an object that a module lacked": (lambda m: 3.0 if hasattr(m, "extra") else 0.0,
+                                       lambda m: setattr(m, "extra", types.SimpleNamespace())),
+    "a tensor among plain values": (lambda m: m.settings.get("b", 0.0), lambda m: m.settings.update(b=torch.ones(1) * 3)),
+    "a tensor in a list of plain values": (lambda m: sum(m.numbers), lambda m: m.numbers.append(torch.ones(1) * 3)),
+    "a deque of tensors": (lambda m: sum(m.last) - 1, lambda m: m.last.append(torch.ones(1) * 3)),
+    "tensors by the name of a config": (lambda m: sum(m.my_config.values()) - 1,
+                                        lambda m: m.my_config.update(b=torch.ones(1) * 3)),
+    "two names of one tensor": (lambda m: m.one - m.same, lambda m: setattr(m, "same", -m.one)),
+    "is_leaf of a result": (lambda m: 0.0 if doubled(m.weight).is_leaf else 3.0, lambda m: m.weight.requires_grad_(False)),
 }
 
 
