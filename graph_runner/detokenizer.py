@@ -153,7 +153,7 @@ def _left_out(tokenizer: Any, text: str) -> int | None:
         token = tokenizer.convert_tokens_to_ids(text)  # of an unknown one maybe the token for unknown ones, or an error
         known = tokenizer.decode([token], skip_special_tokens=False) == text
         return int(token) if known and not tokenizer.decode([token], skip_special_tokens=True) else None
-    except Exception:
+    except Exception:  # of the tokenizer's code, for text that is no token of its
         return None
 
 

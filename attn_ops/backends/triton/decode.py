@@ -12,11 +12,11 @@ token's cached keys. The grid follows from shapes alone. Two modes:
 NOTE [How far keys are split]: on an H200, with 32/8 heads x 128 in bfloat16, a program alone took about 4 us and 28 ns
 per key (benchmarks/results/h200_triton_decode_sweep*.json). Two to four programs fit on a multiprocessor (``python -m
 benchmarks.hopper``), and two or three read as fast as memory gives. So where slots are fewer than that, a launch has one wave
-of programs, ``config.wave``, and sequences share them (``shares.py``); a kernel merges the parts, a program per query head: one
-program per slot took longer for 16 heads than attention did (h200_decode_shares.json). From a slot per multiprocessor on, slots
-alone fill the GPU, and sequences longer than 2048 keys are split by a schedule (``schedule.py``), with windows into parts of
-about as many. There a last wave that is not full is lost time (``waves.py``), so the steps of the loop, of which fewer programs
-fit where they are longer, and the keys per part are chosen such that few places stay empty.
+of programs, ``config.wave``, and sequences share them (``shares.py``); a kernel merges the parts, a program per query head:
+with a program per slot 1 x 8192 took 17.5 us for one head of 128 and 25.9 for 16 (h200_attention_grid.json). From a slot per
+multiprocessor on, slots alone fill the GPU, and sequences longer than 2048 keys are split by a schedule (``schedule.py``),
+with windows into parts of about as many. There a last wave that is not full is lost time (``waves.py``), so the steps of the
+loop, of which fewer programs fit where they are longer, and the keys per part are chosen such that few places stay empty.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ from quire.attn_ops.ops.rope import PLAIN, RopeForm
 class DecodeConfig(NamedTuple):
     """Tuning parameters. They change speed, never results beyond rounding.
 
-    block_n: keys per step.  warps, stages: of the kernel and its loop.  chunk_min: most keys that are not split.  dot: tensor
-    cores (the group is padded to 16 rows), else sums of products.  wave: programs in all that few slots are cut into; 0: slots
-    fill the GPU.  places: programs that run at once, where slots are as many as multiprocessors; 0: not known.  masked: whether
-    loads of the loop leave out keys past the end; else they read the last one again, which takes fewer registers.
+    block_n: keys per step.  warps, stages: of the kernel and its loop.  chunk_min: contexts of no more keys are not split, and
+    where slots fill the GPU a part has no fewer.  dot: tensor cores (the group is padded to 16 rows), else sums of products.
+    wave: programs in all that few slots are cut into; 0: slots fill the GPU.  places: programs that run at once, where slots
+    are as many as multiprocessors; 0: not known.  masked: whether loads of the loop leave out keys past the end; else they
+    read the last one again, which takes fewer registers.
     """
 
     block_n: int
@@ -187,10 +188,10 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
                                                                 host.num_sms(device))
     if not scheduled:
         params = params._replace(chunk_min=cut(slots, capacity, params))
-    parts = num_parts(items, layout.heads * blocks, capacity, params)
+    parts = items + schedule.extra_parts(items) if scheduled else num_parts(items, layout.heads * blocks, capacity, params)
     if params.wave and parts > items:  # a kernel merges in any case: then parts may have as few keys as a step
         params = params._replace(chunk_min=min(params.chunk_min, params.block_n))
-    programs = (items + schedule.extra_parts(items) if scheduled else parts) * layout.heads * blocks
+    programs = parts * layout.heads * blocks
     merge_rows = next_power_of_2(per_block)
     # See NOTE [Values by words]. From 64 rows on Triton 3.6 makes the four products Hopper's wgmma, and on an H200 with 71
     # heads per key head numbers were wrong (tests/gpu/test_triton_gpu.py); why is not known. By bytes they are right.

@@ -56,7 +56,7 @@ class Batch(NamedTuple):
 class Plan(NamedTuple):
     """Args:
         grid: of the launch.  params: DecodeConfig, ExtendConfig or MlaConfig.
-        splits: most programs per slot; of a decode, programs per block of heads that its items share (``shares.py``).
+        splits: most programs per slot; of a decode, programs per block of heads.
         workspace: float32 elements for partial results; 0: none.
         constants: the kernel's constant arguments: (site, layout of the cache, tile), of MLA (tile,).
         items: tokens or sequences that are served.  scheduled: by a schedule (``schedule.py``), not ``splits`` each.
