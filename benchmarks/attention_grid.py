@@ -33,7 +33,7 @@ import importlib.util
 import itertools
 import multiprocessing
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -324,18 +324,14 @@ def compile_kernels(cells: Sequence[Cell], system: str, max_len: int, where: str
                            **batch.options)
 
 
-def compiled_meanwhile(pool: Executor, tasks: Sequence[RowTask], max_len: int, where: str) -> Callable[[Any], None]:
-    """Begin to compile the kernels of the rows in their order; returns what waits for those of a group."""
+def compile_first(processes: int, tasks: Sequence[RowTask], max_len: int, where: str) -> None:
+    """Compile the kernels of all rows. Not beside timing: calling them once takes the GPU's time from what is timed."""
     by_kernel: dict[Any, dict[Cell, None]] = {}
     for task in tasks:
         cell, system = task.given[:2]
         by_kernel.setdefault((task.group, cell.group, system), {})[cell] = None
-    begun = {key: pool.submit(compile_kernels, [*cells], key[2], max_len, where) for key, cells in by_kernel.items()}
-
-    def for_group(group: Any) -> None:
-        wait(future for key, future in begun.items() if key[0] == group)
-
-    return for_group
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        wait([pool.submit(compile_kernels, [*cells], key[2], max_len, where) for key, cells in by_kernel.items()])
 
 
 @or_failure
@@ -385,7 +381,7 @@ def main() -> None:
                     windows=([*WINDOWS], "at the longest context"),
                     sweep=(False, "also with other launch parameters of triton's kernels"),
                     max_len=(32768, "tokens that a row of the block table has room for"), gpus=1,
-                    compilers=(0, "processes that compile quire's kernels while others are timed"),
+                    compilers=(0, "processes that compile quire's kernels before the first is timed; 0: each at its row"),
                     limit=(300.0, "seconds for one row, compilation included"))
     add = parser.add_argument
     add("--systems", type=names, default=["triton"], help=f"quire's backends, {', '.join(RIVALS | PARTS)} (default: triton)")
@@ -415,15 +411,11 @@ def main() -> None:
     tasks = [RowTask({**cell._asdict(), "system": name}, (cell, name, args.max_len, args.device),
                      (cell.dim, cell.kv))
              for cell in grid(args) for name in [*args.systems, *(f"triton:{p}" for p in SWEEP[cell.kind] if args.sweep)]]
-    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
-        more: dict[str, Any] = {}
+    with contextlib.suppress(KeyboardInterrupt):
         if args.compilers:
-            pool = ProcessPoolExecutor(args.compilers, multiprocessing.get_context("spawn"))
-            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-            left = [task for task in tasks if not record.has(task.row)]
-            more["before"] = compiled_meanwhile(pool, left, args.max_len, args.device)
+            compile_first(args.compilers, [task for task in tasks if not record.has(task.row)], args.max_len, args.device)
         measure_rows(record, tasks, measured, limit=args.limit, gpus=args.gpus, complete=lambda row: (
-            row | {"share": row["bytes"] / row["us"] * 1e6 / bandwidth} if "us" in row else row), **more)
+            row | {"share": row["bytes"] / row["us"] * 1e6 / bandwidth} if "us" in row else row))
 
 
 if __name__ == "__main__":
