@@ -19,19 +19,22 @@ from quire.attn_ops.kv_cache import token_bytes
 from quire.attn_ops.registry import aligned
 from quire.attn_ops.selection import Selection
 from quire.passes.capture.paged_model import PagedModel, find_sites
+from quire.passes.fx import longest_shown
 from quire.passes.options import QuireOptions
 from quire.passes.verify.sites import format_sites
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What ``explain`` found: ``selection`` is None if no backend can serve the model, ``error`` if one can. ``str()`` is a
-    table of the attention sites, equal ones in one row, and how the backend was chosen; ``text(every=True)`` has a row each."""
+    """What ``explain`` found: ``selection`` is None if no backend can serve the model, ``error`` if one can; ``longest``: how
+    many tokens a sequence may have at most, and why. ``str()`` is a table of the attention sites, equal ones in one row, and
+    how the backend was chosen; ``text(every=True)`` has a row each."""
 
     model_name: str
     sites: list[AttentionSite]
     selection: Selection | None
     error: str | None
+    longest: tuple[int, str] | None = None
 
     @property
     def supported(self) -> bool:
@@ -54,6 +57,9 @@ class Explanation:
             if self.selection.not_latent:
                 lines.append(f"MLA with keys and values of all heads in the cache, as the latent one is not served: "
                              f"{self.selection.not_latent}")
+        if self.longest is not None and self.error is None:
+            last, why = self.longest
+            lines.append(f"sequences of at most {last} tokens (max_model_len={last}): {why}")
         if self.error is not None:
             lines.append(f"refused: {self.error}")
         return "\n".join(lines)
@@ -75,6 +81,7 @@ class Explanation:
     def as_dict(self) -> dict[str, Any]:
         return {
             "model": self.model_name, "supported": self.supported, "error": self.error,
+            "longest": self.longest[0] if self.longest else None,
             "backend": self.selection.backend.name if self.selection else None,
             "passed_over": dict(self.selection.passed_over) if self.selection else {},
             "sites": [{"layer": s.layer, "module": s.name, "route": s.route, "needs": s.needs(), "scale": s.scale}
@@ -119,14 +126,14 @@ def explain(model: torch.nn.Module, *, attention: str | Mapping[str, str] = "aut
                         "--model PATH")
     QuireOptions(page_size=page_size)  # checks it; the model is traced without one, so that nothing is compiled
     sites: list[AttentionSite] = []
-    selection, error = None, None
+    selection, error, longest = None, None, None
     try:
         with contextlib.closing(PagedModel(model, QuireOptions(compiler="eager", attention=attention))) as paged:
-            sites = paged.sites
+            sites, longest = paged.sites, longest_shown(paged.graph.raised)
             selection = paged.select(page_size)
     except UnsupportedAttention as refusal:
         error = str(refusal)
-    return Explanation(type(model).__name__, sites, selection, error)
+    return Explanation(type(model).__name__, sites, selection, error, longest)
 
 
 def attention_sites(model: torch.nn.Module) -> str:

@@ -235,10 +235,10 @@ def constant(arg: Any) -> Any:
     return val
 
 
-def shape_conditions(size: Any, limits: Iterable[int] = (), longest: int | None = None) -> dict[str, int]:
+def shape_conditions(size: Any, longest: int | None = None) -> dict[str, int]:
     """Guards of the trace that hold for only some values of the dynamic ``size``, such as ``s27 <= 8``; of each, the least
-    value from 2 on for which it does not hold. For other batch shapes the model may take another path. ``limits``: sizes beyond
-    which the model cannot run; guards against them are left out. ``longest``: only sizes up to it matter; None: all."""
+    value from 2 on for which it does not hold. For other batch shapes the model may take another path, or not run at all.
+    ``longest``: only sizes up to it matter; None: all."""
     if not symbolic(size):
         return {}
     env, symbol = size.node.shape_env, size.node.expr
@@ -256,8 +256,7 @@ def shape_conditions(size: Any, limits: Iterable[int] = (), longest: int | None 
             sizes: Iterable[int] = sorted({2, last, *(n + d for n in numbers for d in (-1, 0, 1))})
         else:
             sizes = range(2, last + 1)
-        below = next((n for n in limits if holds(n) and not holds(n + 1)), last + 1)
-        first = next((n for n in sizes if 2 <= n <= last and n < below and not holds(n)), None)
+        first = next((n for n in sizes if 2 <= n <= last and not holds(n)), None)
         if first is not None:
             found[str(expr)] = first
     return found
@@ -265,6 +264,15 @@ def shape_conditions(size: Any, limits: Iterable[int] = (), longest: int | None 
 
 #: Rows of tokens of a step by hand, whose sequences may be of any length, are not expected to be longer.
 _LONGEST_STEP = 2**16
+#: In the meta of a graph: see ``longest_shown``.
+LONGEST = "quire_longest"
+
+
+def longest_shown(gm: fx.GraphModule) -> tuple[int, str] | None:
+    """Of a graph that was raised without a greatest length: up to how many tokens of a sequence it is the model's path, and the
+    conditions that end it there; None: for any number."""
+    found: tuple[int, str] | None = gm.meta.get(LONGEST)
+    return found
 
 
 def _on(expr: Any, symbol: Any) -> Callable[[int], bool]:

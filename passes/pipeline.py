@@ -25,7 +25,17 @@ from quire.passes.compile.inductor import compile_lowered
 from quire.passes.compile.size_guards import Assumptions, checked, watched
 from quire.passes.fusions.base import FusedInputs, FusedWeights
 from quire.passes.fusions.registry import apply_fusions, apply_lowered_fusions
-from quire.passes.fx import copy_graph, erase_dead, inline_checkpoints, placeholders, shape_conditions, source_name, value
+from quire.passes.fx import (
+    LONGEST,
+    copy_graph,
+    erase_dead,
+    inline_checkpoints,
+    longest_shown,
+    placeholders,
+    shape_conditions,
+    source_name,
+    value,
+)
 from quire.passes.rewrite.device_numbers import numbers_on_device
 from quire.passes.rewrite.last_rows import keep_last_rows
 from quire.passes.rewrite.length_rope import choose_per_sequence, use_short_frequencies
@@ -40,11 +50,9 @@ from quire.passes.verify.shared_kv import KV_SOURCES, shared_layers, with_source
 from quire.passes.verify.sites import check_positions, site_nodes, site_of, verify
 from quire.passes.verify.tokens import check_tokens
 
-_LONGEST = "quire_longest"  # in the meta of a graph: sequences up to this length take its path; and the condition
-
 
 def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_shape: bool, *, row_data: str | None = None,
-                max_length: int | None = None, by_hand: bool = False) -> tuple[fx.GraphModule, list[AttentionSite]]:
+                max_length: int | None = None) -> tuple[fx.GraphModule, list[AttentionSite]]:
     """A copy of ``traced`` in which every attention call is the semantic op, and its attention sites. Raises
     UnsupportedAttention if the model cannot be served.
 
@@ -52,7 +60,7 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
         inputs: real values of the placeholders.  config: of a transformers model, to verify against; None for any other module.
         any_shape: the graph will run for batches of any shape, whatever Dynamo's guards were.
         row_data: source of the inputs that hold a number for each row whose logits are asked for, and pick no rows.
-        max_length: no sequence will be longer; None: unknown.  by_hand: every step is checked by ``check_longest``.
+        max_length: no sequence will be longer; None: unknown, and ``check_longest`` checks every step.
     """
     gm = copy_graph(traced)
     inline_checkpoints(gm)
@@ -89,7 +97,7 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
     check_tokens(gm.graph, tokens, _row_data(gm, row_data))
     check_rows(gm.graph, real)
     gm.meta[KV_SOURCES], gm.meta[ADDED_INPUTS] = shared_layers(gm.graph), {}
-    _check_shape_conditions(gm, inputs, tokens, raised > 0, max_length, by_hand)
+    _check_lengths(gm, tokens, raised > 0, max_length)
     return gm, with_sources(gm, with_latents(gm, sites))
 
 
@@ -137,22 +145,20 @@ def compile_graph(lowered: Lowered, compiler: str, context: TracingContext | Non
     return checked(run, assumed), assumed
 
 
-def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: Any, raised: bool, max_length: int | None,
-                            by_hand: bool) -> None:
-    """Refuse a path that the trace shows for some numbers of tokens only: a sequence alone may take another. Conditions that
-    hold up to a length are harmless for sequences up to it, which ``max_length`` or ``check_longest`` sees to."""
-    stored_masks = {x.shape[-1] for x in inputs if isinstance(x, torch.Tensor) and x.dim() >= 2
-                    and x.shape[-1] == x.shape[-2] and isinstance(x.shape[-1], int)}
-    conditions = shape_conditions(tokens, stored_masks, longest=max_length)
+def _check_lengths(gm: fx.GraphModule, tokens: Any, raised: bool, max_length: int | None) -> None:
+    """Refuse a trace that does not show what the model computes for sequences of up to ``max_length`` tokens: of a path that
+    it takes for some numbers of tokens only, or of a stored mask that ends before. If none is given, note how far it does."""
+    conditions = shape_conditions(tokens, longest=max_length)
+    if (last := gm.meta["quire_mask_length"]) is not None and (max_length is None or last < max_length):
+        conditions[f"its stored mask has {last} positions"] = last + 1
     longest = min(conditions.values(), default=0) - 1
-    if conditions and by_hand and longest > 1:
-        gm.meta[_LONGEST] = longest, ", ".join(conditions)
-    elif conditions:
+    if conditions and (max_length is not None or longest < 2):
         raise UnsupportedAttention(
-            f"the model takes a path of its own for some numbers of tokens ({', '.join(conditions)}), so one trace does not "
-            "show what it computes for others; " + (
-                "" if by_hand or longest < 2 else "set max_model_len to a length up to which that condition holds, or ")
-            + "let its forward not branch on the length of its input.")
+            f"the model takes a path of its own, or cannot run, for some numbers of tokens ({', '.join(conditions)}), so one "
+            "trace does not show what it computes for others; " + ("" if longest < 2 else f"set max_model_len={longest}, or ")
+            + "let its forward not depend on the length of its input.")
+    if conditions:
+        gm.meta[LONGEST] = longest, ", ".join(conditions)
     if raised and isinstance(tokens, int):
         raise UnsupportedAttention(
             f"the graph was traced for exactly {tokens} tokens, too few to tell what its masks mean for longer "
@@ -161,12 +167,12 @@ def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: A
 
 def check_longest(raised: fx.GraphModule, step: Step) -> None:
     """Raises UnsupportedAttention for a step with a sequence longer than those for which the graph is the model's path."""
-    longest, conditions = raised.meta.get(_LONGEST, (None, ""))
+    longest, conditions = longest_shown(raised) or (None, "")
     if longest is not None and step.metadata.max_seq_len > longest:
         raise UnsupportedAttention(
-            f"the model takes a path of its own for some numbers of tokens ({conditions}), so this trace shows what it "
-            f"computes for sequences of at most {longest} tokens, and the step has one of {step.metadata.max_seq_len}; make "
-            "shorter sequences, or let its forward not branch on the length of its input.")
+            f"the model takes a path of its own, or cannot run, for some numbers of tokens ({conditions}), so this trace shows "
+            f"what it computes for sequences of at most {longest} tokens, and the step has one of {step.metadata.max_seq_len}; "
+            "make shorter sequences, or let its forward not depend on the length of its input.")
 
 
 def _settled(size: Any) -> bool:

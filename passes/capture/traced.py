@@ -95,15 +95,13 @@ class TracedGraph:
         gm: as Dynamo gave it; never changed.  inputs: real values of its placeholders. See NOTE [Not kept alive].
         weights: made by fusions; graphs of one model share them.
         config, any_shape, row_data: see ``raise_graph``.  ahead: compiles kernels of the lowered graph in other processes.
-        by_hand: it serves steps by hand, as it does unless ``any_shape``.
         call: what Dynamo is tracing. It is traced again for steps that this graph cannot serve: ``passes/capture/retrace.py``.
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: QuireOptions, weights: FusedWeights, *,
                  config: Any = None, any_shape: bool = False, ahead: CompileAhead | None = None,
-                 row_data: str | None = None, call: TracedCall | None = None, by_hand: bool | None = None) -> None:
+                 row_data: str | None = None, call: TracedCall | None = None) -> None:
         self.gm, self.options, self.weights = gm, options, weights
-        self._by_hand = not any_shape if by_hand is None else by_hand
         self.config, self.any_shape, self.ahead, self.row_data = config, any_shape, ahead, row_data
         self.compilations: dict[Any, CompiledGraph] = {}  # by what ``compiled`` makes them for
         note_breaks(gm)
@@ -202,7 +200,7 @@ class TracedGraph:
             check_code(model, beside)
             check_masks(model, beside)
         call.trace(lambda gm, inputs: found.append(
-            TracedGraph(gm, inputs, self.options, self.weights, config=config, any_shape=True, by_hand=True)), model)
+            TracedGraph(gm, inputs, self.options, self.weights, config=config, any_shape=True)), model)
         if not found:
             raise UnsupportedAttention(f"{call.code.co_name} could not be traced for rows of any length; give steps at "
                                        "least 2 tokens (metadata.padded), or use quire.Engine")
@@ -220,7 +218,7 @@ class TracedGraph:
         check_changes(self.gm)
         check_whole(self.gm.graph)
         return raise_graph(self.gm, self.inputs, self.config, self.any_shape, row_data=self.row_data,
-                           max_length=self.options.max_model_len, by_hand=self._by_hand)
+                           max_length=self.options.max_model_len)
 
     @property
     def raised(self) -> fx.GraphModule:

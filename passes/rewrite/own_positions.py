@@ -14,7 +14,17 @@ from torch import fx
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.fake_values import made_like
-from quire.passes.fx import argument, module_path, placeholders, same_shape, source_name, symbolic, target_name, value
+from quire.passes.fx import (
+    argument,
+    longest_shown,
+    module_path,
+    placeholders,
+    same_shape,
+    source_name,
+    symbolic,
+    target_name,
+    value,
+)
 from quire.passes.rewrite.length_rope import LIMITS
 
 #: Functions and methods that pass numbers on as they are.
@@ -63,7 +73,13 @@ def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
 
 
 def check_uncompiled(gm: fx.GraphModule) -> None:
-    """Raises UnsupportedAttention for a graph that ``use_given_positions`` or ``choose_per_sequence`` had to rewrite."""
+    """Raises UnsupportedAttention for a graph that ``use_given_positions`` or ``choose_per_sequence`` had to rewrite, or that
+    is the model's path up to some number of tokens only: uncompiled, those of the whole batch would decide."""
+    if (shown := longest_shown(gm)) is not None:
+        raise UnsupportedAttention(
+            f"the model takes a path of its own, or cannot run, for some numbers of tokens ({shown[1]}), so an uncompiled "
+            f"paged step of several sequences would be wrong. quire.Engine(model, max_model_len={shown[0]}) and "
+            "torch.compile(model, backend='quire') serve sequences up to that length.")
     if gm.meta.get(LIMITS):
         raise UnsupportedAttention(
             "the model chooses its rotary frequencies by the longest sequence of the batch (longrope), so an uncompiled paged "

@@ -34,6 +34,7 @@ from quire.attn_ops.attention import attention
 from quire.passes.fake_values import compute_value
 from quire.passes.fx import ancestors, constant, erase_dead, evaluate, module_path, sdpa_arguments, symbolic, target_name, value
 from quire.passes.rewrite import raise_written
+from quire.passes.rewrite.einsum_products import multiply_einsums
 from quire.passes.verify.mask_proof import MaskKind, MaskProver, Refusal
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,10 @@ def find_sdpa(graph: fx.Graph) -> list[fx.Node]:
 def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tuple[int, dict[str, str]]:
     """Raise every F.sdpa node of ``gm`` that can be, in place; layers are numbered by order. Returns their number, and the
     reason by module path of each one refused. ``gm.meta["quire_stored_masks"]`` then checks in each call that stored masks are
-    those of the proof. ``inputs``: real tensors of placeholders by node name, for masks made from stored buffers."""
+    those of the proof, which holds for sequences of up to ``gm.meta["quire_mask_length"]`` tokens (None: any). ``inputs``: real
+    tensors of placeholders by node name, for masks made from stored buffers."""
     raised, refusals = 0, {}
+    multiply_einsums(gm.graph)
     written = {raise_written.insert(each): each for each in raise_written.find(gm.graph)}
     nodes = find_sdpa(gm.graph)
     tokens = _tokens(nodes)
@@ -73,7 +76,7 @@ def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tupl
         raised += done
         if node in written:
             raise_written.settle(written[node], node, done)
-    gm.meta["quire_stored_masks"] = prover.stored()
+    gm.meta["quire_stored_masks"], gm.meta["quire_mask_length"] = prover.stored(), prover.longest
     prover.erase_dead_writes()
     if raised or refusals:
         logger.info("raise_sdpa: %d raised, %d refused", raised, len(refusals))
@@ -171,7 +174,7 @@ def _is_repeat(start: fx.Node, end: fx.Node, times: int) -> bool:
     """Execute the chain on a random tensor: is it ``repeat_interleave(times, dim=1)``?"""
     batch, kv_heads, tokens, dim = value(start).shape
     length = 5 if symbolic(tokens) else int(tokens)
-    probe = torch.randn(1 if symbolic(batch) else int(batch), kv_heads, length, dim)
+    probe = torch.randn(1 if symbolic(batch) else int(batch), kv_heads, length, dim, dtype=torch.float32)
     env: dict[fx.Node, Any] = {start: probe}
     nodes = [n for n in ancestors(end, stop=lambda n: n is start) if n is not start]
     for n in nodes:

@@ -5,8 +5,8 @@ comparison contains i in one place only, so that its truth changes at computable
 change covers every i; likewise with i fixed. A comparison of one position with constants no longer changes beyond some A. Any
 other must be invariant when i and j both grow by m, the common multiple of the divisors (``i - j < w``, ``i // c == j // c``).
 So it suffices to fix j, and then i, at 0..A+m: a pair further out can be moved there along the diagonal without changing any
-comparison. Conditions on stored tables are evaluated for every pair of positions that the tables have entries for; the model
-itself raises an IndexError beyond them.
+comparison. Conditions on stored tables are evaluated for every pair of positions that the tables have entries for: beyond
+them the model itself raises an IndexError, and ``reach`` says up to where the proof goes.
 """
 
 from __future__ import annotations
@@ -84,9 +84,15 @@ def first_hidden(visible: Condition) -> int | None:
     return int(hidden[0]) if len(hidden) else None
 
 
-def _agree_up_to(a: Condition, b: Condition, reach: int) -> bool:
-    blocks = torch.arange(reach)[:, None].split(max(1, _BLOCK // max(reach, 1)))
-    return all(_equal_at(a, b, {-2: queries, -1: torch.arange(reach)[None]}) for queries in blocks)
+def reach(condition: Condition) -> int | None:
+    """Positions of a sequence up to which stored tables in ``condition`` have entries; None: there are no tables."""
+    tables = {p for p in formula.parts(condition) if isinstance(p, Lookup)}
+    return _reach(tables) if tables else None
+
+
+def _agree_up_to(a: Condition, b: Condition, last: int) -> bool:
+    blocks = torch.arange(last)[:, None].split(max(1, _BLOCK // max(last, 1)))
+    return all(_equal_at(a, b, {-2: queries, -1: torch.arange(last)[None]}) for queries in blocks)
 
 
 def _equal_at(a: Condition, b: Condition, env: Mapping[int, torch.Tensor]) -> bool:
@@ -95,20 +101,20 @@ def _equal_at(a: Condition, b: Condition, env: Mapping[int, torch.Tensor]) -> bo
 
 def _reach(tables: set[Lookup]) -> int:
     """How many positions a sequence can have before an index leaves a table."""
-    reach = _MAX_TABLE + 1
+    last = _MAX_TABLE + 1
     for lookup in sorted(tables, key=lambda table: sum(1 for _ in formula.parts(table))):  # those inside others first
         for index, size in zip(lookup.index, lookup.table.data.shape, strict=True):
             of = formula.axes(index)
             if len(of) > 1:
                 raise Unprovable("it looks up a table by two positions at once")
-            values = _value(index, dict.fromkeys(of, torch.arange(reach))).expand(reach)
+            values = _value(index, dict.fromkeys(of, torch.arange(last))).expand(last)
             if bool((values < 0).any()):
                 raise Unprovable("it looks up a table at negative places")
             outside = (values >= size).nonzero()
-            reach = int(outside[0]) if len(outside) else reach
-    if reach > _MAX_TABLE:
+            last = int(outside[0]) if len(outside) else last
+    if last > _MAX_TABLE:
         raise Unprovable(f"its table serves more than {_MAX_TABLE} positions, too many to compare")
-    return reach
+    return last
 
 
 def evaluate(condition: Condition, env: Mapping[int, torch.Tensor]) -> torch.Tensor:

@@ -41,7 +41,7 @@ from quire.passes.fx import (
 )
 from quire.passes.tensor_version import version_of
 from quire.passes.verify import mask_formula as formula
-from quire.passes.verify.mask_decision import agree, first_hidden
+from quire.passes.verify.mask_decision import agree, first_hidden, reach
 from quire.passes.verify.mask_formula import Condition, Operand, Term, Unprovable
 from quire.passes.verify.mask_rules import RULES
 
@@ -104,12 +104,14 @@ class StoredMasks:
 @dataclass
 class MaskProver:
     """Proves the masks of one graph, traced by Dynamo. ``tokens``: the size of the token dimension. ``inputs``: real tensors of
-    placeholders by node name, for stored masks and numbers. ``used``: names of those that proofs rest on."""
+    placeholders by node name, for stored masks and numbers. ``used``: names of those that proofs rest on.  ``longest``: length
+    up to which all proofs hold, that of the stored masks; None: any."""
 
     graph: fx.Graph
     tokens: Any
     inputs: dict[str, Any]
     used: set[str] = field(default_factory=set)
+    longest: int | None = None
 
     def stored(self) -> StoredMasks:
         """What the proofs so far rest on."""
@@ -157,7 +159,9 @@ class MaskProver:
                           "longer sequences; compile with dynamic=True")
         self._at = None
         try:
-            kinds = [_classify(keep) for keep in self._of_each_head(mask, self._read(mask, at))]
+            heads = self._of_each_head(mask, self._read(mask, at))
+            kinds = [_classify(keep) for keep in heads]
+            self.longest = min((n for n in (self.longest, *map(reach, heads)) if n is not None), default=None)
         except Exception as error:  # an operator called in a way that its rule does not know
             why = str(error) if isinstance(error, Unprovable) else f"it could not be read ({type(error).__name__}: {error})"
             node = self._at or mask

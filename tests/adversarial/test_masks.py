@@ -183,11 +183,9 @@ def test_refused(name: str, route: str) -> None:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in conditions()])
 def test_each_condition_of_the_random_masks(name: str) -> None:
-    """Every spelling of a known kind is served, and no other mask. A table cut to the length is one up to its length, which an
-    engine wants to be told."""
+    """Every spelling of a known kind is served, and no other mask."""
     refused = name.startswith("spoil") or name in ("finish: soft", "finish: minus_10000")
-    route = "compile" if name == "fine: blocks" else ROUTES[len(name) % len(ROUTES)]
-    assert outcome(conditions()[name], route).partition(":")[0] == ("refused" if refused else "exact")
+    assert outcome(conditions()[name], ROUTES[len(name) % len(ROUTES)]).partition(":")[0] == ("refused" if refused else "exact")
 
 
 def test_the_refusal_names_the_node_and_the_module_and_what_would_help() -> None:
