@@ -91,15 +91,18 @@ class InputStrides(NamedTuple):
 
 #: Programs in half precision for whose registers a multiprocessor has room (``python -m benchmarks.hopper``), of padded head
 #: dims up to 64, 128 and 256, by keys per step of the loop and heads (1, 2, 4, 8, 16).
-REGISTERS = {64: {64: (6, 6, 6, 5, 6), 128: (5, 5, 5, 4, 5)}, 128: {64: (4,) * 5, 128: (3,) * 5}, 256: {64: (3,) * 5}}
+REGISTERS = {64: {64: (7, 7, 6, 5, 6), 128: (5, 5, 5, 4, 5)}, 128: {64: (4, 4, 4, 4, 5), 128: (3,) * 5}, 256: {64: (3,) * 5}}
+#: Keys per step and stages where slots fill the GPU, by the same dims. Five stages hold two steps' keys, the others one.
+STEPS = {64: ((64, 3), (128, 3), (128, 5)), 128: ((64, 3), (128, 3)), 256: ((64, 2),)}
 
 
-def places(widest: int, heads: int, device: torch.device) -> dict[int, int]:
-    """Programs that the GPU runs at once, by keys per step, for half precision, padded head dims up to 256 and 16 heads. Of
-    keys and values a step's are in shared memory, beside at most 9 KB."""
-    memory, of_heads = host.shared_memory(device), next_power_of_2(heads).bit_length() - 1
-    return {n: host.num_sms(device) * max(1, min(each[of_heads], memory // (4 * n * widest + 9216)))
-            for n, each in REGISTERS[max(64, widest)].items()}
+def places(widest: int, heads: int, device: torch.device) -> dict[tuple[int, int], int]:
+    """Programs that the GPU runs at once, by keys per step and stages, for half precision, padded head dims up to 256 and 16
+    heads. The keys and values of one step, or two, are in shared memory, beside at most 9 KB."""
+    memory, of_heads, dims = host.shared_memory(device), next_power_of_2(heads).bit_length() - 1, max(64, widest)
+    return {(n, stages): host.num_sms(device) * max(1, min(
+        REGISTERS[dims][n][of_heads], memory // (4 * n * widest * (2 if stages == 5 else 1) + 9216)))
+        for n, stages in STEPS[dims]}
 
 
 def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: torch.device, quantized: bool = False,
@@ -135,12 +138,16 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
         if widest <= 64 or slots <= 8 or (quantized and not rotary):
             per_sm = 3
     elif itemsize == 2 and widest <= 256 and heads <= 16:
-        # h200_decode_shares.json, h200_decode_waves.json, h200_decode_quantized_wide.json
+        # h200_decode_shares.json, h200_decode_shares_wide.json, h200_decode_waves.json, h200_decode_quantized_wide.json
         block_n, stages = (64, 2) if full or quantized else (32, 5)
+        if half and slots <= 8 and not padded:
+            block_n, per_sm = 64, 1
+        elif half and slots <= 8 and heads <= 8:
+            stages = 7
     if half and full and widest <= 256 and heads <= 16:  # see NOTE [How far keys are split]
         by_step = places(widest, heads, device)
-        block_n = min(by_step, key=lambda n: time_of(slots, by_step[n], 1024))
-        fitting = by_step[block_n]
+        block_n, stages = min(by_step, key=lambda step: time_of(slots, by_step[step], 1024))
+        fitting = by_step[block_n, stages]
     # h200_decode_unmasked.json, h200_decode_shares.json, h200_decode_full.json
     masked = not quantized and (itemsize > 2 or (padded and widest == 128 if full else widest > 128))
     return tuned(DecodeConfig(block_n, warps, stages, chunk, dot, 0 if full else per_sm * sms, fitting, masked))
