@@ -134,25 +134,28 @@ class EngineCalls:
         if params is not None and sampling_params is not None:
             raise TypeError("params and sampling_params are two names of one argument; give one of them")
         given: Any = params if sampling_params is None else sampling_params
+        refused: list[Exception | None] | None = None
         if any(map(is_generation_config, given if isinstance(given, (list, tuple)) else [given])):
             batch = as_prompts(prompts)
             each = each_of("SamplingParams", given, len(batch))
-            given = [self._params_of(prompt, one) for prompt, one in zip(batch, each, strict=True)]
+            read = [self._params_of(prompt, one) for prompt, one in zip(batch, each, strict=True)]
+            given, refused = [p for p, _ in read], [why for _, why in read]
         pairs = pairs_of(prompts, given)
         if isinstance(request_id, str) and len(pairs) > 1:
             raise ValueError(f"{len(pairs)} prompts but one request_id; give one for each")
         options = (each_of(what, one, len(pairs)) for what, one in (
-            ("request_ids", request_id), ("priorities", priority), ("adapters", adapter)))
-        return [Ask(prompt, p, RequestOptions(name, number, timeout, adapter=own).check())
-                for (prompt, p), name, number, own in zip(pairs, *options, strict=True)]
+            ("request_ids", request_id), ("priorities", priority), ("adapters", adapter), ("refusals", refused)))
+        return [Ask(prompt, p, RequestOptions(name, number, timeout, adapter=own).check(), why)
+                for (prompt, p), name, number, own, why in zip(pairs, *options, strict=True)]
 
-    def _params_of(self, prompt: Prompt, given: Any) -> SamplingParams:
-        """What was given as the params of a prompt. Raises ValueError for what requests do not have, else TypeError."""
+    def _params_of(self, prompt: Prompt, given: Any) -> tuple[SamplingParams, Exception | None]:
+        """What was given as the params of a prompt, and None or why the prompt cannot be served with them. Raises ValueError
+        for what requests do not have, else TypeError."""
         if not is_generation_config(given):
-            return params_of(given)
-        engine = cast("Engine", self)
-        return for_engine(given, getattr(engine.model, "generation_config", None), lambda: len(
-            token_ids_of(prompt, self.tokenizer, engine.runner.vocab_size, engine.max_model_len)))
+            return params_of(given), None
+        limits = self.limits
+        return for_engine(given, getattr(cast("Engine", self).model, "generation_config", None), lambda: len(
+            token_ids_of(prompt, self.tokenizer, limits.vocab_size, limits.max_model_len)))
 
     def _stream(self, asks: Sequence[Ask], raise_on_error: bool | None) -> Generator[StreamEvent, None, None]:
         strict = len(asks) == 1 if raise_on_error is None else raise_on_error

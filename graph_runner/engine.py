@@ -25,7 +25,7 @@ from quire.graph_runner.logprobs import SCORED_ROWS
 from quire.graph_runner.model_runner import Launched, ModelRunner, Result
 from quire.graph_runner.prefix_cache import PrefixCache
 from quire.graph_runner.prompts import Prompt
-from quire.graph_runner.request import Ask, FinishReason, Limits, Request, RequestOptions, StreamEvent, make_requests
+from quire.graph_runner.request import Ask, FinishReason, Limits, Request, RequestOptions, StreamEvent, fit_again, make_requests
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.scheduler import NeedsDrain, Scheduler
 from quire.graph_runner.stats import Counters
@@ -89,8 +89,8 @@ class Engine(EngineCalls, WeightUpdates):
         for the arguments. Raises ValueError, TypeError or QueueFull if the prompt cannot be served. Nothing else is
         affected."""
         ids: list[int] = []
-        options = RequestOptions(request_id, priority, timeout, adapter=adapter)
-        self._add(Ask(prompt, self._params_of(prompt, params), options), self._events, ids)
+        chosen, why = self._params_of(prompt, params)
+        self._add(Ask(prompt, chosen, RequestOptions(request_id, priority, timeout, adapter=adapter), why), self._events, ids)
         return ids
 
     @locked
@@ -220,10 +220,11 @@ class Engine(EngineCalls, WeightUpdates):
         self._launch_failed, before = False, self._live.active
         if change is not None:
             self._live.trace_again(change, own_adapters)
+            self.max_model_len = self._live.fit(self.scheduler)
         for request, error in adapters.after_change(self.requests.values(), self.model, self.runner.adapters, before):
             self._finish(request, FinishReason.ERROR, error=error)
-        if change is not None:
-            self.max_model_len = self._live.fit(self.scheduler)
+        for request, error in fit_again(self.requests.values(), self.tokenizer, self.limits):
+            self._finish(request, FinishReason.ERROR, error=error)
 
     def collect(self, leave: int = 0) -> None:
         """Wait for the launched steps but the last ``leave``, and take in their tokens."""

@@ -6,7 +6,9 @@ Three things would otherwise interrupt a step between scheduling and launching i
 - Ctrl-C: handled after the step, so that no request is left half computed;
 - a dropped stream, which the garbage collector may finalize anywhere: its requests are aborted after the step.
 
-And steps run with torch's default settings, whatever the calling thread has set (``isolated``).
+And steps run without what the calling thread has set in torch (``isolated``). ``torch.set_default_dtype`` holds for the whole
+process, so that a step cannot set it without changing what other threads compute meanwhile: the code of steps gives a dtype to
+each tensor of floats that it makes.
 """
 
 from __future__ import annotations

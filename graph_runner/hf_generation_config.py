@@ -25,8 +25,8 @@ def from_generation_config(generation_config: Any, prompt_length: int) -> tuple[
     change only the speed (caches, compilation, lossless speculation), those without effect beside the others (``top_h`` without
     sampling, ``length_penalty`` without beams), and ``return_dict_in_generate``.
 
-    Raises ValueError or TypeError as SamplingParams does; ValueError for do_sample with temperature 0 or a negative top_k, as
-    in ``generate``."""
+    Raises ValueError or TypeError as SamplingParams does; ValueError for a max_length that the prompt fills, and for do_sample
+    with temperature 0 or a negative top_k, as in ``generate``."""
     option = functools.partial(_option, generation_config)
     sampling = bool(option("do_sample"))
     beams = option("num_beams", 1) > 1  # of which num_return_sequences are returned
@@ -44,6 +44,9 @@ def from_generation_config(generation_config: Any, prompt_length: int) -> tuple[
         ids = ids if isinstance(ids, Iterable) else [ids]
         values |= {"stop_token_ids": [i for i in map(int, ids) if i >= 0], "ignore_eos": True}  # -1 means none
     max_length = option("max_length")
+    if max_length is not None and option("max_new_tokens") is None and max_length <= prompt_length:
+        raise ValueError(f"max_length={max_length} counts the prompt's tokens too, and the prompt has {prompt_length}, so that "
+                         "none is left to generate: raise max_length, or set max_new_tokens")
     from_length = 20 if max_length is None else max_length - prompt_length
     values["max_tokens"] = option("max_new_tokens", from_length)
     # generate stops at the maximum, whatever the minimum
@@ -78,20 +81,30 @@ def for_requests(generation_config: Any, prompt_length: int) -> tuple[SamplingPa
     return params, others
 
 
-def for_engine(generation_config: Any, own: Any, prompt_length: Callable[[], int]) -> SamplingParams:
+def for_engine(generation_config: Any, own: Any, prompt_length: Callable[[], int]) -> tuple[SamplingParams, Exception | None]:
     """A ``GenerationConfig`` in the place of an engine's SamplingParams, read as ``model.generate`` reads it. ``own``: the
-    model's, for options that are None; or None. ``prompt_length``: tokens of the prompt; called where they matter. Raises
-    ValueError for options that a request cannot have; and as ``from_generation_config``, with TypeError."""
+    model's, for options that are None; or None. ``prompt_length``: tokens of the prompt; called where they matter.
+
+    Returns the params, and None or why this prompt cannot be served; its params have the right ``n`` then.
+
+    Raises ValueError for options that a request cannot have, whatever its prompt; and as ``from_generation_config``, with
+    TypeError."""
     config = copy.copy(generation_config)
     for name, value in ({} if own is None else vars(own)).items():
         if name[0] != "_" and getattr(config, name, None) is None:
             setattr(config, name, value)
     counts_prompt = bool(config.min_length) or (config.max_new_tokens is None and config.max_length is not None)
-    params, others = for_requests(config, prompt_length() if counts_prompt else 0)
+    any_prompt = copy.copy(config)
+    if counts_prompt:
+        any_prompt.min_length, any_prompt.max_new_tokens = None, 1 if config.max_new_tokens is None else config.max_new_tokens
+    params, others = for_requests(any_prompt, 0)
     if others:
         raise ValueError(f"a request has no {', '.join(others)} of a GenerationConfig: quire.paged(model).generate has, and "
                          "SamplingParams has penalties, bad_words, logit_bias and logits_processors")
-    return params
+    try:
+        return (for_requests(config, prompt_length())[0] if counts_prompt else params), None
+    except (ValueError, TypeError) as error:
+        return params, error
 
 
 def _never(value: Any) -> bool:

@@ -96,7 +96,7 @@ class LiveModel:
                     raise
                 changed = seen
                 continue
-            paged = self.runner.paged
+            paged, self._embedding = self.runner.paged, loading.input_embedding(self.model)
             if (changed := before.changed_meanwhile(paged.reads.names)) is None:
                 self._packing = Packing(self.model)
                 if self.cast is not None:
@@ -121,6 +121,8 @@ class LiveModel:
             return replaced
         if (packing := self._packing.change()) is not None:
             return packing
+        if self._embedding is not None:  # resize_token_embeddings: at once, for rows that are gone must not be read
+            everything |= self._embedding.weight.shape[0] != self.runner.vocab_size
         everything |= (merges := self._merges()) is not None
         if (scalings := self._scalings_now()) != self._scalings:  # set_scale, say, which also those that come next must have
             self._scalings, everything = scalings, True

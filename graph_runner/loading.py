@@ -139,12 +139,17 @@ def model_length(model: torch.nn.Module, requested: int | None) -> int:
     return requested or own or DEFAULT_LENGTH
 
 
-def vocab_size(model: torch.nn.Module) -> int:
-    """Rows of the input embedding, the bound of token ids."""
+def input_embedding(model: torch.nn.Module) -> Any:
+    """The input embedding of a transformers model, which has a ``weight``; None for others."""
     get = getattr(model, "get_input_embeddings", None)
     embedding = get() if get is not None else None
-    if hasattr(embedding, "weight"):
-        return int(embedding.weight.shape[0])  # type: ignore[union-attr]
+    return embedding if hasattr(embedding, "weight") else None
+
+
+def vocab_size(model: torch.nn.Module) -> int:
+    """Rows of the input embedding, the bound of token ids."""
+    if (embedding := input_embedding(model)) is not None:
+        return int(embedding.weight.shape[0])
     found = [m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     if not found:
         raise ValueError(f"{type(model).__name__} has no embedding, so its vocabulary size is unknown")

@@ -23,7 +23,7 @@ import torch
 
 from quire.attn_ops.kv_cache import pages_for
 from quire.graph_runner.adapters import after_change
-from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch, ScheduledRow
+from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch, ScheduledRow, outside_vocabulary
 from quire.graph_runner.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -221,6 +221,9 @@ class Rows:
         if not self._forget_old():
             return False
         self._keep_adapters()
+        for row in self.requests:
+            if (why := outside_vocabulary(row, self._runner.vocab_size)) is not None:
+                raise RuntimeError(f"generate() cannot go on: {why}")
         return True
 
     def _forget_old(self) -> bool:

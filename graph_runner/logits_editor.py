@@ -43,7 +43,7 @@ class LogitsEditor:
     def __init__(self, device: torch.device) -> None:
         self._device, self.in_processor = device, False
         self._places: dict[int, _Place] = {}  # by slot; only those that some request with edits has had
-        self._added = self._counts = self._penalties = torch.empty(0, 0, device=device)
+        self._added = self._counts = self._penalties = torch.empty(0, 0, dtype=torch.float32, device=device)
 
     def draw(self, batch: ScheduledBatch, logits: Tensor, sampling: SamplingTensors) -> Sampled:
         """``sampler.draw`` after the edits of the batch's requests, of logits (B, V), padding included, which stay as they are,
@@ -139,8 +139,8 @@ class LogitsEditor:
         if edits.penalties is not None:
             assert len(request.token_ids) >= total  # a request has no token on the device when it gets its slot
             ids = np.array(request.token_ids[:total], np.int64)
-            known = ids < vocabulary  # a prompt may have tokens without logits
-            counts = np.bincount(ids[prompt:], minlength=vocabulary).astype(np.int32)
+            known = ids < vocabulary  # others have no logits: of a prompt, or from before the model was changed
+            counts = np.bincount(ids[prompt:][known[prompt:]], minlength=vocabulary).astype(np.int32)
             counts[ids[:prompt][known[:prompt]]] |= _IN_PROMPT
             self._counts = _with_rows(self._counts, index + 1, vocabulary, torch.int32)
             self._penalties = _with_rows(self._penalties, index + 1, 3, torch.float32)

@@ -177,7 +177,7 @@ def step_logprobs(batch: ScheduledBatch, logits: torch.Tensor, tokens: torch.Ten
                                     for p in (batch.rows[i].request.params,)], own, threshold, to_host)
     if scored is not None:
         own = logits[len(tokens) :]
-        of_token = token_logprobs(own, scored.targets, torch.ones(len(own), device=logits.device))
+        of_token = token_logprobs(own, scored.targets, torch.ones(len(own), dtype=torch.float32, device=logits.device))
         found.scored, found.scored_targets = TokenLogprobs(to_host(of_token.packed)), to_host(scored.targets)
         per_row = [row.request.params.prompt_logprobs or 0 for row in batch.rows for _ in range(row.num_scored)]
         found.scored_more = _more([(i, k, (), 1.0) for i, k in enumerate(per_row)], own, None, to_host)

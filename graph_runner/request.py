@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
@@ -258,6 +258,34 @@ def check_logprobs(params: SamplingParams, limits: Limits) -> None:
         raise ValueError(f"logprob_token_ids {outside[:5]} have no logits; the model has {limits.num_logits}")
 
 
+def _check_scored(ids: Sequence[int], limits: Limits) -> None:
+    if any(token >= limits.num_logits for token in ids):
+        raise ValueError(f"the prompt has tokens of {limits.num_logits} and more, for which the model has no logits, and so no "
+                         "log probability")
+
+
+def outside_vocabulary(request: Request, vocab_size: int) -> str | None:
+    """Why a request cannot go on in a model whose vocabulary was changed, or None."""
+    found = [token for token in request.token_ids if token >= vocab_size]
+    return f"its token ids {found[:5]} are outside the vocabulary, which was changed to {vocab_size} tokens" if found else None
+
+
+def fit_again(requests: Iterable[Request], tokenizer: Any, limits: Limits) -> list[tuple[Request, str]]:
+    """Fit requests, all of which wait, to a model that was changed meanwhile. Returns those that cannot go on, and why."""
+    found = []
+    for request in requests:
+        if (why := outside_vocabulary(request, limits.vocab_size)) is not None:
+            found.append((request, why))
+            continue
+        try:
+            check_logprobs(request.params, limits)
+            _check_scored(request.prompt_token_ids[request.num_scored :], limits)
+            request.edits = LogitsEdits.of(request.params, tokenizer, limits.num_logits)
+        except ValueError as error:
+            found.append((request, f"the model's vocabulary was changed: {error}"))
+    return found
+
+
 class RequestOptions(NamedTuple):
     """Options of a request other than its prompt and sampling, as of ``Engine.stream``: ``request_id`` None: a number is given.
     ``score_from``: first prompt token whose log probability is wanted; None: as the sampling parameters say. ``adapter``: None:
@@ -283,11 +311,12 @@ class RequestOptions(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A prompt, how to continue it, and the other options of its request."""
+    """A prompt, how to continue it, and the other options of its request. ``refused``: why it cannot be served."""
 
     prompt: Prompt
     params: SamplingParams
     options: RequestOptions = RequestOptions()
+    refused: Exception | None = None
 
 
 class Limits(NamedTuple):
@@ -305,15 +334,15 @@ def make_requests(ask: Ask, first_id: int, index: int | None, inbox: deque[Strea
     """The ``params.n`` requests of a prompt, with ids from ``first_id`` on. ``index``: of the first output; None: the request's
     id. ``random``: draws the seeds of requests that have none. Raises ValueError or TypeError, which say why, if the prompt
     cannot be served."""
+    if ask.refused is not None:
+        raise ask.refused
     params, options = params_of(ask.params), ask.options.check()
     ids = token_ids_of(ask.prompt, tokenizer, limits.vocab_size, limits.max_model_len, params.truncate_prompt_tokens)
     check_logprobs(params, limits)
     longest, score_from = limits.max_model_len, options.score_from
     if score_from is None:
         score_from = len(ids) if params.prompt_logprobs is None else 1
-    if any(token >= limits.num_logits for token in ids[score_from:]):
-        raise ValueError(f"the prompt has tokens of {limits.num_logits} and more, for which the model has no logits, and so no "
-                         "log probability")
+    _check_scored(ids[score_from:], limits)
     edits, trace = LogitsEdits.of(params, tokenizer, limits.num_logits), params.trace_decode_token_ids
     limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
     limit = min(limit, len(ids) + len(trace)) if trace else limit

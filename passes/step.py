@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.step import Step, current_step, running
+from quire.passes.eager import check_step
 from quire.passes.recompile_limit import at_limit
 
 
@@ -30,7 +33,7 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
     Raises:
         RuntimeError: on leaving, if a layer of the cache did not attend through quire (the model ran unpaged, and its results
             are wrong); a step inside a step.
-        ValueError: metadata that do not fit the cache, an unknown backend.
+        ValueError: metadata that do not fit the cache, or a row of another length; an unknown backend.
     """
     if current_step() is not None:
         raise RuntimeError("quire.step inside quire.step: one paged step at a time")
@@ -48,7 +51,14 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
     sizes = torch._dynamo.config.patch(assume_static_by_default=False, specialize_int=True, specialize_float=True,
                                        skip_nnmodule_hook_guards=False)
     with sizes, running(current):
-        yield current
+        try:
+            yield current
+        except Exception as error:
+            if isinstance(error, RuntimeError) or isinstance(error.__cause__, TorchDynamoException):  # not a refusal of ours
+                wrong = _wrong_count(current, error.__traceback__)
+                if wrong is not None:
+                    raise wrong from error
+            raise
     missing = [layer for layer in cache.layer_ids if layer not in current.served]
     if missing:
         raise RuntimeError(
@@ -56,3 +66,22 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
             "attended through quire, so the model's results in it are not those of a paged model. Compile the model with "
             "torch.compile(model, backend='quire'), decorate its forward with quire.paged, or call quire.paged(model) first."
             + at_limit())
+
+
+def _wrong_count(step: Step, traceback: types.TracebackType | None) -> ValueError | None:
+    """The error of a row of another length than the metadata's, where the outermost call of a module or compiled function on
+    the way to an error was given one: a row meets the positions of the metadata before quire sees it. None: it was not, or
+    there is no such call."""
+    while traceback is not None:
+        frame, traceback = traceback.tb_frame, traceback.tb_next
+        args, kwargs = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
+        of_torch = frame.f_globals.get("__name__", "").startswith(("torch.nn.", "torch._dynamo."))
+        if of_torch and isinstance(args, tuple) and isinstance(kwargs, dict):
+            row = next((x for x in (kwargs.get("input_ids"), *args) if isinstance(x, torch.Tensor)), None)
+            if row is not None and row.dim() == 2 and len(row) == 1 and not row.is_floating_point():
+                try:
+                    check_step(step, row.shape[1])
+                except ValueError as error:
+                    return error
+            return None
+    return None

@@ -93,7 +93,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, softc
            sinks: Tensor | None) -> Tensor:
     """q (N, H, S, D), k, v (N, Hkv, L, D) -> (N, H, S, D). Sinks leave exp(lse) / (exp(lse) + exp(sink)) of the weight for the
     keys."""
-    cap = None if softcap is None else torch.full((), softcap, device=q.device)  # a number would be a new compilation
+    # As a number it would be a new compilation.
+    cap = None if softcap is None else torch.full((), softcap, dtype=torch.float32, device=q.device)
     # Layers differ in dims and features, each of which is one compilation; torch's limit is 8.
     with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
         found = _compiled(q.device.type)(q, k, v, mask, scale, cap, sinks is not None)

@@ -47,7 +47,7 @@ def build_tree_mask(parents: Tensor, query_start_loc: Tensor, width: int) -> Ten
     row, number = _rows(query_start_loc, tokens)
     live = (torch.arange(tokens, device=parents.device) < query_start_loc[-1]) & (number < width)
     # (B, W + 1, W + 1): one step up from each token; the last row and column take what is not a token.
-    reach = torch.eye(width + 1, device=parents.device).repeat(rows, 1, 1)
+    reach = torch.eye(width + 1, dtype=torch.float32, device=parents.device).repeat(rows, 1, 1)
     up = torch.where(live & (parents >= 0), parents.long().clamp(0, width - 1), width)
     reach[row, torch.where(live, number, width).clamp_max(width), up] = 1.0
     for _ in range(max(1, (width - 1).bit_length())):  # each squaring doubles the steps

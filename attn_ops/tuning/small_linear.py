@@ -192,7 +192,7 @@ def arguments(shape: LinearShape, num_tokens: int, device: torch.device, copies:
         pairs = torch.full((shape.k // INT4_COLUMNS, shape.n, 2), 0.01, dtype=torch.bfloat16, device=device)
         words: dict[str, Any] = dict(low=-(2**31), high=2**31 - 1, size=size, dtype=torch.int32, device=device)
         return [(x, torch.randint(**words), *rest, pairs) for _ in range(copies)]
-    scale = torch.full((shape.n,), 0.02 / 64, device=device)
+    scale = torch.full((shape.n,), 0.02 / 64, dtype=torch.float32, device=device)
     return [(x, (torch.randn(shape.n, shape.k, **made) * 32).clamp(-127, 127).to(shape.codes), *rest, scale)
             for _ in range(copies)]
 

@@ -84,8 +84,8 @@ def check_version(model: torch.nn.Module) -> None:
 def _takes_rows() -> bool:
     with FakeTensorMode():
         try:
-            torch.ops.bitsandbytes.gemv_4bit.default(torch.empty(2, 64), torch.empty(32, 32, dtype=torch.uint8), [32, 64],
-                                                     torch.empty(1, 32), torch.empty(16), 64)
+            x, scales, table = (torch.empty(size, dtype=torch.float32) for size in ((2, 64), (1, 32), (16,)))
+            torch.ops.bitsandbytes.gemv_4bit.default(x, torch.empty(32, 32, dtype=torch.uint8), [32, 64], scales, table, 64)
         except RuntimeError:
             return False
     return True

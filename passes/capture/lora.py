@@ -248,5 +248,5 @@ def _forward(layer: Any, names: list[str], doras: list[str], places: LoraPlaces 
 def _has(x: torch.Tensor, bit: int) -> torch.Tensor:
     """(1, T, 1) bool: the tokens that have an adapter, for ``lora_rows`` adds one to their zeros."""
     one = (x[..., :1].abs() >= 0).to(torch.float32)  # a number of each token: rows of the batch, to the proof
-    unit = torch.ones(1, 1, device=x.device)
+    unit = torch.ones(1, 1, dtype=torch.float32, device=x.device)
     return lora_rows(one - one, one, [unit], [unit], [1.0], [bit]) != 0

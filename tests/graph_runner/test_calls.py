@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -121,6 +122,28 @@ def test_a_generation_config_is_read_as_generate_reads_it(model, engine, prompts
         ids = torch.tensor([prompt])
         own = type(model).generate(model, ids, generation_config=config)[0, len(prompt):].tolist()
         assert output.token_ids == own
+
+
+@pytest.mark.parametrize(("bad", "error"), [
+    ([5] * 20, "max_length=12 counts the prompt's tokens too, and the prompt has 20"),
+    ([10**6], r"token ids \[1000000\] are outside the vocabulary")], ids=["too_long", "no_token"])
+def test_a_prompt_that_a_generation_config_does_not_fit_fails_alone(engine, monkeypatch, bad, error) -> None:
+    """Else one long prompt of a set ends the call, and the others have no results."""
+    monkeypatch.setattr(engine.model, "generation_config", transformers.GenerationConfig(eos_token_id=-1), raising=False)
+    config = transformers.GenerationConfig(max_length=12, num_return_sequences=2, do_sample=True)
+    for prompts in ([bad, [5, 6]], [[5, 6], bad]):
+        by_ids = {len(output.prompt_token_ids): output for output in engine.generate(prompts, config)}
+        assert re.match(error, by_ids[len(bad)].error or "") and by_ids[len(bad)].finish_reason == "error"
+        assert [len(c.token_ids) for c in by_ids[2].outputs] == [10, 10] and by_ids[2].error is None
+        with pytest.raises(ValueError, match=error):
+            engine.generate(prompts, config, raise_on_error=True)
+    with pytest.raises(ValueError, match=error):
+        engine.generate(bad, config)
+    with pytest.raises(ValueError, match=error):
+        engine.add_request(bad, config)
+    # What no prompt can have is an error of the call.
+    with pytest.raises(ValueError, match="a request has no num_beams"):
+        engine.generate([bad, [5, 6]], transformers.GenerationConfig(max_length=12, num_beams=2))
 
 
 def test_many_prompts_set_few_signal_handlers(engine, prompts, monkeypatch) -> None:

@@ -44,7 +44,7 @@ def test_lengths_that_count_the_prompt() -> None:
     assert (params.max_tokens, params.min_tokens, unsupported) == (20, 2, [])
     params, unsupported = from_generation_config(config, 15)
     assert (params.max_tokens, params.min_tokens, unsupported) == (15, 0, [])
-    with pytest.raises(ValueError, match="max_tokens must be at least 1"):
+    with pytest.raises(ValueError, match="max_length=30 counts the prompt's tokens too, and the prompt has 30"):
         from_generation_config(config, 30)
     # max_new_tokens and min_new_tokens win over them.
     config = GenerationConfig(max_length=30, min_length=12, max_new_tokens=4, min_new_tokens=6)

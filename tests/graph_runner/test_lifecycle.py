@@ -244,3 +244,21 @@ def test_default_dtype(model, prompts, expected, dtype, kv_cache_dtype) -> None:
             assert tokens(engine.generate(prompts[:2], params)) == expected[:2]
     finally:
         torch.set_default_dtype(before)
+
+
+def test_default_dtype_set_later(engine, prompts) -> None:
+    """By another part of the program: not one request's log probabilities or edits may end the steps of all."""
+    params = [SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=1),
+              SamplingParams(temperature=0, max_tokens=4, logit_bias={7: 3.0}, repetition_penalty=1.3), GREEDY]
+
+    def found():
+        outputs = engine.generate(prompts[:3], params)
+        scores = engine.score(prompts[:2], [[5, 6], [7]])
+        return [(o.token_ids, o.logprobs, o.prompt_logprobs) for o in outputs], [s.logprobs for s in scores]
+
+    wanted, before = found(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert found() == wanted
+    finally:
+        torch.set_default_dtype(before)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
 
-from quire import Engine, SamplingParams, UnsupportedAttention, explain
+from quire import Engine, SamplingParams, UnsupportedAttention, explain, paged
 from quire.passes.capture.paged_model import PagedModel
 from tests.tiny import GREEDY, assert_idle, hf_greedy, own_greedy, tokens
 
@@ -300,6 +300,42 @@ def test_a_vocabulary_of_another_size(engine: Engine, model: Any) -> None:
     with pytest.raises(ValueError, match=f"outside the vocabulary of {size} tokens"):
         engine.generate(ids, SHORT)
     assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+
+
+def test_a_smaller_vocabulary_while_requests_run(engine: Engine, model: Any) -> None:
+    """Only requests that have tokens beyond it end, with the cause: neither an error for all, nor a read beyond the rows."""
+    size = engine.limits.vocab_size
+    few = replace(SHORT, allowed_token_ids=list(range(10)), ignore_eos=True)
+    prompts = [[3, 4], [3, size - 1], [5], [4], [6], [size - 2]]
+    params = [few, few, few, replace(few, logprob_token_ids=[size - 1]), replace(few, repetition_penalty=1.5), few]
+    events = engine.stream(prompts, params, raise_on_error=False)
+    began = [next(events) for _ in range(6)]
+    assert not any(event.finished for event in began) and engine.scheduler.waiting  # the last prompts wait for a slot
+    model.resize_token_embeddings(size - 2)
+    done = {event.index: event.output for event in events if event.finished}
+    said = f"vocabulary, which was changed to {size - 2} tokens"
+    assert done[1].error == f"its token ids [{size - 1}] are outside the {said}"
+    assert done[5].error == f"its token ids [{size - 2}] are outside the {said}"
+    assert done[3].error == (f"the model's vocabulary was changed: logprob_token_ids [{size - 1}] have no logits; the model "
+                             f"has {size - 2}")
+    assert [(done[i].error, len(done[i].token_ids)) for i in (0, 2, 4)] == [(None, 8)] * 3
+    assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+
+
+def test_a_smaller_vocabulary_while_rows_advance_together(model: Any) -> None:
+    """As the engine's own requests, ``generate`` with a processor says what is wrong."""
+    size = model.config.vocab_size
+    paged(model, **OPTIONS)
+
+    def shrink(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == 4:
+            model.resize_token_embeddings(size - 1)
+        return scores
+
+    with pytest.raises(RuntimeError, match=rf"generate\(\) cannot go on: its token ids \[{size - 1}\] are outside"):
+        model.generate(torch.tensor([[3, size - 1]]), logits_processor=[shrink], max_new_tokens=6, eos_token_id=-1)
+    assert_idle(model.generate.engine)
+    model.generate.close()
 
 
 def test_end_tokens_set_while_open(engine: Engine, model: Any) -> None:

@@ -299,7 +299,7 @@ def test_an_empty_batch_is_transformers_own_affair(plain, model) -> None:
 
 @pytest.mark.parametrize(("options", "message"), [
     (dict(num_return_sequences=2), "because Greedy methods .* do not support `num_return_sequences`"),
-    (dict(max_length=3, max_new_tokens=None), "max_tokens must be at least 1"),
+    (dict(max_length=3, max_new_tokens=None), "max_length=3 counts the prompt's tokens too"),
     (dict(not_an_argument=3), r"quire does not have the arguments \['not_an_argument'\]"),
     (dict(do_sample=True, temperature=0.0), "do_sample=True with temperature=0.0; for the likeliest tokens set"),
 ])

@@ -6,6 +6,7 @@ Most tests run both ways where the machine has both.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
@@ -246,6 +247,20 @@ def test_codes_are_no_values(unpacked: None) -> None:
         weight = model.get_parameter(name)
         with pytest.raises(WeightUpdateError, match=r"up_proj.weight' is quantized \(Params4bit\): its memory holds codes"):
             engine.update_weights_from_tensors({name: torch.zeros(weight.shape)})
+
+
+def test_a_default_dtype_is_not_taken_for_an_old_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a program with ``torch.set_default_dtype`` is told to install what it has."""
+    model = load()
+    for _, layer in four_bit.layers(model):
+        layer.support_avx512bf16_for_cpu = True
+    monkeypatch.setattr(four_bit, "_takes_rows", inspect.unwrap(four_bit._takes_rows))  # not as another test has found it
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        four_bit.check_version(model)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

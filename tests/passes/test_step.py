@@ -301,6 +301,32 @@ def test_wrong_token_count(way) -> None:
             run(call, tokens)
 
 
+@pytest.mark.parametrize("way", [pytest.param(routed, marks=pytest.mark.slow), compiled, decorated], ids=lambda f: f.__name__)
+def test_positions_of_the_metadata_with_another_row(way) -> None:
+    """The row meets them before quire sees it: the error of torch would name sizes of a line in the model."""
+    model, call = way()
+    meta = metadata(3, 2)
+    message = "the model ran on 4 tokens inside a paged step whose metadata has 5; pass the batch as one"
+    with pytest.raises(ValueError, match=message), quire.step(cache_for(model), meta), torch.no_grad():
+        call(input_ids=torch.ones(1, 4, dtype=torch.long), position_ids=meta.positions[None], use_cache=False)
+
+
+def test_an_error_of_a_row_of_the_right_length_stays(cache, model) -> None:
+    """Blamed on the count, the user would look for the wrong thing."""
+    failed = RuntimeError("of a hook")
+
+    def fail(*given: Any) -> None:
+        raise failed
+
+    hook = model.register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(RuntimeError) as caught, quire.step(cache, metadata(5)):
+            run(model, 5)
+    finally:
+        hook.remove()
+    assert caught.value is failed
+
+
 def filled_cache() -> DynamicCache:
     cache = DynamicCache()
     cache.update(torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8), 0)
