@@ -11,6 +11,7 @@ import torch
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.capture.expert_lora import unfit
 from quire.passes.capture.hf_experts import is_wrapper
+from quire.passes.verify.sites import DRAWS
 
 #: What Dynamo's text says of a forward that it cannot trace, and what that means to its author.
 _MEANS = {
@@ -27,6 +28,9 @@ _MEANS = {
     r"'is_causal' must be bool, not SymBool": (
         "it passes a condition on the length as is_causal (such as is_causal=T > 1), which torch.compile does not take. Pass "
         "is_causal=True, which means the same for one token"),
+    r"nn\.attention\.bias": (
+        "it makes a mask by torch.nn.attention.bias (causal_lower_right, causal_upper_left), which torch.compile does not "
+        "take. Pass is_causal=True to F.scaled_dot_product_attention instead"),
     r"backwards? hooks": "backward hooks are registered, for all modules (register_module_full_backward_hook) or on one that "
                          "is no submodule of the model. Remove them",
 }
@@ -50,11 +54,20 @@ def unwrapped(error: Exception, model: Any, by_itself: Callable[[], Any] | None 
     if raised is not None:
         return UnsupportedAttention(
             f"{name}'s forward raises {raised[1]} when it is given token ids and positions alone: {raised[3]}")
-    if re.search(r"[Dd]ata-dependent|Dynamic shape operator|Tensor\.item|GuardOnDataDependent", text):
+    line = _last_line(text)
+    if re.search(r"qualname: Random\.|\brandom_value_\d", text) or re.search(r"(?<!torch\.)\brandom\.\w+\(", line):
+        return UnsupportedAttention(f"{DRAWS}{_reason(text, DRAWS)}")
+    if "L_logits_indices_" in text or ("logits_to_keep" in line and type(error).__name__ != "TorchRuntimeError"):
         return UnsupportedAttention(
-            f"{name}'s forward reads values of tensors on the host, as a Python loop over the experts in use or a branch on "
-            f"data does, so that its path depends on the batch and cannot be one graph{_reason(text)}. Compute all paths by "
-            "tensor operations, or pass experts through transformers' experts interface.")
+            f"{name}'s forward takes logits_to_keep for a number, and quire gives a tensor, as transformers may: which "
+            f"tokens' logits are wanted{_reason(text)}. Select by it, hidden[:, logits_to_keep], or drop the parameter.")
+    if re.search(r"[Dd]ata-dependent|Dynamic shape operator|Tensor\.item|GuardOnDataDependent", text):
+        experts = _has_experts(model)
+        return UnsupportedAttention(
+            f"{name}'s forward reads values of tensors on the host, as "
+            f"{'a Python loop over the experts in use or ' if experts else ''}a branch on data does, so that its path depends "
+            f"on the batch and cannot be one graph{_reason(text)}. Compute all paths by tensor operations"
+            + (", or pass experts through transformers' experts interface." if experts else "."))
     fails = re.search(r"got (\w+)\((['\"])(.*?)\2\)", text)
     if type(error).__name__ == "TorchRuntimeError" and fails is not None:
         return UnsupportedAttention(
@@ -75,6 +88,11 @@ def unwrapped(error: Exception, model: Any, by_itself: Callable[[], Any] | None 
         met = type(error).__name__
         means = f"torch.compile does not support this: {first}" if met == "Unsupported" else f"{met}: {first}"
     return UnsupportedAttention(f"{name} could not be traced into one graph: {means}{_reason(text, means)}{hint}")
+
+
+def _has_experts(model: Any) -> bool:
+    return isinstance(model, torch.nn.Module) and any(
+        re.search(r"expert|moe|mixture", f"{path} {type(m).__name__}", re.IGNORECASE) for path, m in model.named_modules())
 
 
 def _adapters_hint(model: torch.nn.Module) -> str:
@@ -107,8 +125,16 @@ def is_first_read(error: Exception) -> bool:
 
 def _reason(text: str, means: str = "") -> str:
     """The useful part of Dynamo's further lines: what it met, unless ``means`` says it, and the place in the user's code."""
-    met = None if means in _MEANS.values() else re.search(r"Developer debug context: *(\S.*)", text)
+    context = r"Developer debug context: *(?!attempted to jump)(\S.*)"
+    met = None if means in (DRAWS, *_MEANS.values()) else re.search(context, text)
     places = [re.sub(r'"[^"]*[/\\]site-packages[/\\]', '"', place)
               for place in re.findall(r'^ *(File ".*", line \d+)', text.partition("from user code")[2], re.MULTILINE)]
+    places = [place for place in places if not place.startswith('File "torch')] or places
     found = [part for part in (met and met[1].strip()[:200], places and places[-1][-90:]) if part]
     return f" ({'; '.join(found)})" if found else ""
+
+
+def _last_line(text: str) -> str:
+    """The line of the user's code at which Dynamo stopped; empty if it does not say."""
+    lines = re.findall(r'^ *File ".*", line \d+.*\n *(.*)', text.partition("from user code")[2], re.MULTILINE)
+    return lines[-1] if lines else ""

@@ -41,6 +41,7 @@ from quire.passes.capture.lora import LoraPlaces, adapter_layers, adapters_per_t
 from quire.passes.capture.own_attention import ChosenByUser, check_callers, check_code
 from quire.passes.capture.own_masks import check_masks
 from quire.passes.capture.reads import Reads
+from quire.passes.capture.results import check_first, logits_of, vocabulary
 from quire.passes.capture.retrace import TRACED_TOKENS, Traced
 from quire.passes.capture.side_effects import check_side_effects
 from quire.passes.capture.traced import TracedGraph
@@ -65,7 +66,7 @@ class PagedModel:
 
     Args:
         model: a transformers causal LM, or any module whose forward takes ``input_ids`` (1, T) and ``position_ids`` (1, T) and
-            returns logits (1, T, V), as a tensor, first in a tuple, or as ``.logits``.
+            returns logits (1, T, V), as a tensor, as ``.logits``, or first in a tuple (``passes/capture/results.py``).
         options: with ``page_size`` set the graph is compiled here, else at the first step.
         draws: the graph also draws the tokens of rows with a temperature (``attn_ops/ops/sampling.py``).
         ahead: starts on the kernels of the graph while it is compiled; the caller waits for it.
@@ -104,6 +105,7 @@ class PagedModel:
             raise UnsupportedAttention(f"{type(model).__name__}.forward cannot do without {' and '.join(needed)}; quire gives "
                                        "a model token ids and positions.")
         self._keep_name = "logits_to_keep" if "logits_to_keep" in parameters else None
+        self._vocabulary = vocabulary(model)
         self._use_cache = "use_cache" in parameters or (takes_any and self.config is not None)
         self.reads = Reads()  # what the trace read
         self.stand_ins: Mapping[int, torch.Tensor] = {}  # tensors to use in the places of the model's own, by their ids
@@ -236,7 +238,9 @@ class PagedModel:
         options: dict[str, Any] = {"use_cache": False} if self._use_cache else {}
         if self._keep_name is not None:
             options[self._keep_name] = logits_indices
-        out = _logits_of(self._call(input_ids=input_ids, position_ids=position_ids, **options))
+        result = self._call(input_ids=input_ids, position_ids=position_ids, **options)
+        check_first(result, input_ids.shape[1], self._vocabulary)
+        out = logits_of(result)
         if out.dim() != 3:
             raise UnsupportedAttention("the model has no language-model head: its logits are not (batch, tokens, vocabulary)")
         # Some models take logits_to_keep and ignore it.
@@ -367,7 +371,7 @@ class PagedModel:
         if position_ids is not None:
             options["position_ids"] = position_ids[None]
         with evaluating(self.model), torch.no_grad():
-            return _logits_of(self.model(input_ids=input_ids[None], **options))[0]
+            return logits_of(self.model(input_ids=input_ids[None], **options))[0]
 
     def _settle(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
         """Let layers in 4 bits do what they do at their first call, so that the traced one changes nothing."""
@@ -398,14 +402,6 @@ class PagedModel:
         self._closed, self.places = True, None
         if self._graph is not None:
             self._graph.restore()
-
-
-def _logits_of(out: Any) -> torch.Tensor:
-    if isinstance(out, (torch.Tensor, tuple)):
-        return out if isinstance(out, torch.Tensor) else out[0]
-    if not hasattr(out, "logits"):
-        raise UnsupportedAttention("the model has no language-model head: its result has no logits")
-    return out.logits
 
 
 def _wrapped(model: torch.nn.Module) -> str:

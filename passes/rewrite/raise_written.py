@@ -5,7 +5,7 @@ q and k to that with v: numbers that scale the scores, masks (``+ mask``, ``wher
 a batch of one, softmax over keys, dropout, and casts to dtypes that hold q's numbers, behind softmax v's: others round. Each
 step must have no other reader and change nothing in place. ``insert`` puts a call of F.scaled_dot_product_attention with the
 same result beside the chain; ``raise_sdpa`` proves its mask, and only then puts it in the chain's place. What is not such a
-chain stays as it is, and is refused later: it mixes tokens.
+chain stays as it is, and is refused later: it mixes tokens. Products by torch.einsum are matmul by now: ``einsum_products.py``.
 
 The weight of a key that a mask hides is 0 either way: its score is at -inf, or half the least number of the scores' dtype or
 less is added or takes its place, and the query sees a key, itself under every mask that is proven (``verify/mask_proof.py``).
@@ -33,6 +33,7 @@ from quire.passes.fx import (
     named_arguments,
     only_user,
     same_shape,
+    symbolic,
     torch_name,
     value,
     written_between,
@@ -72,7 +73,26 @@ class Written:
 def find(graph: fx.Graph) -> list[Written]:
     """The written-out attention in ``graph``."""
     found = [_of(n) for n in graph.nodes if torch_name(n) == "softmax"]
-    return [w for w in found if w is not None and not written_between(w.first, w.last)]
+    return [w for w in found if isinstance(w, Written) and not written_between(w.first, w.last)]
+
+
+def stopped_at(graph: fx.Graph) -> fx.Node | None:
+    """The step of the first chain, from a product of all tokens with all, that ``find`` does not follow; None if there is no
+    such chain, or if something is changed in place beside it."""
+    products = (n for n in graph.nodes if torch_name(n) in (*_PRODUCTS, "baddbmm", "einsum") and of_pairs(n))
+    at = next((n for n in products if not any(map(of_pairs, n.all_input_nodes))), None)
+    while at is not None and _scores(at) is not None and (reader := only_user(at)) is not None:
+        at = reader
+        if torch_name(at) == "softmax":
+            found = _of(at)
+            return None if isinstance(found, Written) else found
+    return at
+
+
+def of_pairs(node: fx.Node) -> bool:
+    """Whether two dimensions of a tensor count the same tokens."""
+    sizes = [str(n) for n in value(node).shape if symbolic(n)] if is_tensor(node) else []
+    return len(set(sizes)) < len(sizes)
 
 
 def insert(written: Written) -> fx.Node:
@@ -122,29 +142,30 @@ def settle(written: Written, new: fx.Node, raised: bool) -> None:
     erase_dead(graph, [result])
 
 
-def _of(softmax: fx.Node) -> Written | None:
+def _of(softmax: fx.Node) -> Written | fx.Node:
+    """The chain around a softmax; or the step of it, from there on, that makes it none."""
     scores, dim = argument(softmax, 0, "input"), argument(softmax, 1, "dim")
     found = _scores(scores) if is_tensor(scores) and dim in (-1, value(scores).dim() - 1) else None
     if found is None or not _holds(softmax, found.q):
-        return None
+        return softmax
     node, dtypes = softmax, list[torch.dtype]()
     while not written_by(node):
         reader = only_user(node)
         if reader is None or not is_tensor(reader) or argument(reader, 0, "input") is not node:
-            return None
+            return node if reader is None else reader
         name = torch_name(reader)
         if name in _PRODUCTS:
             found.last, v = reader, argument(reader, 1, "other")
             plain = len(reader.args) == 2 and not reader.kwargs and _rows_of(reader, *reader.args)
-            return found if plain and _dtypes_fit(found, v) and all(_as_precise(d, value(v).dtype) for d in dtypes) else None
+            return found if plain and _dtypes_fit(found, v) and all(_as_precise(d, value(v).dtype) for d in dtypes) else reader
         dtypes.append(value(reader).dtype)
         if name == "dropout":
             given = named_arguments(reader, ("input", "p", "training", "inplace"))
             found.dropout += _number(given.get("p", 0.5)) if given.get("training", True) is not False else 0.0
         elif name not in _CASTS and not (name in _VIEWS and _same_scores(node, reader)):
-            return None
+            return reader
         node = reader
-    return None
+    return node
 
 
 def _scores(node: Any) -> Written | None:

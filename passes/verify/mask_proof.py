@@ -30,6 +30,7 @@ from quire.passes.fx import (
     evaluate,
     is_one,
     is_stored,
+    is_tensor,
     module_path,
     placeholders,
     source_name,
@@ -276,7 +277,7 @@ class MaskProver:
     def _call(self, node: fx.Node) -> Any:
         rule = RULES.get(torch_name(node)) if node.op.startswith("call") else None
         if rule is None:
-            tensors = [n for n in ancestors(node) if n.op == "placeholder" and isinstance(value(n), torch.Tensor)]
+            tensors = [n for n in ancestors(node, stop=lambda n: not is_tensor(n)) if n.op == "placeholder"]  # not of a size
             ids = next((n for n in tensors if "input_ids" in source_name(n)), None)
             name = torch_name(node) or getattr(node.target, "__name__", node.op)
             raise Unprovable(f"it uses {name}" + (", on token ids" if ids is not None else

@@ -17,6 +17,7 @@ from quire.attn_ops.registry import aligned
 from quire.passes.fx import ancestors, argument, constant, module_path, placeholders, source_name, symbolic, value
 from quire.passes.rewrite.length_rope import ropes_of
 from quire.passes.rewrite.raise_sdpa import find_sdpa
+from quire.passes.verify.unseen import unseen
 
 #: Layer types of a transformers config that keep no state beside keys and values.
 STATELESS_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -24,6 +25,9 @@ STATELESS_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_at
 _SPARSE = re.compile(r"index|sparse|compress")
 #: Those that keep state beside keys and values.
 _STATE = re.compile(r"linear|conv|mamba|ssm|recurrent|rwkv|delta|hybrid")
+#: Of a forward that draws by Python's generators, or NumPy's.
+DRAWS = ("the model's forward draws random numbers in Python (random, numpy.random), so that its result is another one in each "
+         "call; let it draw only in training (if self.training)")
 #: Classes of checkpoints without the weights of a language-model head. ``GPT2LMHeadModel`` has them.
 _HEADLESS = re.compile(r".*(For(Token|Sequence)Classification|ForQuestionAnswering|ForMultipleChoice|RewardModel"
                        r"|(?<!Head)(?<!Heads)Model)")
@@ -61,6 +65,8 @@ def site_of(node: fx.Node) -> AttentionSite:
 def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusals: dict[str, str]) -> None:
     """Refuse a traced model whose attention is not wholly in ``sites``. ``config``: of transformers, or None. ``refusals``:
     from the raising pass, by module path. Raises UnsupportedAttention: which layer, what was expected, and what was found."""
+    if any(re.match(r"random_value_\d", source_name(n)) for n in placeholders(graph)):
+        raise UnsupportedAttention(DRAWS)
     left = find_sdpa(graph)
     if left or refusals:
         lines = [f"\n  {where}: {why}" for where, why in refusals.items()] or [f"\n  {module_path(n)}" for n in left]
@@ -71,10 +77,9 @@ def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusal
         raise UnsupportedAttention(f"layers {doubled} attend more than once in one forward; quire keeps one KV cache a layer")
     if config is None:
         if not sites:
-            raise UnsupportedAttention("no attention was found: the model neither calls F.scaled_dot_product_attention nor "
-                                       "torch.ops.quire.attention, nor writes softmax(q @ k.mT * scale + mask) @ v")
+            raise UnsupportedAttention(f"no attention was found: {unseen(graph)}")
         return
-    _verify_config(sites, config)
+    _verify_config(graph, sites, config)
 
 
 def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
@@ -98,6 +103,8 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
                     "that the model's own count begins behind it and not at 0, where quire's positions begin.")
     reads = len(ids) > 1 or any("pos" in source_name(n) for n in ids)
     if (reads and has_config) or not symbolic(tokens):  # a transformers model that reads positions may also number tokens
+        return
+    if tokens.node.expr.is_number:  # no longer any number: check_tokens says what made it one
         return
     for node in graph.nodes:
         name = getattr(node.target, "__name__", str(node.target))
@@ -188,12 +195,26 @@ def check_logits(model: torch.nn.Module, width: int) -> None:
                                    "model.resize_token_embeddings(n).")
 
 
-def _verify_config(sites: Sequence[AttentionSite], config: Any) -> None:
+def _layers_run(graph: fx.Graph, sites: Sequence[AttentionSite]) -> tuple[str, int] | None:
+    """The list of layers that every site is in, such as ``model.layers``, and how many of its layers run; None: unknown."""
+    lists = {match[1] for site in sites if (match := re.match(r"(.*?)\.\d+(\.|$)", site.name))}
+    if len(lists) != 1:
+        return None
+    (name,) = lists
+    return name, len({m[1] for n in graph.nodes if (m := re.match(rf"{re.escape(name)}\.(\d+)(\.|$)", module_path(n)))})
+
+
+def _verify_config(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any) -> None:
     kind = getattr(config, "model_type", type(config).__name__)
     text = text_config(config)
     expected = getattr(text, "num_hidden_layers", None)
     if expected is not None and len(sites) != expected:
         found = f"{kind} has {expected} layers but {len(sites)} attention sites were found. "
+        layers = _layers_run(graph, sites)
+        if layers is not None and layers[1] == len(sites) < expected:
+            raise UnsupportedAttention(
+                f"{found}Of {layers[0]} only {len(sites)} ran, and each attends, so it is the config's num_hidden_layers that "
+                f"does not fit. If layers were removed, set model.config.num_hidden_layers = {len(sites)}.")
         if getattr(config, "_attn_implementation", None) == "eager" and _has_sdpa(config):
             raise UnsupportedAttention(
                 f"{found}Under attn_implementation='eager' this class writes its attention out by hand; with its default it "

@@ -45,6 +45,8 @@ SECTIONS = {
         Row("attention written out: with such masks; with others, biases, weights that are read again", "exact; refused", (
             "passes/rewrite/test_raise_written::test_served", "passes/rewrite/test_raise_written::test_refused",
             "passes/rewrite/test_raise_written::test_changes_in_place_between_are_refused")),
+        Row("its products as `einsum`: of two matrices; with other sums", "exact; refused", (
+            "passes/rewrite/test_einsum_products::test_served", "passes/rewrite/test_einsum_products::test_refused")),
         Row("numbers that are rounded on the way, arguments by name", "never wrong", (
             "passes/rewrite/test_raise_sdpa::test_masks_that_are_easily_misread",)),
         Row("a layer changes the mask that transformers made; a module has a window that it has not", "refused", (
