@@ -91,17 +91,23 @@ class InputStrides(NamedTuple):
 
 #: Programs in half precision for whose registers a multiprocessor has room (``python -m benchmarks.hopper``), of padded head
 #: dims up to 64, 128 and 256, by keys per step of the loop and heads (1, 2, 4, 8, 16).
-REGISTERS = {64: {64: (7, 7, 6, 5, 6), 128: (5, 5, 5, 4, 5)}, 128: {64: (4, 4, 4, 4, 5), 128: (3,) * 5}, 256: {64: (3,) * 5}}
-#: Keys per step and stages where slots fill the GPU, by the same dims. Five stages hold two steps' keys, the others one.
-STEPS = {64: ((64, 3), (128, 3), (128, 5)), 128: ((64, 3), (128, 3)), 256: ((64, 2),)}
+REGISTERS = {64: {128: (5, 5, 5, 4, 5)}, 128: {64: (4, 4, 4, 4, 5), 128: (3,) * 5}, 256: {64: (3,) * 5}}
+#: Keys per step and stages where slots fill the GPU, by the same dims.
+STEPS = {64: ((128, 3), (128, 5)), 128: ((64, 3), (128, 3), (64, 5)), 256: ((64, 2),)}
+
+
+def shared_bytes(block_n: int, stages: int, widest: int) -> int:
+    """Shared memory of a program in half precision, at most: beside 9 KB the keys and values of the steps in flight, of which
+    five stages have two, as page numbers are loaded ahead of keys."""
+    return 4 * block_n * widest * max(1, (stages - 1) // 2) + 9216
 
 
 def places(widest: int, heads: int, device: torch.device) -> dict[tuple[int, int], int]:
     """Programs that the GPU runs at once, by keys per step and stages, for half precision, padded head dims up to 256 and 16
-    heads. The keys and values of one step, or two, are in shared memory, beside at most 9 KB."""
-    memory, of_heads, dims = host.shared_memory(device), next_power_of_2(heads).bit_length() - 1, max(64, widest)
+    heads."""
+    of_heads, dims = next_power_of_2(heads).bit_length() - 1, max(64, widest)
     return {(n, stages): host.num_sms(device) * max(1, min(
-        REGISTERS[dims][n][of_heads], memory // (4 * n * widest * (2 if stages == 5 else 1) + 9216)))
+        REGISTERS[dims][n][of_heads], host.shared_memory(device) // shared_bytes(n, stages, widest)))
         for n, stages in STEPS[dims]}
 
 
@@ -131,8 +137,7 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
     if itemsize == 2 and widest <= 128:  # in bytes, 128 keys of heads of 64 are 64 of heads of 128
         block_n = 128 if chunk >= 128 and (widest <= 64 or quantized) else 64
         warps = 2 if chunk == 64 and not quantized else 4
-        # Page numbers are loaded ahead of keys, so that five stages hold two steps' keys, and three one. Of codes, few programs
-        # wait for arithmetic (h200_decode_quantized.json).
+        # Of codes, few programs wait for arithmetic (h200_decode_quantized.json).
         stages = 2 if quantized else 3 if full else 5
         # Programs of heads of 128 fit three times for codes, if they do not rotate (benchmarks.hopper).
         if widest <= 64 or slots <= 8 or (quantized and not rotary):
@@ -140,12 +145,14 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
     elif itemsize == 2 and widest <= 256 and heads <= 16:
         # h200_decode_shares.json, h200_decode_shares_wide.json, h200_decode_waves.json, h200_decode_quantized_wide.json
         block_n, stages = (64, 2) if full or quantized else (32, 5)
-        if half and slots <= 8 and not padded:
-            block_n, per_sm = 64, 1
-        elif half and slots <= 8 and heads <= 8:
-            stages = 7
+        more = (32, 7) if padded else (64, 5)  # for few programs, of which each has more in flight
+        if half and slots <= 8 and heads <= (8 if padded else 16) and shared_bytes(*more, widest) <= host.shared_memory(device):
+            (block_n, stages), per_sm = more, 2 if padded else 1
     if half and full and widest <= 256 and heads <= 16:  # see NOTE [How far keys are split]
-        by_step = places(widest, heads, device)
+        alike = min(heads, 8) if padded else heads  # masks take the registers
+        by_step = places(widest, alike, device)
+        if (64, 5) in by_step:  # h200_decode_full_stages.json: instead of 128 keys, for many programs of many heads
+            del by_step[(128, 3) if alike > 8 and slots > by_step[64, 3] else (64, 5)]
         block_n, stages = min(by_step, key=lambda step: time_of(slots, by_step[step], 1024))
         fitting = by_step[block_n, stages]
     # h200_decode_unmasked.json, h200_decode_shares.json, h200_decode_full.json
