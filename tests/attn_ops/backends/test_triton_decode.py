@@ -65,3 +65,16 @@ def test_few_places_stay_empty_of_heads_of_64(monkeypatch):
     assert len(found) == 10 and max(longer) < 1.08 and sum(longer) / len(longer) < 1.02
     for group, _, batch in found:
         assert decode.config(64, 64, 2, group, 8 * batch, torch.device("cpu")).block_n == 128
+
+
+@pytest.mark.parametrize("kilobytes", [99, 163, 227])
+def test_launches_fit_into_shared_memory(kilobytes, monkeypatch):
+    """Of consumers' GPUs, A100 and H200: a launch with more in flight than a program may have fails."""
+    monkeypatch.setattr(host, "num_sms", lambda device: 100)
+    monkeypatch.setattr(host, "shared_memory", lambda device: kilobytes << 10)
+    for dim in (64, 128, 256):
+        for heads in (1, 8, 16):
+            for slots in (1, 8, 16, 64, 128, 512, 4096):
+                for padded in (False, True):
+                    params = decode.config(dim, dim, 2, heads, slots, torch.device("cpu"), padded=padded)
+                    assert decode.shared_bytes(params.block_n, params.stages, dim) <= kilobytes << 10, (params, dim)
