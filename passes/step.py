@@ -54,7 +54,9 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
         try:
             yield current
         except Exception as error:
-            if isinstance(error, RuntimeError) or isinstance(error.__cause__, TorchDynamoException):  # not a refusal of ours
+            of_model = isinstance(error, RuntimeError) or isinstance(error.__cause__, TorchDynamoException)
+            attended = all(layer in current.served for layer in cache.layer_ids)  # and something else failed
+            if of_model and not attended and not isinstance(error, torch.OutOfMemoryError):
                 wrong = _wrong_count(current, error.__traceback__)
                 if wrong is not None:
                     raise wrong from error

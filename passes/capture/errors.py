@@ -57,7 +57,7 @@ def unwrapped(error: Exception, model: Any, by_itself: Callable[[], Any] | None 
     line = _last_line(text)
     if re.search(r"qualname: Random\.|\brandom_value_\d", text) or re.search(r"(?<!torch\.)\brandom\.\w+\(", line):
         return UnsupportedAttention(f"{DRAWS}{_reason(text, DRAWS)}")
-    if "L_logits_indices_" in text or ("logits_to_keep" in line and type(error).__name__ != "TorchRuntimeError"):
+    if re.search(r"\b(if|and|or|not) logits_to_keep\b|-logits_to_keep *:", line):
         return UnsupportedAttention(
             f"{name}'s forward takes logits_to_keep for a number, and quire gives a tensor, as transformers may: which "
             f"tokens' logits are wanted{_reason(text)}. Select by it, hidden[:, logits_to_keep], or drop the parameter.")

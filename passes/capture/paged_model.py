@@ -239,7 +239,7 @@ class PagedModel:
         if self._keep_name is not None:
             options[self._keep_name] = logits_indices
         result = self._call(input_ids=input_ids, position_ids=position_ids, **options)
-        check_first(result, input_ids.shape[1], self._vocabulary)
+        check_first(result, self._vocabulary)
         out = logits_of(result)
         if out.dim() != 3:
             raise UnsupportedAttention("the model has no language-model head: its logits are not (batch, tokens, vocabulary)")

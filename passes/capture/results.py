@@ -35,22 +35,21 @@ def vocabulary(model: torch.nn.Module) -> tuple[int, ...]:
     return tuple(dict.fromkeys(n for n in sizes if isinstance(n, int)))
 
 
-def check_first(out: Any, tokens: Any, vocabulary: Sequence[int]) -> None:
+def check_first(out: Any, vocabulary: Sequence[int]) -> None:
     """Raises UnsupportedAttention for a tuple whose first member is not proven to be the logits, such as ``(hidden, logits)``:
-    no other member may be them, or it is as wide as the vocabulary, and no other is. Logits may be any tensor of floats with 1
-    to 3 dimensions, of which the last does not count the ``tokens``, and anything that cannot be looked into may have them.
-    ``vocabulary``: the widths that logits of this model may have; empty: unknown. Runs inside a trace."""
+    it is as wide as the vocabulary and no other member is, or, where no vocabulary is known, nothing is beside it but numbers
+    (a loss). ``vocabulary``: the widths that logits of this model may have; empty: unknown. Runs inside a trace."""
     if type(out) is not tuple or not out:
         return
     if not isinstance(out[0], torch.Tensor):
         raise UnsupportedAttention("the forward returns a tuple that does not begin with the logits; " + _DO)
-    others = [x for x in _leaves(out[1:]) if _may_be_logits(x, tokens)]
-    if others and not vocabulary:
-        raise UnsupportedAttention("the forward returns a tuple with other things beside its first tensor that could be the "
-                                   "logits, and quire knows no vocabulary of the model that would tell; " + _DO)
-    if others and (not _is_of(out[0], vocabulary) or any(_is_of(x, vocabulary) for x in others)):
-        raise UnsupportedAttention("the forward returns a tuple of several tensors, and not the first alone is as wide as the "
+    others = [x for x in _leaves(out[1:]) if not _is_number(x)]
+    if vocabulary and (not _is_of(out[0], vocabulary) or any([_is_of(x, vocabulary) for x in others])):
+        raise UnsupportedAttention("the forward returns a tuple of which not the first member alone is as wide as the "
                                    "vocabulary of the model; " + _DO)
+    if others and not vocabulary:
+        raise UnsupportedAttention("the forward returns a tuple with more than numbers beside its first tensor, and quire "
+                                   "knows no vocabulary of the model that would tell which are the logits; " + _DO)
 
 
 def _leaves(out: Any) -> list[Any]:
@@ -59,11 +58,9 @@ def _leaves(out: Any) -> list[Any]:
     return [x for each in out for x in _leaves(each)] if isinstance(out, (tuple, list)) else [out]
 
 
-def _may_be_logits(x: Any, tokens: Any) -> bool:
-    if not isinstance(x, torch.Tensor):
-        return x is not None and not isinstance(x, (bool, int, float, str))
-    return x.is_floating_point() and 1 <= x.dim() <= 3 and not statically_known_true(x.shape[-1] == tokens)
+def _is_number(x: Any) -> bool:
+    return x.dim() == 0 if isinstance(x, torch.Tensor) else x is None or isinstance(x, (bool, int, float, str))
 
 
 def _is_of(x: Any, vocabulary: Sequence[int]) -> bool:
-    return isinstance(x, torch.Tensor) and any([statically_known_true(x.shape[-1] == n) for n in vocabulary])
+    return isinstance(x, torch.Tensor) and x.dim() > 0 and any([statically_known_true(x.shape[-1] == n) for n in vocabulary])

@@ -95,10 +95,12 @@ SECTIONS = {
             "adversarial/test_practice::test_harmless_is_served[bilinear-decorator]")),
         Row("the longest position of a batch (dynamic NTK), also of wrapped models", "refused", (
             *_mixers("longest position"), "adversarial/test_positions::test_every_config_in_the_module_tree_is_checked")),
-        Row("a path of its own for some numbers of tokens, and a stored mask's end: up to it; beyond", "exact; refused", (
+        Row("a path of its own from 3 tokens or more on, and a stored mask's end: below; beyond", "exact; refused", (
             "passes/verify/test_lengths::test_an_engine_serves_up_to_that_length",
             "passes/verify/test_lengths::test_a_longer_step_by_hand_is_refused",
             "passes/verify/test_lengths::test_uncompiled_steps_are_refused")),
+        Row("a path of its own for one token", "refused by the trial", (
+            "graph_runner/test_packing_check::test_another_path_for_one_token",)),
         Row("longrope: engine; by hand; uncompiled", "exact; exact; refused", (
             "adversarial/test_positions::test_longrope_on_the_engine", "adversarial/test_positions::test_longrope_by_hand",
             "adversarial/test_positions::test_longrope_uncompiled_is_refused")),

@@ -311,6 +311,20 @@ def test_positions_of_the_metadata_with_another_row(way) -> None:
         call(input_ids=torch.ones(1, 4, dtype=torch.long), position_ids=meta.positions[None], use_cache=False)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_an_error_of_another_module_stays(error, cache, model) -> None:
+    """A reward model's, say, on a row of its own."""
+    class Other(torch.nn.Module):
+        def forward(self, ids: torch.Tensor) -> None:
+            raise failed
+
+    failed = error("of another model")
+    with pytest.raises(error) as caught, quire.step(cache, metadata(5)):
+        run(model, 5)
+        Other()(torch.ones(1, 3, dtype=torch.long))
+    assert caught.value is failed
+
+
 def test_an_error_of_a_row_of_the_right_length_stays(cache, model) -> None:
     """Blamed on the count, the user would look for the wrong thing."""
     failed = RuntimeError("of a hook")

@@ -46,6 +46,12 @@ class Experts(Changed):
         self.experts = nn.ModuleList()
 
 
+class FailsByItself(Keeps):
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: int | torch.Tensor = 0):
+        indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return (Tiny.forward(self, input_ids, position_ids),).last_hidden_state[:, indices]  # type: ignore[attr-defined]
+
+
 def refusal(model: nn.Module) -> str:
     with pytest.raises(UnsupportedAttention) as refused:
         PagedModel(model, QuireOptions(compiler="eager"))
@@ -57,6 +63,8 @@ def test_a_number_of_logits_to_keep() -> None:
     assert said.startswith("Keeps's forward takes logits_to_keep for a number, and quire gives a tensor")
     assert "expert" not in said
     assert f'test_errors.py", line {Keeps.forward.__code__.co_firstlineno + 2})' in said
+    said = refusal(FailsByItself(Attention(4, 2, is_causal=True)).eval())  # whatever it does with the parameter
+    assert "own forward fails on token ids and positions: AttributeError" in said
 
 
 @pytest.mark.parametrize("change", [

@@ -58,9 +58,10 @@ class Named(Returns):
 @pytest.mark.parametrize("kind, make", [
     (Returns, lambda hidden, logits: (logits,)),
     (Returns, lambda hidden, logits: (logits, None, 1.5, "x")),
-    (Returns, lambda hidden, logits: (logits, hidden.mean(), logits.argmax(-1))),  # a loss, and ids
-    (Returns, lambda hidden, logits: (logits, [(hidden.unflatten(-1, (4, -1)), hidden.unflatten(-1, (4, -1)))])),  # a cache
-    (Returns, lambda hidden, logits: (logits, hidden[..., 0])),  # a number for each token
+    (Returns, lambda hidden, logits: (logits, hidden.mean())),  # a loss
+    (Named, lambda hidden, logits: (logits, hidden.mean(), logits.argmax(-1))),  # and ids
+    (Named, lambda hidden, logits: (logits, [(hidden.unflatten(-1, (4, -1)), hidden.unflatten(-1, (4, -1)))])),  # a cache
+    (Named, lambda hidden, logits: (logits,)),
     (Returns, lambda hidden, logits: Out(hidden, logits)),
     (Returns, lambda hidden, logits: WithLogits(hidden, logits)),
     (Named, lambda hidden, logits: (logits, hidden)),
@@ -80,9 +81,15 @@ def test_the_logits_are_taken(kind, make) -> None:
     (Returns, lambda hidden, logits: (hidden, logits[0, -1]), "knows no vocabulary of the model"),
     (Returns, lambda hidden, logits: (hidden, Out(None, logits)), "knows no vocabulary of the model"),
     (Returns, lambda hidden, logits: (hidden, Opaque(logits)), "knows no vocabulary of the model"),
-    (Named, lambda hidden, logits: (hidden, logits), "not the first alone is as wide"),
-    (Named, lambda hidden, logits: (hidden, Opaque(logits)), "not the first alone is as wide"),
-    (Named, lambda hidden, logits: (logits * 0, logits), "not the first alone is as wide"),
+    (Returns, lambda hidden, logits: (hidden, logits[:, :, None]), "knows no vocabulary of the model"),  # of several heads
+    (Returns, lambda hidden, logits: (hidden, logits.mT), "knows no vocabulary of the model"),
+    (Returns, lambda hidden, logits: (hidden, logits.argmax(-1)), "knows no vocabulary of the model"),
+    (Named, lambda hidden, logits: (hidden,), "not the first member alone is as wide"),
+    (Named, lambda hidden, logits: (hidden, None), "not the first member alone is as wide"),
+    (Named, lambda hidden, logits: (hidden.mean(), logits), "not the first member alone is as wide"),
+    (Named, lambda hidden, logits: (hidden, logits), "not the first member alone is as wide"),
+    (Named, lambda hidden, logits: (hidden, Opaque(logits)), "not the first member alone is as wide"),
+    (Named, lambda hidden, logits: (logits * 0, logits), "not the first member alone is as wide"),
     (Returns, lambda hidden, logits: (None, logits), "does not begin with the logits"),
     (Returns, lambda hidden, logits: ((hidden, logits), None), "does not begin with the logits"),
     (Returns, lambda hidden, logits: {"logits": logits}, "its result has no logits"),
