@@ -210,16 +210,16 @@ def _parameters(function: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
-def written_between(first: fx.Node, last: fx.Node, but: fx.Node | None = None) -> bool:
-    """Whether any node between the two ``but`` one changes anything in place. (It does not matter what: it may be a view.)"""
+def written_between(first: fx.Node, last: fx.Node, but: fx.Node | None = None) -> fx.Node | None:
+    """The first node between the two ``but`` one that changes anything in place. (No matter what: it may be a view.)"""
     node = first.next
     while node is not last and first is not last:
         if node.op == "root":
             raise ValueError(f"{last} does not come after {first}")
         if node is not but and written_by(node):
-            return True
+            return node
         node = node.next
-    return False
+    return None
 
 
 def constant(arg: Any) -> Any:

@@ -74,7 +74,7 @@ def fuse_router(fusion: Fusion) -> int:
 def _changed(found: _Router) -> bool:
     """Whether anything is changed in place between logits and weights, but by the mask's scatter_ and the weights' division."""
     divided = _division(found.weights)
-    return written_between(found.logits, found.weights if divided is None else divided[0], but=found.groups.scatter)
+    return written_between(found.logits, divided[0] if divided else found.weights, but=found.groups.scatter) is not None
 
 
 def _fits(found: _Router, k: int) -> bool:

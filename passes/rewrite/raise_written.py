@@ -77,15 +77,15 @@ def find(graph: fx.Graph) -> list[Written]:
 
 
 def stopped_at(graph: fx.Graph) -> fx.Node | None:
-    """The step of the first chain, from a product of all tokens with all, that ``find`` does not follow; None if there is no
-    such chain, or if something is changed in place beside it."""
+    """The step of the first chain, from a product of all tokens with all, that ``find`` does not follow, or what is changed in
+    place beside it; None if there is no such chain."""
     products = (n for n in graph.nodes if torch_name(n) in (*_PRODUCTS, "baddbmm", "einsum") and of_pairs(n))
     at = next((n for n in products if not any(map(of_pairs, n.all_input_nodes))), None)
     while at is not None and _scores(at) is not None and (reader := only_user(at)) is not None:
         at = reader
         if torch_name(at) == "softmax":
             found = _of(at)
-            return None if isinstance(found, Written) else found
+            return written_between(found.first, found.last) if isinstance(found, Written) else found
     return at
 
 

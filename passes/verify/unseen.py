@@ -7,7 +7,7 @@ import re
 
 from torch import fx
 
-from quire.passes.fx import argument, module_path, target_name, torch_name, value
+from quire.passes.fx import argument, module_path, target_name, torch_name, value, written_by
 from quire.passes.rewrite.raise_written import stopped_at
 
 #: Operations of torch that attend, and the modules that call them.
@@ -37,6 +37,8 @@ def _step(node: fx.Node) -> str:
     name = torch_name(node) or target_name(node)
     if name == "getattr":
         return str(node.args[1])
+    if written_by(node):
+        return f"{name}, which changes a tensor in place"
     if len(node.users) > 1:
         return f"{name}, whose result is read {len(node.users)} times"
     if name == "softmax":

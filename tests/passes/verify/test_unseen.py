@@ -77,6 +77,18 @@ def test_the_step_is_named(attend, step: str) -> None:
         _ = graph.sites
 
 
+def test_a_change_in_place_beside_the_chain_is_named() -> None:
+    """Nothing is wrong with the chain itself."""
+    def attend(q, k, v, see):
+        scores = q @ k.mT + hidden(see)
+        v.mul_(2)
+        return scores.softmax(-1) @ v
+
+    graph = trace(Tiny(Written(attend)).eval())
+    with pytest.raises(UnsupportedAttention, match="does not follow the step mul_, which changes a tensor in place"):
+        _ = graph.sites
+
+
 @pytest.mark.parametrize("layer, name", [
     (nn.MultiheadAttention(HIDDEN, 2, batch_first=True), "nn.MultiheadAttention"),
     (nn.TransformerEncoderLayer(HIDDEN, 2, 16, batch_first=True), "nn.TransformerEncoderLayer")])
