@@ -238,9 +238,9 @@ class PagedModel:
         options: dict[str, Any] = {"use_cache": False} if self._use_cache else {}
         if self._keep_name is not None:
             options[self._keep_name] = logits_indices
-        result = self._call(input_ids=input_ids, position_ids=position_ids, **options)
-        check_first(result, self._vocabulary)
-        out = logits_of(result)
+        out = self._call(input_ids=input_ids, position_ids=position_ids, **options)
+        check_first(out, self._vocabulary)
+        out = logits_of(out)
         if out.dim() != 3:
             raise UnsupportedAttention("the model has no language-model head: its logits are not (batch, tokens, vocabulary)")
         # Some models take logits_to_keep and ignore it.

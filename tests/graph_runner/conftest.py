@@ -1,5 +1,8 @@
 """A model, prompts and what transformers makes of them, for the files that do not bring their own."""
 
+import signal
+from collections.abc import Iterator
+
 import pytest
 
 from quire.graph_runner.engine import Engine
@@ -50,3 +53,11 @@ def engine(shared_engine):
     """One engine for all tests that do not need their own; every test must leave it idle."""
     yield shared_engine
     tiny.assert_idle(shared_engine)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own reaction to a Ctrl-C; processes in the background, as pytest-xdist's workers may be, ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

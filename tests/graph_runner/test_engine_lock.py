@@ -50,14 +50,6 @@ def engine(shared: Engine) -> Iterator[Engine]:
     assert_idle(shared)
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Python's own reaction to a Ctrl-C; pytest-xdist's workers ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 # -- the lock by itself ----------------------------------------------------------------------------------------------------
 
 

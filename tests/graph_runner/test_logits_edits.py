@@ -277,7 +277,7 @@ def test_a_processor_that_ends_its_caller_ends_no_other(kind, engine, prompts) -
     assert_idle(engine)
 
 
-def test_ctrl_c_while_a_processor_runs(engine, prompts) -> None:
+def test_ctrl_c_while_a_processor_runs(engine, prompts, interruptible) -> None:
     """It ends the call of the main thread, after the step, and no request is blamed."""
     seen = []
 
