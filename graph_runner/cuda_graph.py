@@ -14,6 +14,12 @@ and any other when the first batch of it comes. A decode step whose graph is the
 where captures then take less than LATE_SHARE of the time. So no step waits for more than one capture, and none with prompts for
 a graph that it does not need.
 
+NOTE [Warming up]: what is made at first use must not be made while a graph is recorded: CUDA refuses to load some of it then,
+and memory would lie in the pool, filled by the replays of that graph only. So a step runs before it is recorded; before the
+first capture all of it, twice, and before others in ``short_warm_up``, one layer of each kind, which launches the same kernels
+in a fraction of the time. What that may miss is what layers make for themselves. So the recording counts only if it succeeds
+and leaves nothing in the pool but its outputs; else the whole step runs, and is recorded again.
+
 What records and replays is the device's (``graph_runner/device_graph.py``).
 """
 
@@ -25,8 +31,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -36,25 +43,14 @@ from quire.graph_runner.buckets import pick_bucket
 from quire.graph_runner.device_graph import GraphPool, Recorded, device_graphs
 from quire.graph_runner.forward_mode import CaptureHiddenMode
 from quire.graph_runner.gc_freeze import freeze_gc
-from quire.graph_runner.step_buffers import BatchShape
+from quire.graph_runner.step_buffers import BatchShape, Bucket, EncoderShape
 
 logger = logging.getLogger(__name__)
-#: Eager runs before the first capture, which create library handles, and before each other one, which load its own kernels.
+#: Eager runs before the first capture, which create library handles, and before each other one, which load its own kernels. See
+#: NOTE [Warming up].
 FIRST_WARMUPS, WARMUPS = 2, 1
 #: Of the time of a lazy runner, the most that goes to graphs that no batch has needed yet.
 LATE_SHARE = 0.2
-
-
-class EncoderShape(NamedTuple):
-    """A bucket of steps with cross attention, in which every row has encoder tokens. Its key differs from the ``BatchShape`` of
-    the same numbers, whose graph has none. For engines of encoder-decoder models; quire's own refuses such models."""
-
-    num_tokens: int
-    num_reqs: int
-    cross: bool = True
-
-
-Bucket = BatchShape | EncoderShape
 
 
 @dataclass
@@ -96,6 +92,7 @@ class CudaGraphRunner:
             return them; quire's own returns logits.
         piecewise: shape -> whether it is captured in pieces, between its attention calls, which then need not be capturable.
         inputs: shape -> the tensors that ``run`` reads, to check that they are where they were (debugging).
+        short_warm_up: inside, ``run`` launches each of its kernels, but need not run all of the step. See NOTE [Warming up].
 
     Attributes:
         reason: why the last batch had no graph; None if it had one.
@@ -107,7 +104,8 @@ class CudaGraphRunner:
                  pool: GraphPool | None = None, keep_outputs: bool = False,
                  hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
                  piecewise: Callable[[Any], bool] = lambda shape: False,
-                 inputs: Callable[[Any], Iterable[torch.Tensor]] | None = None) -> None:
+                 inputs: Callable[[Any], Iterable[torch.Tensor]] | None = None,
+                 short_warm_up: Callable[[], AbstractContextManager[Any]] | None = None) -> None:
         self._run, self._before, self.device, self._piecewise = run, before_capture, device, piecewise
         self.buckets: list[Bucket] = sorted(set(buckets), key=tuple, reverse=True)
         self.stats = GraphStats()
@@ -115,7 +113,7 @@ class CudaGraphRunner:
         self._no_room = False  # a late capture ran out of memory
         self._ahead, self._next_late = True, 0.0  # whether a step may capture a bucket that it does not need, and when
         self.lazy, self.hidden_mode, self._keep, self._inputs = lazy, hidden_mode, keep_outputs, inputs
-        self._progress = progress or iter
+        self._progress, self._short = progress or iter, short_warm_up
         self._graphs = device_graphs(device)
         self._shared, self._pool = pool, pool or GraphPool()
         self._entries: dict[Bucket, Recorded] = {}
@@ -245,15 +243,37 @@ class CudaGraphRunner:
     def _capture_one(self, bucket: Bucket) -> None:
         if self._before is not None:
             self._before(bucket)
-        run, cut = functools.partial(self._run, bucket), self._piecewise(bucket)
-        with breaking(left_out) if cut else contextlib.nullcontext():
-            self._graphs.warm_up(run, WARMUPS if self._entries else FIRST_WARMUPS)
-        record = self._graphs.record_in_segments if cut else self._graphs.record
-        self._entries[bucket] = record(run, self._pool.handle(self._graphs))
+        recorded = self._after_short_warm_up(bucket) if self._entries and self._short is not None else None
+        self._entries[bucket] = recorded or self._record(bucket, WARMUPS if self._entries else FIRST_WARMUPS)
         self.stats.pieces += self._entries[bucket].pieces
         if self._inputs is not None:
             self._addresses[bucket] = [t.data_ptr() for t in self._inputs(bucket)]
         self.stats.captured += 1
+
+    def _after_short_warm_up(self, bucket: Bucket) -> Recorded | None:
+        """None if the whole step must run before it is recorded. See NOTE [Warming up]."""
+        assert self._short is not None
+        why = "it made memory that is kept"
+        try:
+            recorded = self._record(bucket, WARMUPS, self._short)
+            if not self._graphs.is_left(self._pool.handle(self._graphs), self._pool.recorded):
+                return recorded
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            why = str(error)
+        logger.info("the graph of %s is recorded again, after its whole step: %s", tuple(bucket), why)
+        return None
+
+    def _record(self, bucket: Bucket, warm_ups: int, inside: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+                ) -> Recorded:
+        run, cut = functools.partial(self._run, bucket), self._piecewise(bucket)
+        with breaking(left_out) if cut else contextlib.nullcontext(), inside():
+            self._graphs.warm_up(run, warm_ups)
+        record = self._graphs.record_in_segments if cut else self._graphs.record
+        recorded = record(run, self._pool.handle(self._graphs))
+        self._pool.recorded.add(recorded)
+        return recorded
 
     def replay(self, bucket: Bucket) -> Any:
         """Run the bucket's graph on the static buffers; the output is valid until the next replay of any bucket of the pool, or

@@ -23,24 +23,27 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quire.attn_ops.breaks import breaking
 from quire.attn_ops.kernels.launch import CAPTURE_MODE, side_stream, synchronize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recorded:
     """A recorded step. ``replay()`` runs it on the addresses that it was recorded on and returns its output, which is the same
-    tensors every time: valid until the next replay of any step of the pool. ``pieces``: graphs that it was recorded in."""
+    tensors every time: valid until the next replay of any step of the pool. ``output``: these, if they are known before a
+    replay. ``pieces``: graphs that it was recorded in."""
 
     replay: Callable[[], Any]
+    output: Any = None
     pieces: int = 1
 
 
@@ -62,6 +65,9 @@ class DeviceGraphs(Protocol):
     def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
         """The same, cut at attention calls, which a replay makes anew. Raises RuntimeError where the device
         cannot."""
+
+    def is_left(self, pool: Any, recorded: Iterable[Recorded]) -> bool:
+        """Whether anything lies in ``pool`` beside the outputs of ``recorded``, or may."""
 
     def free_bytes(self) -> int:
         """Free device memory; 0 where that has no meaning."""
@@ -87,6 +93,9 @@ class CpuGraphs:
 
     record_in_segments = record
 
+    def is_left(self, pool: Any, recorded: Iterable[Recorded]) -> bool:
+        return False
+
     def free_bytes(self) -> int:
         return 0
 
@@ -102,7 +111,7 @@ def _recorded(graph: Any, recording: AbstractContextManager[Any], run: Callable[
         graph.replay()
         return output
 
-    return Recorded(replay)
+    return Recorded(replay, output)
 
 
 class CudaGraphs:
@@ -137,6 +146,12 @@ class CudaGraphs:
         self.release()  # what warming up left in the ordinary pool, as torch.cuda.graph does
         with self._beside() as stream, torch.cuda.stream(stream):
             return Recorded(*record_in_segments(begin, end, run))
+
+    def is_left(self, pool: Any, recorded: Iterable[Recorded]) -> bool:
+        known = {t.untyped_storage().data_ptr() for each in recorded for t in tree_leaves(each.output)
+                 if isinstance(t, torch.Tensor)}
+        return any(block["state"] == "active_allocated" and block["address"] not in known
+                   for segment in torch.cuda.memory_snapshot(pool) for block in segment["blocks"])
 
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0]
@@ -181,6 +196,9 @@ class NpuGraphs:
     def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
         raise RuntimeError("piecewise graphs are not supported on an NPU: make the engine without cudagraph_piecewise")
 
+    def is_left(self, pool: Any, recorded: Iterable[Recorded]) -> bool:
+        return True  # not known
+
     def free_bytes(self) -> int:
         return self._npu.mem_get_info(self.device)[0]
 
@@ -208,11 +226,12 @@ class GraphPool:
     """Memory for the graphs of several runners (a target and its draft model), made at the first use.
 
     Sound because replays never overlap; a runner that shares one copies its outputs (``CudaGraphRunner(keep_outputs=True)``)
-    if they are read after another's replay.
+    if they are read after another's replay. ``recorded``: the graphs that live in it.
     """
 
     def __init__(self) -> None:
         self._handle: Any = None
+        self.recorded: weakref.WeakSet[Recorded] = weakref.WeakSet()
 
     def handle(self, graphs: DeviceGraphs) -> Any:
         if self._handle is None:
@@ -221,9 +240,10 @@ class GraphPool:
 
 
 def record_in_segments(begin: Callable[[], Any], end: Callable[[Any], Callable[[], Any]], run: Callable[[], Any]
-                       ) -> tuple[Callable[[], Any], int]:
-    """Record ``run`` in pieces, cut at each paged op; returns what replays it, and the number of pieces. Attention is not run
-    meanwhile. ``begin`` starts recording and returns the graph, ``end`` stops recording a graph and returns what replays it."""
+                       ) -> tuple[Callable[[], Any], Any, int]:
+    """Record ``run`` in pieces, cut at each paged op; returns what replays it, its output, and the number of pieces. Attention
+    is not run meanwhile. ``begin`` starts recording and returns the graph, ``end`` stops recording a graph and returns what
+    replays it."""
     steps: list[Callable[[], Any]] = []
     graph: Any = begin()
 
@@ -253,7 +273,7 @@ def record_in_segments(begin: Callable[[], Any], end: Callable[[Any], Callable[[
             step()
         return output
 
-    return replay, (len(steps) + 1) // 2
+    return replay, output, (len(steps) + 1) // 2
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

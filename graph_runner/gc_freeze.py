@@ -11,6 +11,7 @@ from contextlib import contextmanager
 # CPython 3.12 keeps some 375 immortal objects among the frozen ones (3.11 and 3.13: none), and `gc.freeze` freezes at least the
 # 5000 objects of a bare interpreter. More than this many frozen objects mean that the application froze its own.
 _INTERPRETERS_OWN = 1000
+_inside = 0  # blocks of freeze_gc; counting the frozen objects walks them, which takes longer than many a capture
 
 
 @contextmanager
@@ -25,8 +26,10 @@ def freeze_gc(collect: bool = True) -> Iterator[None]:
     only collects and disables: `gc.unfreeze` would unfreeze theirs too. The collector is per process: the block holds for all
     threads, and overlapping blocks of several threads are not supported.
     """
+    global _inside
     was_enabled = gc.isenabled()
-    freeze = gc.get_freeze_count() < _INTERPRETERS_OWN
+    freeze = not _inside and gc.get_freeze_count() < _INTERPRETERS_OWN
+    _inside += 1
     gc.disable()
     try:
         if collect:
@@ -35,6 +38,7 @@ def freeze_gc(collect: bool = True) -> Iterator[None]:
             gc.freeze()
         yield
     finally:
+        _inside -= 1
         if freeze:
             gc.unfreeze()
         if was_enabled:

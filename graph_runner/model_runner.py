@@ -47,6 +47,7 @@ from quire.passes import start_times
 from quire.passes.capture.lora import adapter_names
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.compile.ahead import CompileAhead, StepShape
+from quire.passes.compile.regions import each_once
 
 logger = logging.getLogger(__name__)
 CPU_KV_BYTES = 256 * 2**20  # KV memory on a CPU when num_pages is not given
@@ -176,7 +177,7 @@ class ModelRunner:
         self.graphs = CudaGraphRunner(
             self._run_captured, buckets, self.device, before_capture=self._before_capture, lazy=config.cudagraph_lazy,
             progress=self._progress("Capturing CUDA graphs"), piecewise=self._is_piecewise,
-            inputs=self._inputs if config.cudagraph_debug else None)
+            inputs=self._inputs if config.cudagraph_debug else None, short_warm_up=each_once)
         # Before the KV cache takes the memory.
         check_packing(self.paged, self.sites, self.backend, page_size=config.page_size, kv_dtype=self._kv_dtype,
                       layout=config.kv_layout, device=self.device, vocab_size=self.vocab_size,

@@ -40,6 +40,18 @@ class BatchShape(NamedTuple):
     num_reqs: int
 
 
+class EncoderShape(NamedTuple):
+    """A bucket of steps with cross attention, in which every row has encoder tokens. Its key differs from the ``BatchShape`` of
+    the same numbers, whose graph has none. For engines of encoder-decoder models; quire's own refuses such models."""
+
+    num_tokens: int
+    num_reqs: int
+    cross: bool = True
+
+
+Bucket = BatchShape | EncoderShape
+
+
 class StepLayout(NamedTuple):
     """The fields of a batch shape in the flat buffer: name -> (byte offset, type, length)."""
 

@@ -10,6 +10,8 @@ So the compiler sees three small graphs instead of one of 32 layers::
 
 Nothing is lost at the cuts: an attention op is opaque to the compiler, which fuses nothing across it.
 
+``each_once``: for running every kernel of a step once, as before a CUDA graph is recorded.
+
 Two pieces are equal if they run the same operations with the same constants on inputs of the same dtypes, devices, strides and
 (symbolic) sizes: ``_signature``. Compiled whole, with the reason logged: graphs whose pieces all differ, graphs that change in
 place what another piece made (a compiler of pieces does not see all users of that memory), graphs with nested graphs.
@@ -21,6 +23,8 @@ import itertools
 import logging
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from quire.attn_ops.context import setting
 from quire.passes.compile.size_guards import SYMBOL
 from quire.passes.fake_values import At, again, any_sizes, computed, fake_input
 from quire.passes.fx import ancestors, evaluate, placeholders, storage_of, value, written_by
@@ -43,7 +48,14 @@ Look = Callable[[list[fx.Node], dict[fx.Node, Any]], None]
 _BEFORE = -1  # the place of what runs uncompiled, before all pieces
 _SIZES = itertools.count(1009, 2)  # all different, so that no two symbols are taken for one
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+_once: ContextVar[bool] = ContextVar("quire_each_region_once", default=False)
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def each_once() -> AbstractContextManager[bool]:
+    """While inside, in this context, a graph that was cut runs one piece of each kind, whose results stand for those of all
+    pieces of that kind: its own results are wrong. What a piece launches does not depend on its weights."""
+    return setting(_once, True)
 
 
 class _Whole(Exception):
@@ -289,8 +301,14 @@ def _joined(graph: fx.Graph, before: list[fx.Node], pieces: list[tuple[Callable[
     def joined(*args: Any) -> Any:
         values = dict(zip(given, args, strict=True))
         evaluate(before, values)
+        once, made = _once.get(), dict[Callable[..., Any], Any]()
         for run, inputs, outputs, dead in steps:
-            values.update(zip(outputs, run(*[values[n] for n in inputs]), strict=True))
+            results = made.get(run) if once else None
+            if results is None:
+                results = run(*[values[n] for n in inputs])
+                if once:
+                    made[run] = results
+            values.update(zip(outputs, results, strict=True))
             for n in dead:
                 del values[n]
         return fx.node.map_arg(result, values.__getitem__)

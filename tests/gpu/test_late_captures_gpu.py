@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 from dataclasses import replace
 
@@ -10,6 +12,8 @@ import torch
 
 from quire import Engine
 from quire.graph_runner import cuda_graph
+from quire.graph_runner.cuda_graph import CudaGraphRunner
+from quire.graph_runner.step_buffers import BatchShape
 from tests.gpu.helpers import check_likely, need
 from tests.tiny import GREEDY, tokens
 
@@ -73,3 +77,40 @@ def test_other_threads_use_the_gpu_during_late_captures(backend, half, prompts) 
     for prompt, *found in zip(prompts, *outs, strict=True):
         for each in found:
             check_likely(half, prompt, each)
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "in pieces"])
+def test_what_layers_make_at_first_use(cut) -> None:
+    """A table that a layer makes when it first runs is made outside graphs, though only the first layer runs before most of
+    them: inside, it would hold numbers only where that graph had been replayed."""
+    device, tables, short = torch.device("cuda"), dict[tuple[int, int], torch.Tensor](), [False]
+    x = torch.ones(8, device=device)
+
+    def run(shape: BatchShape) -> torch.Tensor:
+        y = x[: shape.num_reqs]
+        for layer in range(1 if short[0] else 3):
+            key = (layer, shape.num_reqs)
+            if key not in tables:
+                tables[key] = torch.full((8,), 2.0, device=device)
+            y = y * tables[key][: shape.num_reqs]
+        return y
+
+    @contextlib.contextmanager
+    def first_layer():
+        short[0] = True
+        yield
+        short[0] = False
+
+    made = CudaGraphRunner(run, [BatchShape(n, n) for n in (8, 7, 6)], device, short_warm_up=first_layer,
+                           piecewise=lambda shape: cut)
+    made.capture()
+    for n in (6, 7, 8):  # the one that was recorded last is replayed first
+        assert made.replay(BatchShape(n, n)).tolist() == [8.0] * n
+
+
+def test_few_graphs_are_recorded_twice(half, caplog) -> None:
+    """An engine's steps leave nothing in the pool that they are recorded to, so one layer of each kind runs before most."""
+    options = {**OPTIONS, "compiler": "inductor"}
+    with caplog.at_level(logging.INFO, "quire.graph_runner.cuda_graph"), Engine(half, **options, attention="triton"):
+        pass
+    assert "recorded again" not in caplog.text

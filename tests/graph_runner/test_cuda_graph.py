@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import weakref
@@ -11,11 +12,11 @@ import pytest
 import torch
 
 from quire.graph_runner import cuda_graph
-from quire.graph_runner.cuda_graph import CudaGraphRunner, EncoderShape, GraphStats
+from quire.graph_runner.cuda_graph import CudaGraphRunner, GraphStats
 from quire.graph_runner.device_graph import CpuGraphs, GraphPool, Recorded, register_device_graphs
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.forward_mode import CaptureHiddenMode
-from quire.graph_runner.step_buffers import BatchShape
+from quire.graph_runner.step_buffers import BatchShape, EncoderShape
 from quire.graph_runner.window_pages import MemoryPlan
 from tests.tiny import GREEDY, check_padded_bucket, decode_batch, hf_greedy, load_model, run_batch, tokens
 
@@ -232,6 +233,8 @@ class RecordingGraphs(CpuGraphs):
     """A device without hardware: one output per graph, in the pool's one buffer, as on a GPU."""
 
     log: list = []
+    fails: list = []
+    left: list = []
 
     def new_pool(self):
         self.log.append("pool")
@@ -244,11 +247,17 @@ class RecordingGraphs(CpuGraphs):
         value = run()
         output = pool[: value.shape[0]]
         self.log.append("record")
+        if self.fails and (error := self.fails.pop(0)) is not None:
+            raise error
 
         def replay():
             return output.copy_(value)
 
         return Recorded(replay)
+
+    def is_left(self, pool, recorded) -> bool:
+        self.log.append(("left beside", len(recorded)))
+        return bool(self.left.pop(0)) if self.left else False
 
     def free_bytes(self) -> int:
         return 1000 - 10 * len(self.log)
@@ -259,7 +268,7 @@ class RecordingGraphs(CpuGraphs):
 
 @pytest.fixture
 def device() -> torch.device:
-    RecordingGraphs.log = []
+    RecordingGraphs.log, RecordingGraphs.fails, RecordingGraphs.left = [], [], []
     register_device_graphs("meta", RecordingGraphs)
     return torch.device("meta")
 
@@ -272,6 +281,32 @@ def test_a_new_device_is_one_class(device) -> None:
     one = r.replay(BatchShape(1, 1))
     assert one.tolist() == [1] and r.replay(BatchShape(4, 4)).tolist() == [4] * 4
     assert one.tolist() == [4]  # an output lasts until the next replay
+
+
+@pytest.mark.parametrize("fails, left, again", [
+    ([], [], False), ([], [True], True), ([None, RuntimeError("a kernel is loaded")], [], True),
+], ids=["short", "memory is kept", "the recording fails"])
+def test_a_step_runs_whole_where_a_short_run_is_not_enough(device, fails, left, again) -> None:
+    """What a layer makes at its first use, inside a graph, would be filled by that graph alone."""
+    inside: list[bool] = []
+
+    @contextlib.contextmanager
+    def short():
+        RecordingGraphs.log.append("short")
+        inside.append(True)
+        yield
+        inside.pop()
+
+    def run(shape):
+        assert not inside  # nothing is recorded inside
+        return torch.full((shape.num_reqs,), float(shape.num_tokens))
+
+    r = CudaGraphRunner(run, shapes(1, 4), device, short_warm_up=short)
+    RecordingGraphs.fails, RecordingGraphs.left = list(fails), list(left)
+    r.capture()
+    whole, looked = [("warm up", 1), "record"], [] if fails else [("left beside", 2)]
+    assert RecordingGraphs.log == ["release", ("warm up", 2), "pool", "record", "short", *whole, *looked, *whole * again]
+    assert r.replay(BatchShape(1, 1)).tolist() == [1] and r.replay(BatchShape(4, 4)).tolist() == [4] * 4
 
 
 def test_runners_that_share_a_pool(device) -> None:

@@ -78,7 +78,7 @@ class TapeGraphs(CpuGraphs):
             graph = tape.begin()
             output = run()
             replay = tape.end(graph)
-        self.made.append(Recorded(lambda: (replay(), output)[1]))
+        self.made.append(Recorded(lambda: (replay(), output)[1], output))
         return self.made[-1]
 
     def record_in_segments(self, run, pool) -> Recorded:
@@ -117,9 +117,10 @@ def test_arithmetic(breaks) -> None:
 
     tape = Tape()
     with tape:
-        replay, pieces = record_in_segments(tape.begin, tape.end, run)
+        replay, output, pieces = record_in_segments(tape.begin, tape.end, run)
     assert pieces == breaks + 1
     out = replay()
+    assert out is output
     assert out.tolist() == [wanted(1)] * 2
     given.fill_(5)
     host[0] = -3.0

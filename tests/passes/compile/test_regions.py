@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import quire.passes.compile.inductor
-from quire.passes.compile.regions import copies
+from quire.passes.compile.regions import copies, each_once
 from quire.passes.fake_values import fake_input
 from tests.passes.models import HIDDEN, Attention, Tiny, served, trace
 
@@ -117,6 +117,24 @@ def test_equal_layers_are_computed_once(compiled: list[fx.GraphModule], monkeypa
         served(trace(net, compiler="inductor"), net)
         counts.append(len(computed))
     assert counts[0] == counts[1] > 20
+
+
+def test_each_kind_of_layer_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a step is recorded: six layers launch what three do, and afterwards all run again."""
+    ran: list[fx.GraphModule] = []
+
+    def compile_fx(gm: fx.GraphModule, inputs: list[Any], config_patches: dict[str, Any]) -> Callable[..., Any]:
+        return lambda *args: (ran.append(gm), gm(*args))[1]
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    net = model(6)
+    graph = trace(net, compiler="inductor")
+    assert served(graph, net) <= TOLERANCE
+    whole, _ = len(ran), ran.clear()
+    with each_once():
+        served(graph, net)
+    assert len({id(gm) for gm in ran}) == 3 and len(ran) * 7 == whole * 3
+    assert served(graph, net) <= TOLERANCE
 
 
 def test_layers_that_differ_are_compiled_apart(compiled: list[fx.GraphModule]) -> None:
