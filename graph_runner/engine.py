@@ -249,7 +249,7 @@ class Engine(EngineCalls, WeightUpdates):
             return self._finish(request, FinishReason.ERROR, error=request.failure or (
                 f"the logits for token {len(request.token_ids)} contain NaN, or are all -inf; the model overflowed"
                 f"{'' if self.config.kv_scales is None else ', or keys or values do not fit kv_scales: give larger ones'}"
-                f"{'' if request.edits is None else ', or its sampling parameters leave no token'}"))
+                f"{', or its sampling parameters leave no token' if request.edits or request.params.min_tokens else ''}"))
         output, params, text = request.output, request.params, request.detokenizer
         ends, full = request.append(token)
         piece = ""

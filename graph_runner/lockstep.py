@@ -156,7 +156,10 @@ class Rows:
                 if self._follow(everything=False):
                     found.clear()
                 batch = self._schedule()
-                logits = self._runner.logits_of(batch).to(torch.float32, copy=True)
+                if (logits := self._logits_of(batch)) is None:
+                    found.clear()
+                    continue
+                logits = logits.to(torch.float32, copy=True)
                 for scheduled, of_row in zip(batch.rows, logits, strict=True):
                     row = scheduled.request
                     row.num_computed += scheduled.num_new
@@ -180,7 +183,8 @@ class Rows:
             with self.engine.lock.hold():
                 self._follow(everything=False)
                 batch = self._schedule(most, scored=True)
-                logits = self._runner.logits_of(batch)
+                if (logits := self._logits_of(batch)) is None:
+                    continue
                 at = len(batch.rows)
                 for i, (row, start, count, _, scored) in enumerate(batch.rows):
                     index = self.requests.index(row)
@@ -189,6 +193,18 @@ class Rows:
                     row.num_computed, at = start + count, at + scored
             if self.engine.requests:
                 self.engine._step()
+
+    def _logits_of(self, batch: ScheduledBatch) -> torch.Tensor | None:
+        """Run a step. None: it failed because the trace no longer fitted its model, which is traced again; so rows begin
+        again too."""
+        try:
+            return self._runner.logits_of(batch)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            if self.engine._live.change() is None or not self._follow(everything=True):
+                raise
+            return None
 
     def _awaited(self, group: slice) -> int | None:
         """How many tokens the rows of the group have in common, if the first row computes them for all; None: it has."""

@@ -121,8 +121,9 @@ FIELDS: dict[str, Row] = {
     "num_assistant_tokens": same(_ASSISTED, num_assistant_tokens=5),
     "num_assistant_tokens_schedule": same(_ASSISTED, num_assistant_tokens_schedule="constant"),
     "assistant_confidence_threshold": same(_ASSISTED, assistant_confidence_threshold=0.4),
-    "prompt_lookup_num_tokens": same(f"{_ASSISTED}; with do_sample by other random numbers. Batches too. Beside guidance_scale "
-                                     "the tokens are those without it: transformers' processor keeps a state of its own",
+    "prompt_lookup_num_tokens": same(f"{_ASSISTED}; with do_sample by other random numbers. Batches and num_return_sequences "
+                                     "too. Beside guidance_scale the tokens are those without it: transformers' "
+                                     "processor keeps a state of its own",
                                      prompt_lookup_num_tokens=2, repetition_penalty=3.0, **SCORES),
     "max_matching_ngram_size": same(_ASSISTED, max_matching_ngram_size=2),
     "assistant_early_exit": same(_ASSISTED, assistant_early_exit=1),
@@ -148,9 +149,9 @@ ARGUMENTS: dict[str, Row] = {
     "inputs": same("(batch, length) token ids"),
     "input_ids": same("the same; both is transformers' error"),
     "attention_mask": Row(DIFFERENT, None, (
-        "padding on the left, holes, and 3 forms of dtype: same. Padding on the right: the row goes on where its prompt ends, "
-        "with a warning; transformers goes on from the padding. Holes in models with windows, and values beside 0 "
-        "and 1, fall back")),
+        "padding on the left, holes, and 3 forms of dtype: same (where rope depends on the length, as if without padding). Padding "
+        "on the right: the row goes on where its prompt ends, with a warning; transformers goes on from the padding. Holes in "
+        "models with windows, and values beside 0 and 1, fall back")),
     "position_ids": same("those of the mask; others fall back", position_ids=torch.tensor([[0], [0]]), **ONE_TOKEN),
     "generation_config": same("", True, generation_config=GenerationConfig(repetition_penalty=3.0)),
     "logits_processor": same("gets the whole batch, once a step; an error in it is the caller's, other requests go on", True,

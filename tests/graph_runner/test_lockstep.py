@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LogitsProcessorList, Phi3Config, Phi3ForCausalLM, StoppingCriteriaList
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, Phi3Config, Phi3ForCausalLM, StoppingCriteriaList
 
 import quire
 from quire.graph_runner.lockstep import Rows
@@ -182,6 +182,50 @@ def test_a_model_that_changes_meanwhile(pair) -> None:
     assert torch.equal(got, pair[0].generate(ids, num_beams=4, max_new_tokens=20))
     assert len(runners) == 1 and model.generate.engine.runner is not runners[0]
     assert_idle(model.generate.engine)
+    model.generate.close()
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beams", [True, False], ids=["beams", "every logits"])
+def test_a_layer_wrapped_meanwhile(beams) -> None:
+    """As PEFT's add_adapter does. The weights that the trace reads are elsewhere then, and a step may fail before the change
+    is met: so the engine looks for one, as it does for other requests."""
+    ids = torch.randint(3, 64, (1, 40))
+    deep = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=8, num_attention_heads=4,
+                                        num_key_value_heads=2, intermediate_size=48, eos_token_id=None, pad_token_id=0)).eval()
+    model = quire.paged(copy.deepcopy(deep), **OPTIONS)
+    engine, turns = model.generate.engine, []
+
+    def wrap(*_: Any) -> None:
+        turns.append(1)
+        if len(turns) == 3:
+            attention = model.model.layers[6].self_attn
+            attention.k_proj = Wrapped(attention.k_proj)
+
+    if beams:
+        got = model.generate(ids, num_beams=4, max_new_tokens=12, logits_processor=[lambda ids, scores: (wrap(), scores)[1]])
+        assert torch.equal(got, deep.generate(ids, num_beams=4, max_new_tokens=12))
+    else:
+        want, found = deep(ids).logits[0], torch.zeros(ids.shape[1], 64)
+
+        def take(row: int, start: int, logits: torch.Tensor) -> None:
+            wrap()
+            found[start : start + len(logits)] = logits
+
+        with torch.no_grad(), Rows(engine, [tuple(ids[0].tolist())], 0) as rows:
+            rows.every_logits(take, 8)
+        torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+    assert len(turns) > 3
+    assert_idle(engine)
     model.generate.close()
 
 

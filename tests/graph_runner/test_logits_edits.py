@@ -304,9 +304,10 @@ def test_a_processor_that_runs_its_own_engine_is_refused(engine, prompts) -> Non
     assert_idle(engine)
 
 
-def test_nothing_left_to_sample(engine, prompts) -> None:
+@pytest.mark.parametrize("options", [dict(allowed_token_ids=[9], stop_token_ids=[9]), dict(stop_token_ids=list(range(1848)))])
+def test_nothing_left_to_sample(engine, prompts, options) -> None:
     with pytest.raises(RuntimeError, match="or its sampling parameters leave no token"):
-        engine.generate(prompts[0], replace(GREEDY, allowed_token_ids=[9], stop_token_ids=[9], min_tokens=3))
+        engine.generate(prompts[0], replace(GREEDY, **options, min_tokens=3))
     assert_idle(engine)
 
 
