@@ -7,11 +7,12 @@ attention of its own, or with a branch for one implementation. Such a model is t
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from torch import fx
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.capture import hf_interface
 from quire.passes.capture.own_masks import names_of, own_functions, strings_of
+from quire.passes.fx import module_path
 from quire.passes.verify.sites import site_nodes
 
-_FRAME = re.compile(r'File "(.+?)", line \d+, in (\w+)')
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in (\w+)')
+#: What the call of a layer asks for, and who makes the mask of that. Without quire the mask alone decides.
+_MAKERS = {"window": "create_sliding_window_causal_mask", "chunk": "create_chunked_causal_mask"}
 _NAME = "_attn_implementation"  # also the beginning of others that hold it
 
 
@@ -50,9 +54,47 @@ def check_callers(graph: fx.Graph) -> None:
         frames = _FRAME.findall(node.stack_trace or "")
         if not frames:
             raise _chosen("code that the trace does not name")
-        ours = next((i for i, (file, _) in enumerate(frames) if file == hf_interface.__file__), 0)
+        ours = next((i for i, (file, *_) in enumerate(frames) if file == hf_interface.__file__), 0)
         if ours and not frames[ours - 1][0].startswith(package):
-            raise _chosen(frames[ours - 1][1])
+            raise _chosen(frames[ours - 1][2])
+
+
+def check_mask_makers(graph: fx.Graph, read: Iterable[str]) -> None:
+    """``graph``: traced by the interface. ``read``: names of functions that its code read, or may have. Raises ChosenByUser:
+    a layer has a window or chunk, of which that code makes no mask."""
+    made = {name.rpartition(".")[2] for name in read}
+    for node in site_nodes(graph):
+        for option, maker in _MAKERS.items():
+            if node.kwargs.get(option) is not None and maker not in made:
+                where, size = module_path(node) or node.name, node.kwargs[option]
+                raise ChosenByUser(f"the layer at {where} has a {option} of {size}, but "
+                                   f"the forward around it makes no mask of that (by {maker})")
+
+
+def names_around(graph: fx.Graph) -> set[str]:
+    """Names that the functions read in which the sites' attention was called, and the functions of these names in their files.
+    For a trace of which nobody notes what it reads."""
+    frames = {frame for node in site_nodes(graph) for frame in _FRAME.findall(node.stack_trace or "")}
+    found = set[str]()
+    for file, line, name in frames:
+        codes = _codes(file)
+        for code in codes:
+            if code.co_name == name and int(line) in {at for *_, at in code.co_lines()}:
+                found |= (names := names_of(code))
+                found |= {inner for each in codes if each.co_name in names for inner in names_of(each)}
+    return found
+
+
+@functools.cache
+def _codes(file: str) -> list[types.CodeType]:
+    """The code of all functions of a file; none if it cannot be read."""
+    try:
+        codes = [compile(Path(file).read_text(encoding="utf-8"), file, "exec")]
+    except (OSError, SyntaxError, ValueError):
+        return []
+    for code in codes:  # grows
+        codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return codes[1:]
 
 
 def functions_beside(model: torch.nn.Module) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from quire.passes.capture.hf_interface import interface_active, uses_interface
 from quire.passes.capture.in_float32 import InFloat32
 from quire.passes.capture.kept_trace import TraceFile
 from quire.passes.capture.lora import LoraPlaces, adapter_layers, adapters_per_token
-from quire.passes.capture.own_attention import ChosenByUser, check_callers, check_code
+from quire.passes.capture.own_attention import ChosenByUser, check_callers, check_code, check_mask_makers
 from quire.passes.capture.own_masks import check_masks
 from quire.passes.capture.reads import Reads
 from quire.passes.capture.results import check_first, logits_of, vocabulary
@@ -194,6 +194,7 @@ class PagedModel:
             if by_interface:
                 if not taken:  # a graph from the disk was checked before it was written, and has no stacks
                     check_callers(self.graph.gm.graph)
+                    check_mask_makers(self.graph.gm.graph, self.reads.values())
                 check_code(None, self.reads.values())
                 check_masks(self.model, self.reads.values())
             _ = self.sites  # verified here, not at the first step

@@ -23,7 +23,7 @@ from quire.attn_ops.ops.small_linear import MAX_TOKENS
 from quire.attn_ops.registry import all_backends
 from quire.attn_ops.selection import Selection, select_backend, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, ensure_planned
-from quire.passes.capture.own_attention import check_callers, check_code, functions_beside
+from quire.passes.capture.own_attention import check_callers, check_code, check_mask_makers, functions_beside, names_around
 from quire.passes.capture.own_masks import check_masks
 from quire.passes.capture.retrace import AnyLength, TracedCall, is_static
 from quire.passes.capture.side_effects import check_changes, note_changes
@@ -206,6 +206,7 @@ class TracedGraph:
                                        "least 2 tokens (metadata.padded), or use quire.Engine")
         if model is not None:
             check_callers(found[0].gm.graph)
+            check_mask_makers(found[0].gm.graph, names_around(found[0].gm.graph))
         return found[0]
 
     @property

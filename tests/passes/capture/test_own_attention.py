@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import GenerationMixin, MistralConfig, MistralModel, MistralPreTrainedModel
+from transformers.masking_utils import create_sliding_window_causal_mask
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama import modeling_llama as llama
 
 from quire import CommonAttentionMetadata, Engine, UnsupportedAttention, step
@@ -154,6 +157,66 @@ def test_a_forward_put_on_one_layer() -> None:
     expected = model.generate(torch.tensor([IDS]), max_new_tokens=6, do_sample=False, eos_token_id=None, use_cache=False)
     with Engine(model, num_pages=40, max_num_seqs=4, cudagraph_capture_sizes=[]) as engine:
         assert engine.generate(IDS, SHORT)[0].token_ids == expected[0, len(IDS) :].tolist()
+
+
+class AroundForCausalLM(MistralPreTrainedModel, GenerationMixin):
+    """A forward of the user's around transformers' layers, which ask for a window; ``masks``: it makes the mask of that."""
+
+    def __init__(self, config, masks: bool) -> None:
+        super().__init__(config)
+        self.model, self.masks = MistralModel(config), masks
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids, position_ids=None, attention_mask=None, past_key_values=None, use_cache=None, **kwargs):
+        x = self.model.embed_tokens(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(x.shape[1])[None]
+        mask = None
+        if self.masks:
+            mask = create_sliding_window_causal_mask(config=self.config, inputs_embeds=x, attention_mask=attention_mask,
+                                                     past_key_values=past_key_values, position_ids=position_ids)
+        rotary = self.model.rotary_emb(x, position_ids)
+        for layer in self.model.layers:
+            x = layer(x, attention_mask=mask, position_ids=position_ids, position_embeddings=rotary)
+        return CausalLMOutputWithPast(logits=self.lm_head(self.model.norm(x)))
+
+
+def around(masks: bool) -> AroundForCausalLM:
+    torch.manual_seed(0)
+    sizes = small_llama(0.3).config.to_dict()  # so that its cache fits
+    given = {name: sizes[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                                            "num_attention_heads", "num_key_value_heads")}
+    config = MistralConfig(**given, sliding_window=WINDOW, initializer_range=0.3)
+    return AroundForCausalLM(config, masks).eval()
+
+
+def test_a_window_without_its_mask() -> None:
+    """The mask decides, and not what a layer asks attention for: without one such a model sees everything."""
+    model, ids = around(masks=True), torch.tensor([IDS])
+    want = model(ids).logits[0]
+    with Engine(model, num_pages=40, max_num_seqs=4, cudagraph_capture_sizes=[]) as engine:
+        assert engine.runner.sites[0].window == WINDOW
+        assert engine.generate(IDS, replace(SHORT, max_tokens=1))[0].token_ids == [int(want[-1].argmax())]
+    assert (steps(model, [17, 1, 22]) - want).abs().max() <= TOLERANCE * want.abs().max()
+    seeing_all = around(masks=False)
+    other = seeing_all(ids).logits[0]
+    assert (other - want).abs().max() > 0.1 * want.abs().max()
+    with pytest.raises(UnsupportedAttention, match=rf"(?s)attends without it.*window of {WINDOW}, but the forward around"):
+        Engine(seeing_all, num_pages=40)
+    assert (steps(seeing_all, [17, 1, 22]) - other).abs().max() <= TOLERANCE * other.abs().max()  # no cache of generate's
+
+
+@pytest.mark.parametrize("types, message", [
+    (["chunked_attention"], "layer 0 .* is a chunked_attention layer, but attends without chunks"),
+    (None, f"configured with attention_chunk_size={WINDOW}, but attends without chunks at layer 0"),
+])
+def test_chunks_of_a_class_without_them(types, message) -> None:
+    """The cache of ``generate`` goes by the config alone, and drops what the forward would see."""
+    model = small_llama(0.3)
+    model.config.attention_chunk_size, model.config.layer_types = WINDOW, types
+    with pytest.raises(UnsupportedAttention, match=message):
+        Engine(model, num_pages=40)
 
 
 def biased(module, query, key, value, attention_mask, scaling, **kwargs):
