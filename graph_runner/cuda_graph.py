@@ -18,7 +18,8 @@ NOTE [Warming up]: what is made at first use must not be made while a graph is r
 and memory would lie in the pool, filled by the replays of that graph only. So a step runs before it is recorded; before the
 first capture all of it, twice, and before others in ``short_warm_up``, one layer of each kind, which launches the same kernels
 in a fraction of the time. What that may miss is what layers make for themselves. So the recording counts only if it succeeds
-and leaves nothing in the pool but its outputs; else the whole step runs, and is recorded again.
+and leaves nothing in the pool but its outputs; else it is replayed, which fills what was made, and the whole step runs and is
+recorded again. Steps in pieces, which cannot be replayed without a plan, always run whole.
 
 What records and replays is the device's (``graph_runner/device_graph.py``).
 """
@@ -29,10 +30,8 @@ import contextlib
 import functools
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +42,7 @@ from quire.graph_runner.buckets import pick_bucket
 from quire.graph_runner.device_graph import GraphPool, Recorded, device_graphs
 from quire.graph_runner.forward_mode import CaptureHiddenMode
 from quire.graph_runner.gc_freeze import freeze_gc
+from quire.graph_runner.stats import GraphStats
 from quire.graph_runner.step_buffers import BatchShape, Bucket, EncoderShape
 
 logger = logging.getLogger(__name__)
@@ -51,28 +51,6 @@ logger = logging.getLogger(__name__)
 FIRST_WARMUPS, WARMUPS = 2, 1
 #: Of the time of a lazy runner, the most that goes to graphs that no batch has needed yet.
 LATE_SHARE = 0.2
-
-
-@dataclass
-class GraphStats:
-    """Counts so far. ``fell_back``: steps that ran without a graph, by reason; ``replays``: by bucket; ``padding_tokens``: by
-    which batches were padded; ``estimated_bytes``: what ``estimate`` found, before ``capture_bytes`` were measured;
-    ``pieces``: graphs that the captured steps are made of, one each unless they are cut."""
-
-    captured: int = 0
-    replayed: int = 0
-    fell_back: Counter[str] = field(default_factory=Counter)
-    capture_seconds: float = 0.0
-    capture_bytes: int = 0
-    estimated_bytes: int = 0
-    pieces: int = 0
-    replays: Counter[Bucket] = field(default_factory=Counter)
-    padding_tokens: int = 0
-
-    def __str__(self) -> str:
-        over = ", ".join(f"{n} for {why}" for why, n in self.fell_back.items()) or "none"
-        return (f"{self.captured} graphs ({self.capture_seconds:.1f} s, {self.capture_bytes / 2**20:.0f} MiB), {self.replayed} "
-                f"replays, fell back: {over}")
 
 
 class CudaGraphRunner:
@@ -243,7 +221,8 @@ class CudaGraphRunner:
     def _capture_one(self, bucket: Bucket) -> None:
         if self._before is not None:
             self._before(bucket)
-        recorded = self._after_short_warm_up(bucket) if self._entries and self._short is not None else None
+        short = self._entries and self._short is not None and not self._piecewise(bucket)
+        recorded = self._after_short_warm_up(bucket) if short else None
         self._entries[bucket] = recorded or self._record(bucket, WARMUPS if self._entries else FIRST_WARMUPS)
         self.stats.pieces += self._entries[bucket].pieces
         if self._inputs is not None:
@@ -255,15 +234,23 @@ class CudaGraphRunner:
         assert self._short is not None
         why = "it made memory that is kept"
         try:
-            recorded = self._record(bucket, WARMUPS, self._short)
-            if not self._graphs.is_left(self._pool.handle(self._graphs), self._pool.recorded):
-                return recorded
+            recorded: Recorded | None = self._record(bucket, WARMUPS, self._short)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            why = str(error)
+            if self._left():
+                raise  # nothing would fill what was made
+            recorded, why = None, str(error)
+        if recorded is not None and not self._left():
+            return recorded
         logger.info("the graph of %s is recorded again, after its whole step: %s", tuple(bucket), why)
+        if recorded is not None:
+            recorded.replay()
+            self._graphs.release()  # waits for it
         return None
+
+    def _left(self) -> bool:
+        return self._graphs.is_left(self._pool.handle(self._graphs), self._pool.recorded)
 
     def _record(self, bucket: Bucket, warm_ups: int, inside: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
                 ) -> Recorded:

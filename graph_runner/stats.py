@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from quire.graph_runner.prefix_cache import PrefixStats
+from quire.graph_runner.step_buffers import Bucket
 from quire.passes.verify.quantized import num_bytes
 
 
@@ -135,3 +137,25 @@ def stats_of(engine: Any) -> EngineStats:
         graph_bytes=runner.graphs.stats.capture_bytes, estimated_graph_bytes=runner.graphs.stats.estimated_bytes,
         backend_bytes=runner.cache.beside_bytes, step_bytes=runner.step_bytes,
         free_bytes=torch.cuda.mem_get_info(runner.device)[0] if on_gpu else None)
+
+
+@dataclass
+class GraphStats:
+    """Counts so far. ``fell_back``: steps that ran without a graph, by reason; ``replays``: by bucket; ``padding_tokens``: by
+    which batches were padded; ``estimated_bytes``: what ``estimate`` found, before ``capture_bytes`` were measured;
+    ``pieces``: graphs that the captured steps are made of, one each unless they are cut."""
+
+    captured: int = 0
+    replayed: int = 0
+    fell_back: Counter[str] = field(default_factory=Counter)
+    capture_seconds: float = 0.0
+    capture_bytes: int = 0
+    estimated_bytes: int = 0
+    pieces: int = 0
+    replays: Counter[Bucket] = field(default_factory=Counter)
+    padding_tokens: int = 0
+
+    def __str__(self) -> str:
+        over = ", ".join(f"{n} for {why}" for why, n in self.fell_back.items()) or "none"
+        return (f"{self.captured} graphs ({self.capture_seconds:.1f} s, {self.capture_bytes / 2**20:.0f} MiB), {self.replayed} "
+                f"replays, fell back: {over}")
