@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from quire.graph_runner.lockstep import DoesNotFit, Rows
 from quire.graph_runner.on_instance import OwnCopies
 from quire.graph_runner.own_forward import reads_inputs, training_difference
 from quire.graph_runner.sampling_params import SamplingParams
+from quire.passes.capture.own_masks import names_of
 from quire.passes.capture.reads import is_code_of
 
 # Arguments of ``generate`` beside the generation config: those that ``understand`` reads, those that transformers makes
@@ -125,6 +127,9 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
         "the last token of a prompt is masked: the prompt ends before it, as if the padding were on the left. transformers' "
         "own generate goes on from the masked token (set tokenizer.padding_side = 'left')")
     prompts, streamer = prompts_of(ids, mask), given.get("streamer")
+    if (limit := _outgrown(model, engine(), prompts, None if params is None else params.max_tokens)) is not None:
+        return (f"a row may grow past {limit} tokens, from where on its rotary frequencies are others: this class goes on with "
+                "its old keys, and an engine computes them again")
     tiny_top_p = params is not None and 0 < params.top_p < torch.finfo(torch.float32).tiny  # 0 in float32
     together = names or odd or tiny_top_p or any(given.get(k) for k in _MAKE_PROCESSORS) or (
         params is not None and bool(params.stop)) or (streamer is not None and len(ids) * (params.n if params else 2) > 1)
@@ -146,6 +151,17 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
     params = replace(params, ignore_eos=True, detokenize=False)  # the end tokens are among the stop_token_ids
     return Served(Job(ids, prompts, params, pad if pad is not None else (eos[0] if eos else 0), streamer,
                       bool(config.return_dict_in_generate)), note)
+
+
+def _outgrown(model: Any, engine: Engine, prompts: list[list[int]], most: int | None) -> int | None:
+    """A length up to which some prompt's frequencies (longrope) are others than those of up to ``most`` more tokens, if the
+    model's class does not empty its cache there, as Phi-3's does."""
+    limits = engine.runner.length_limits
+    if not limits or "original_max_position_embeddings" in names_of(
+            inspect.unwrap(type(model).prepare_inputs_for_generation).__code__):
+        return None
+    return next((limit for limit in limits for prompt in prompts
+                 if len(prompt) <= limit and (most is None or len(prompt) + most - 1 > limit)), None)
 
 
 def prompts_of(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:

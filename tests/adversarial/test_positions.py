@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import warnings
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.backend import QuireBackend
 from quire.passes.capture.paged_model import PagedModel, prove_uncompiled
 from quire.passes.options import QuireOptions
+from tests.tiny import small_llama
 from tests.zoo.configs import REFUSED, SERVED, build
 from tests.zoo.harness import TOLERANCE, error, reference, serve
 
@@ -90,6 +93,23 @@ def test_longrope_on_the_engine() -> None:
                     assert want.argmax() == token and abs(want[token] - logprobs[token].logprob) < 1e-4
                     ids = torch.cat([ids, torch.tensor([token])])
         assert engine.scheduler.num_preemptions >= 4 and engine.scheduler.prefixes.stats.hits
+
+
+def test_growing_past_the_limit_in_generate() -> None:
+    """Phi-3's own generate computes the row again there, as the engine does. Llama's goes on with the old keys, so that such a
+    call is transformers'."""
+    ids = tokens(SHORT - 3)[0][None]
+    llama = small_llama(0.3, rope_parameters=dict(PHI3["rope_parameters"], factor=4.0))
+    for model, paged in ((phi3(), True), (llama, False)):
+        options = dict(max_new_tokens=12, do_sample=False, eos_token_id=[], pad_token_id=0)
+        want = [model.generate(x, **options) for x in (ids, ids[:, :3])]
+        quire.paged(model, page_size=4, num_pages=60, max_num_seqs=2, max_model_len=80, compiler="eager")
+        with contextlib.nullcontext() if paged else pytest.warns(UserWarning, match=f"a row may grow past {SHORT} tokens"):
+            assert torch.equal(model.generate(ids, **options), want[0])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*not paged.*")
+            assert torch.equal(model.generate(ids[:, :3], **options), want[1])
+        model.generate.close()
 
 
 @pytest.mark.slow
