@@ -52,15 +52,16 @@ _IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_in
 
 
 class _Same:
-    """Equal to the same object only, which it keeps alive: an ``id`` could be reused."""
+    """Equal to the same object only, which it keeps alive: an ``id`` could be reused. A function's code, in whose place
+    IPython's autoreload puts another, must be the same too."""
 
-    __slots__ = ("it",)
+    __slots__ = ("code", "it")
 
     def __init__(self, it: Any) -> None:
-        self.it = it
+        self.it, self.code = it, getattr(getattr(it, "__func__", it), "__code__", None)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.it is other.it
+        return isinstance(other, _Same) and self.it is other.it and self.code is other.code
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -85,7 +86,7 @@ class _Tensor(NamedTuple):
 def _fact(value: Any, room: int = _MAX_ENTRIES) -> Any:
     """A copy of what to compare of a value, or _OTHER."""
     if is_plain(value):
-        return value
+        return value if value == value else repr(value)  # nan
     kind = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
     if kind is not None:
         if len(value) > room:
@@ -104,8 +105,6 @@ def _is_config(name: str, value: Any) -> bool:
 
 
 def _setting(name: str, value: Any) -> Any:
-    if is_plain(value):
-        return value
     if _is_config(name, value):
         return _Same(value)
     return _OTHER if name in _METHODS and callable(value) else _fact(value)
@@ -306,7 +305,7 @@ class ModelGuard:
 
     def _attention_functions(self) -> dict[str, Any]:
         """Those that the implementations of the configs meant at the trace, which quire's attention stands for."""
-        return {what: (_Same(f), _reached(f)) for name in self._implementations
+        return {what.removeprefix("transformers."): (_Same(f), _reached(f)) for name in self._implementations
                 for what, f in functions_of(name, self._model).items()}
 
     def _is_field(self, name: str, value: Any) -> bool:

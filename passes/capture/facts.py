@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import inspect
 import os
 import re
 import sys
@@ -93,6 +94,17 @@ def checks(guards: Iterable[Any], scope: Mapping[str, Any], values: Iterable[str
     return list(found.values())
 
 
+def module_names(kept: Iterable[Check], scope: Mapping[str, Any]) -> set[str]:
+    """The Python modules of what the expressions give, and of their classes."""
+    found = set[str]()
+    for source in {check.source for check in kept}:
+        held = eval(compiled(source), dict(scope))
+        for each in (held, type(held)):
+            name = each.__name__ if isinstance(each, types.ModuleType) else getattr(each, "__module__", None)
+            found |= {name} if isinstance(name, str) else set()
+    return found
+
+
 def difference(kept: Iterable[Check], scope: Mapping[str, Any]) -> str | None:
     """The first expression of which the fact is not what it was, or None."""
     _class_digest.cache_clear()
@@ -170,7 +182,7 @@ def fact(held: Any, inside: bool = False) -> Any:
     if isinstance(held, TORCH_VALUES):
         return type(held).__name__, str(held)
     if isinstance(held, enum.Enum):
-        return _name(type(held)), held.name
+        return _name(type(held)), held.name, repr(held.value), _class_digest(type(held))
     if isinstance(held, type):
         return ("class", _name(held)) if inside else ("class", _name(held), _class_digest(held))
     if held is os.getenv:
@@ -244,16 +256,19 @@ def _code_digest(code: types.CodeType) -> str:
 
 @functools.cache  # for one comparison: methods can be replaced
 def _class_digest(cls: type) -> str:
-    """Of the methods and plain attributes of a class and its bases."""
+    """Of the methods and plain attributes of a class and its bases, the members of an enum, and of a class of the user's for
+    classes."""
     digest = hashlib.blake2b(digest_size=12)
-    for base in cls.__mro__:
-        if base.__module__ == "builtins":
+    for base in (*cls.__mro__, *inspect.getmro(type(cls))):
+        if base.__module__ in ("builtins", "abc", "enum"):
             continue
         digest.update(_name(base).encode())
         for name, entry in sorted(vars(base).items()):
             if name in (_OF_DYNAMO if base is torch.nn.Module else _OF_SOURCE):
                 continue
-            if isinstance(entry, _ENTRIES) or type(entry).__module__ == "functools":
+            if isinstance(entry, enum.Enum):
+                digest.update(repr((name, entry.name, entry.value)).encode())
+            elif isinstance(entry, _ENTRIES) or type(entry).__module__ == "functools":
                 digest.update(repr((name, fact(entry, True))).encode())
     return digest.hexdigest()
 
@@ -272,7 +287,9 @@ def environment(device: torch.device) -> str | None:
     options = sorted((name, sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else repr(value))
                      for name, value in torch._dynamo.config.save_config_portable().items()
                      if name not in _NO_MATTER and isinstance(value, (*_PLAIN, set, frozenset, list, tuple)))
-    machine = (device_name(device), torch.cuda.get_device_capability(device) if device.type == "cuda" else
+    group = torch.distributed
+    world = group.get_world_size() if group.is_available() and group.is_initialized() else None
+    machine = (world, device_name(device), torch.cuda.get_device_capability(device) if device.type == "cuda" else
                torch.backends.cpu.get_cpu_capability(), torch.cuda.device_count(), sys.platform)
     flags = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
              torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)

@@ -8,9 +8,11 @@ semantic op, and refuses what that cannot express. No mask function goes with th
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,6 +23,7 @@ from quire.attn_ops.attention import attention
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.context import setting
 from quire.attn_ops.step import current_step
+from quire.passes.capture.own_masks import names_of
 from quire.passes.capture.reads import is_code_of
 from quire.passes.eager import paged_eager
 
@@ -120,7 +123,9 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
 
 
 def functions_of(name: str | None, model: torch.nn.Module | None = None) -> dict[str, Any]:
-    """The functions of attention and masks behind an implementation; with ``model``, also the eager attention of its files."""
+    """The functions of attention and masks behind an implementation, with ``model`` also the eager attention of its files, and
+    those that these call by name."""
+    from transformers import masking_utils
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -130,11 +135,39 @@ def functions_of(name: str | None, model: torch.nn.Module | None = None) -> dict
               if (found_method := getattr(type(table), method, None)) is not None}
     if name == "sdpa":
         found["torch.nn.functional.scaled_dot_product_attention"] = F.scaled_dot_product_attention
-    if name == "eager" and model is not None:
-        files = {type(module).__module__ for module in model.modules()}
+    files = set() if model is None or name == NAME else {type(module).__module__ for module in model.modules()}
+    if name == "eager":
         found |= {f"{file}.{_EAGER}": vars(sys.modules[file])[_EAGER] for file in sorted(files)
                   if _EAGER in vars(sys.modules.get(file, object))}
+    makers = [f for file in files for f in vars(sys.modules.get(file, object)).values()
+              if isinstance(f, types.FunctionType) and f.__globals__ is vars(masking_utils)]
+    return found | _called([*found.values(), *makers])
+
+
+def _called(functions: Iterable[Any]) -> dict[str, Any]:
+    """The Python functions of transformers and PyTorch that functions of transformers call by name, one through another."""
+    found, left = dict[str, Any](), list(functions)
+    while left:
+        function = left.pop()
+        if not isinstance(function, types.FunctionType) or not is_code_of(function, "transformers"):
+            continue
+        scope = function.__globals__
+        names, of_torch = _names(function.__code__)
+        for name in names & scope.keys():
+            if isinstance(held := scope[name], types.FunctionType) and (own := f"{scope['__name__']}.{name}") not in found:
+                found[own] = held
+                left.append(held)
+        for where, owner, name in of_torch:
+            if isinstance(held := getattr(owner, name, None), types.FunctionType):
+                found[f"{where}.{name}"] = held
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> tuple[frozenset[str], list[tuple[str, Any, str]]]:
+    """The names that code reads, and those of PyTorch's functions among them, with their owners."""
+    names, owners = frozenset(names_of(code)), {"torch": torch, "torch.nn.functional": F, "torch.Tensor": torch.Tensor}
+    return names, [(where, owner, name) for where, owner in owners.items() for name in sorted(names) if hasattr(owner, name)]
 
 
 def check_implementation(name: str | None, model: torch.nn.Module | None = None) -> None:
@@ -146,7 +179,7 @@ def check_implementation(name: str | None, model: torch.nn.Module | None = None)
     foreign = [what for what, f in functions.items() if not is_code_of(f, "transformers", "torch")]
     if known and foreign:
         raise UnsupportedAttention(f"the model's attention implementation {name!r} is registered by the user: {foreign[0]} is "
-                                   "not transformers' own, and quire's attention would replace it. Put transformers' back.")
+                                   "not transformers' or PyTorch's own, and quire's attention would replace it. Put that back.")
     if not known:
         registered = any(repr(name) in what for what in functions)
         raise UnsupportedAttention(

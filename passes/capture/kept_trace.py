@@ -35,7 +35,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from quire.attn_ops.tuning.store import cache_folder
 from quire.passes import sources
-from quire.passes.capture.facts import TORCH_VALUES, Check, NotPortable, checks, difference, environment
+from quire.passes.capture.facts import (
+    TORCH_VALUES,
+    Check,
+    NotPortable,
+    checks,
+    difference,
+    environment,
+    module_names,
+)
 from quire.passes.fake_values import At, Replay, symbolic_sizes
 from quire.passes.fx import fake_mode, graph_module, source_name, source_of, text_of, value
 
@@ -81,7 +89,7 @@ class KeptTrace:
     """A graph and what it follows from. See the module's docstring."""
 
     environment: str
-    modules: dict[str, str]  # digests of the source files of the Python modules whose code was traced, by their names
+    modules: dict[str, str]  # digests of the source files of the Python modules that were read, by their names
     imports: dict[str, str]  # Dynamo's names of modules among the globals, and the modules' own
     checks: list[Check]
     reads: Any  # of ``Reads.stored``
@@ -92,7 +100,7 @@ class KeptTrace:
         """What differs now, or None. ``scope``: for the expressions of the trace, with what they mean now."""
         if self.environment != environment(next(model.parameters()).device):
             return "versions or the state of PyTorch"
-        now = _modules_of(model, self.imports)
+        now = _modules_of(model, {*self.modules})
         if now != self.modules:
             return f"the source of {', '.join(sorted({n for n, _ in now.items() ^ self.modules.items()})[:3])}"
         return difference(self.checks, scope)
@@ -242,9 +250,10 @@ def _conditions(env: ShapeEnv | None) -> frozenset[str]:
     return frozenset() if env is None else frozenset(str(guard.expr) for guard in env.guards)
 
 
-def _modules_of(model: torch.nn.Module, imports: Mapping[str, str]) -> dict[str, str]:
-    """Digests of the files of the model's classes and of what was imported, but PyTorch's, which has a version."""
-    names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__} | set(imports.values())
+def _modules_of(model: torch.nn.Module, others: set[str]) -> dict[str, str]:
+    """Digests of the files of the model's classes and of ``others``, but PyTorch's, which has a version. What Dynamo has no
+    guard for is at least where it was: a default of ``getattr``, an ABC's register, two names for one object."""
+    names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__} | others
     return {name: digest for name in names if name.partition(".")[0] not in ("torch", "builtins")
             and (digest := _file_digest(getattr(sys.modules.get(name), "__file__", None)))}
 
@@ -279,6 +288,7 @@ class TraceFile:
         self._nodes, self._guards = list[_Node](), frozenset[str]()
         self._checks: list[Check] | None = None
         self._held: Sequence[str] = ()
+        self._mentioned = set[str]()  # Python modules
 
     @classmethod
     def of(cls, model: torch.nn.Module, local: Mapping[str, Any], *more: Any) -> TraceFile | None:
@@ -304,7 +314,9 @@ class TraceFile:
     def note_guards(self, guards: Sequence[Any], owner: Any, scope: Mapping[str, Any]) -> None:
         """Note what the trace of a method of ``owner`` read. Arguments: of ``Reads.add``."""
         with _unless_it_fails():
-            self._checks = checks(guards, self._scope(owner, scope, {}), self._held)
+            names = self._scope(owner, scope, {})
+            self._checks = checks(guards, names, self._held)
+            self._mentioned = module_names(self._checks, names)
 
     def write(self, gm: fx.GraphModule, scope: Mapping[str, Any], reads: Any) -> None:
         """Keep what was noted of the trace ``gm``, and remove the oldest files beyond 64. ``reads``: of ``Reads.stored``."""
@@ -315,8 +327,8 @@ class TraceFile:
             names = {name for check in self._checks for name in _GLOBAL.findall(f"{check.source} {check.name}")} | {
                 name for node in self._nodes if node.op == "placeholder" for name in _GLOBAL.findall(text_of(node.source))}
             imports = {name: held.__name__ for name in names if isinstance(held := scope.get(name), types.ModuleType)}
-            data = pickle.dumps(KeptTrace(state, _modules_of(self._model, imports), imports, self._checks, reads, self._nodes,
-                                          self._guards))
+            modules = _modules_of(self._model, {*imports.values(), *self._mentioned})
+            data = pickle.dumps(KeptTrace(state, modules, imports, self._checks, reads, self._nodes, self._guards))
             self.path.parent.mkdir(parents=True, exist_ok=True)
             written = self.path.with_suffix(f".{os.getpid()}")
             written.write_bytes(data)

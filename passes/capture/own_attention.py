@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,9 @@ def check_callers(graph: fx.Graph) -> None:
             raise _chosen(frames[ours - 1][2])
 
 
-def check_mask_makers(graph: fx.Graph, read: Iterable[str]) -> None:
-    """``graph``: traced by the interface. ``read``: names of functions that its code read, or may have. Raises ChosenByUser:
+def check_mask_makers(graph: fx.Graph, made: Collection[str]) -> None:
+    """``graph``: traced by the interface. ``made``: names of functions that its code read, or may have. Raises ChosenByUser:
     a layer has a window or chunk, of which that code makes no mask."""
-    made = {name.rpartition(".")[2] for name in read}
     for node in site_nodes(graph):
         for option, maker in _MAKERS.items():
             if node.kwargs.get(option) is not None and maker not in made:

@@ -194,7 +194,7 @@ class PagedModel:
             if by_interface:
                 if not taken:  # a graph from the disk was checked before it was written, and has no stacks
                     check_callers(self.graph.gm.graph)
-                    check_mask_makers(self.graph.gm.graph, self.reads.values())
+                    check_mask_makers(self.graph.gm.graph, {getattr(f, "__name__", "") for f in self.reads.values().values()})
                 check_code(None, self.reads.values())
                 check_masks(self.model, self.reads.values())
             _ = self.sites  # verified here, not at the first step

@@ -33,6 +33,10 @@ _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 #: Names, and (expression, kind and name of a _Part, name for users) of each source.
 Stored = tuple[list[str], list[tuple[str, str, Any, str]]]
 _KEYS = ("DICT_KEYS", "MAPPING_KEYS")  # beginnings of types of guards
+#: Guards on an object that a module holds: its class, and names that it has, or lacks so that its class's are read.
+_OF_OBJECT = frozenset({"HASATTR", "TYPE_MATCH", "NOT_PRESENT_IN_GENERIC_DICT"})
+#: What a module holds that is compared with the module: children, and a forward of its own.
+_COMPARED = (torch.nn.Module, types.FunctionType, types.MethodType, functools.partial)
 _GRADIENT = "requires_grad"
 
 
@@ -97,11 +101,11 @@ class Reads:
         if kind == "HASATTR" and isinstance(self._evaluated(code), torch.nn.Module):
             return [part]  # what comes may be a tensor or an object
         match = _HELD.fullmatch(source)
-        if match is None or _OF_TORCH.fullmatch(source) or isinstance(held, torch.nn.Module) or held is None:
+        if match is None or _OF_TORCH.fullmatch(source) or held is None or isinstance(held, _COMPARED):
             return []
         if isinstance(held, _CONTAINERS):
             return [part] if self._may_have_data(held, match[1], kind) else []
-        return [part] * (kind == "HASATTR" and not match["name"].endswith("config"))
+        return [part] * (kind in _OF_OBJECT and not match["name"].endswith("config"))
 
     def _may_have_data(self, held: Any, owner: str, kind: str) -> bool:
         """Whether a container of a module has tensors, or may get them, which who compares modules does not see."""

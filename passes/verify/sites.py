@@ -234,13 +234,6 @@ def _verify_config(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any)
             f"{kind} is configured with sliding_window={window}, but attends without it at layer {without[0].layer} "
             f"({without[0].name}), so its result depends on the cache that it is given. If no window is meant, set "
             "config.sliding_window to None.")
-    chunk = getattr(text, "attention_chunk_size", None)
-    if chunk and not types and (without := [s for s in sites if s.chunk is None]):
-        raise UnsupportedAttention(
-            f"{kind} is configured with attention_chunk_size={chunk}, but attends without chunks at layer {without[0].layer} "
-            f"({without[0].name}), so its result depends on the cache that it is given. If none are meant, set "
-            "config.attention_chunk_size to None.")
-    own = getattr(text, "per_layer_config", None) or ()
     for s in sites:
         kind_of = types[s.layer] if types and s.layer < len(types) else None
         if kind_of == "sliding_attention" and s.window is None:
@@ -252,10 +245,24 @@ def _verify_config(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any)
                                        f"mask by the config's sliding_window={of_mask}; make both equal")
         if kind_of == "chunked_attention" and s.chunk is None:
             raise UnsupportedAttention(f"layer {s.layer} ({s.name}) is a chunked_attention layer, but attends without chunks")
-        kept = getattr(own[s.layer], "sliding_window", None) if kind_of == "sliding_attention" and s.layer < len(own) else None
-        if kept is not None and kept != s.window:
-            raise UnsupportedAttention(f"layer {s.layer} ({s.name}) attends with window {s.window}, and its cache keeps the "
-                                       f"last {kept} tokens, by per_layer_config; make both equal")
+    for s, kept in zip(sites, _kept(text, sites), strict=True):
+        if kept is not None and kept != (s.window or s.chunk):
+            raise UnsupportedAttention(
+                f"the cache that generate() makes for {kind} keeps the last {kept} tokens of layer {s.layer} ({s.name}), which "
+                f"attends to {s.window or s.chunk or 'all'}, so its result depends on the cache that it is given. Make the "
+                "config's fields agree: sliding_window, attention_chunk_size, layer_types, per_layer_config (None where no "
+                "window is meant).")
+
+
+def _kept(config: Any, sites: Sequence[AttentionSite]) -> list[int | None]:
+    """How many tokens of each site's layer the cache keeps that ``generate`` makes by the config; None: all, or not known."""
+    from transformers import DynamicCache
+
+    try:
+        layers = DynamicCache(config=config).layers
+    except Exception:  # no such cache: generate makes another, or none
+        layers = []
+    return [getattr(layers[s.layer], "sliding_window", None) if s.layer < len(layers) else None for s in sites]
 
 
 def _has_sdpa(config: Any) -> bool:

@@ -199,7 +199,7 @@ MUTANTS = [
         ("watched: attributes that tensors lacked", "an attribute of a parameter",
          "if part.kind in LOOKUPS:\n                return [[-part-]{++}]"),
         ("watched: attributes that objects lacked", "an attribute of an object",
-         'return [part] * [-(kind == "HASATTR" and not match["name"].endswith("config"))-]{+0+}'),
+         'return [part] * [-(kind in _OF_OBJECT and not match["name"].endswith("config"))-]{+0+}'),
         ("watched: how many tensors a list has", "a list of tensors",
          "return [part] if [-self._may_have_data(held, match[1], kind)-]{+False+} else []"),
         ("watched: what is no longer empty", "an empty dict", '            part = _Part([-"keys"-]{++})  # whether')),

@@ -19,7 +19,8 @@ import torch
 from accelerate import cpu_offload
 from torch import nn
 from torch.nn import functional as F
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM, TemperatureLogitsWarper
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM, TemperatureLogitsWarper, masking_utils
+from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import quire
@@ -155,6 +156,71 @@ def test_constants_inside_objects(model: Any) -> None:
             assert engine.generate([IDS], SHORT)[0].token_ids == expected(model), name
 
 
+class Options:
+    slope = 1.0
+
+    def width(self) -> float:
+        return 1.0
+
+
+class Others(Options):
+    slope = 3.0
+
+
+class Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = Options()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x) * self.options.slope * self.options.width() * one()
+
+
+def one() -> float:
+    return 1.0
+
+
+def three_alone() -> float:
+    return 3.0
+
+
+def halved(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.silu(x) / 2
+
+
+def three(self: Any = None) -> float:
+    return 3.0
+
+
+@pytest.mark.parametrize("change", [
+    lambda act: setattr(act.options, "slope", 3.0), lambda act: setattr(act.options, "width", three),
+    lambda act: setattr(act.options, "__class__", Others), lambda act: setattr(act, "options", Others()),
+    lambda act: setattr(one, "__code__", three_alone.__code__),
+    lambda act: setattr(Holding.forward, "__code__", halved.__code__),
+], ids=["a default is shadowed", "a method of its own", "another class", "another object", "a function's code", "a forward's"])
+def test_objects_that_a_module_holds(change: Callable[[Any], None], model: Any) -> None:
+    """And code that is put into a function, as by IPython's autoreload."""
+    act, codes = Holding(), {f: f.__code__ for f in (one, Holding.forward)}
+    model.model.layers[0].mlp.act_fn = act
+    try:
+        with Engine(model, **OPTIONS) as engine:
+            before = tokens(engine.generate(IDS, SHORT))
+            change(act)
+            assert tokens(engine.generate(IDS, SHORT)) == [expected(model)] != before
+    finally:
+        for function, code in codes.items():
+            function.__code__ = code
+
+
+def test_a_setting_that_is_not_a_number(model: Any) -> None:
+    """It differs from itself, and has not changed."""
+    model.model.layers[0].mlp.act_fn = act = Holding()
+    act.options.slope, act.clip = 2.0, float("nan")
+    with Engine(model, **OPTIONS) as engine:
+        runner = engine.runner
+        assert tokens(engine.generate(IDS, SHORT)) == [expected(model)] and engine.runner is runner
+
+
 def test_attention_functions_that_would_be_replaced(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the engine is made, and while it is open: torch's function inside sdpa, the table's look-up, quire's own name."""
     sdpa, table = F.scaled_dot_product_attention, type(ALL_ATTENTION_FUNCTIONS)
@@ -162,8 +228,10 @@ def test_attention_functions_that_would_be_replaced(model: Any, monkeypatch: pyt
         want = expected(model)
         assert tokens(engine.generate(IDS, SHORT)) == [want]
         for patch, named in ((lambda m: m.setattr(F, "scaled_dot_product_attention", lambda *a, **o: sdpa(*a, **o) * 2),
-                              r"torch.nn.functional.scaled_dot_product_attention is not transformers' own"),
-                             (lambda m: m.setattr(table, "get_interface", lambda *a: None), "get_interface is not")):
+                              r"torch.nn.functional.scaled_dot_product_attention is not transformers' or PyTorch's own"),
+                             (lambda m: m.setattr(table, "get_interface", lambda *a: None), "get_interface is not"),
+                             (lambda m: m.setattr(sdpa_attention, "repeat_kv", lambda *a: None), "repeat_kv is not"),
+                             (lambda m: m.setattr(masking_utils, "causal_mask_function", lambda *a: None), "function is not")):
             with monkeypatch.context() as patched:
                 patch(patched)
                 with pytest.raises(RuntimeError, match=f"changed after the engine traced it.*{named}"):

@@ -274,6 +274,7 @@ def test_configs_refused_before_tracing(name, changes, message) -> None:
     pytest.param("llama", dict(attn_logit_softcapping=30.0), "configured with attn_logit_softcapping=30.0, but this version",
                  marks=pytest.mark.slow),
     ("llama", dict(sliding_window=8), "configured with sliding_window=8, but attends without it at layer 0"),
+    ("llama", dict(sliding_window=8, use_sliding_window=False), "keeps the last 8 tokens of layer 0 .*, which attends to all"),
     ("gemma2", dict(layer_types=["sliding_attention"] * 2), r"layer 1 \(model.layers.1.self_attn\) is a sliding_attention"),
 ])
 def test_what_was_found_must_agree_with_the_config(name, changes, message) -> None:
