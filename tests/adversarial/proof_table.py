@@ -130,6 +130,9 @@ SECTIONS = {
         Row("attention that the user's code chooses by the implementation's name", "exact; refused", (
             "passes/capture/test_own_attention::test_engine", "passes/capture/test_own_attention::test_steps_by_hand",
             "passes/capture/test_own_attention::test_what_cannot_be_paged_is_refused")),
+        Row("a layer's window or chunk without a mask of it; a cache that keeps less than a layer sees", "refused", (
+            "passes/capture/test_own_attention::test_a_window_without_its_mask",
+            "passes/capture/test_own_attention::test_chunks_of_a_class_without_them")),
         Row("steps by the interface of a layer that uses eager attention's weights", "refused", (
             "passes/capture/test_retrace::test_attention_weights_that_a_layer_uses_are_not_dropped",)),
         Row("uncompiled steps of models with positions of their own", "refused", (
