@@ -105,7 +105,8 @@ class Reads:
             return []
         if isinstance(held, _CONTAINERS):
             return [part] if self._may_have_data(held, match[1], kind) else []
-        return [part] * (kind in _OF_OBJECT and not match["name"].endswith("config"))
+        read = kind in _OF_OBJECT and (kind == "HASATTR" or not _is_constant(held))
+        return [part] * (read and not match["name"].endswith("config"))
 
     def _may_have_data(self, held: Any, owner: str, kind: str) -> bool:
         """Whether a container of a module has tensors, or may get them, which who compares modules does not see."""

@@ -199,7 +199,7 @@ MUTANTS = [
         ("watched: attributes that tensors lacked", "an attribute of a parameter",
          "if part.kind in LOOKUPS:\n                return [[-part-]{++}]"),
         ("watched: attributes that objects lacked", "an attribute of an object",
-         'return [part] * [-(kind in _OF_OBJECT and not match["name"].endswith("config"))-]{+0+}'),
+         'return [part] * [-(read and not match["name"].endswith("config"))-]{+0+}'),
         ("watched: the class of an object", "graph_runner/test_users_code::test_objects_that_a_module_holds[another class]",
          '_OF_OBJECT = frozenset({"HASATTR", [-"TYPE_MATCH", -]{++}"NOT_PRESENT_IN_GENERIC_DICT"})'),
         ("watched: how many tensors a list has", "a list of tensors",
