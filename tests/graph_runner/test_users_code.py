@@ -164,16 +164,17 @@ class Options:
 
 
 class Others(Options):
-    slope = 3.0
+    def width(self) -> float:
+        return 3.0
 
 
 class Holding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.options = Options()
+        self.options, self.clip = Options(), 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.silu(x) * self.options.slope * self.options.width() * one()
+        return F.silu(x) * self.options.slope * self.options.width() * one() * (2.0 if self.clip > 5 else 1.0)
 
 
 def one() -> float:
