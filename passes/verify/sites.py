@@ -255,13 +255,15 @@ def _verify_config(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any)
 
 
 def _kept(config: Any, sites: Sequence[AttentionSite]) -> list[int | None]:
-    """How many tokens of each site's layer the cache keeps that ``generate`` makes by the config; None: all, or not known."""
+    """How many tokens of each site's layer the cache keeps that ``generate`` makes by the config; None: all. Raises
+    UnsupportedAttention if it makes none."""
     from transformers import DynamicCache
 
     try:
         layers = DynamicCache(config=config).layers
-    except Exception:  # no such cache: generate makes another, or none
-        layers = []
+    except Exception as error:
+        raise UnsupportedAttention("transformers makes no cache by this config, so it is not known what generate() would keep: "
+                                   f"{type(error).__name__}: {error}") from error
     return [getattr(layers[s.layer], "sliding_window", None) if s.layer < len(layers) else None for s in sites]
 
 
