@@ -32,7 +32,7 @@ def attention_function(
     where, implementation = type(module).__name__, _IMPLEMENTATION.get()
     if implementation is None:
         raise RuntimeError(f"{where} runs with attention implementation {NAME!r} outside quire.encoder_attention")
-    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal  # absent: as sdpa takes it
     unknown = [n for n, val in kwargs.items() if val is not None and val is not False and n not in HARMLESS]
     for wrong, what in ((attention_mask is not None, "a mask"), (bool(dropout), "dropout; call model.eval() first"),
                         (bool(causal), "causal attention"), (bool(unknown), f"{', '.join(unknown)}")):
@@ -50,8 +50,15 @@ def attention_function(
     return out.unflatten(0, (rows, length)), None
 
 
-def _no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> None:
-    """In the place of a mask: padding would change the result."""
+def _no_mask(*args: Any, attention_mask: torch.Tensor | None = None, mask_function: Any = None,
+             allow_is_bidirectional_skip: bool = True, **kwargs: Any) -> None:
+    """In the place of a mask by which every query sees all keys, and which its caller can do without. Raises
+    UnsupportedAttention for any other."""
+    from transformers.masking_utils import bidirectional_mask_function
+
+    if mask_function is not bidirectional_mask_function or not allow_is_bidirectional_skip:
+        raise UnsupportedAttention("quire.encoder_attention has attention of all to all only, and the model makes another mask: "
+                                   "causal, of a window, of blocks, or one that it changes afterwards. Run it without")
     if attention_mask is not None and not bool(attention_mask.bool().all()):
         raise UnsupportedAttention("quire.encoder_attention takes no padding mask; give sequences of one length, or a ragged "
                                    "row")
@@ -60,6 +67,7 @@ def _no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: A
 @contextlib.contextmanager
 def encoder_attention(tower: torch.nn.Module, implementation: str = "auto") -> Iterator[None]:
     """While inside, this encoder or vision tower of transformers attends with ``quire.varlen_attention``; afterwards as before.
+    Layers that do not call transformers' attention interface attend as they do.
 
     Args:
         tower: such as ``model.model.visual``. Its config is changed meanwhile, so no other thread may run it.
@@ -67,7 +75,7 @@ def encoder_attention(tower: torch.nn.Module, implementation: str = "auto") -> I
 
     Raises:
         ValueError: an unknown implementation, or a tower without a config of transformers.
-        UnsupportedAttention: an implementation of the user's own; in a call, masks, dropout and causal attention.
+        UnsupportedAttention: an implementation of the user's own; in a call, masks (padding, causal, windows, blocks) and dropout.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

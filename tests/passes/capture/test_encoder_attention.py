@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from transformers.masking_utils import bidirectional_mask_function
+from transformers.models.gemma4.configuration_gemma4 import Gemma4AudioConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioModel
+from transformers.models.moonshine_streaming.configuration_moonshine_streaming import MoonshineStreamingEncoderConfig
+from transformers.models.moonshine_streaming.modeling_moonshine_streaming import MoonshineStreamingEncoder
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
@@ -124,7 +129,7 @@ def test_whole_models_with_images(build, monkeypatch) -> None:
 
 def test_what_is_refused() -> None:
     tower = siglip().eval()
-    attention = tower.vision_model.encoder.layers[0].self_attn if hasattr(tower, "vision_model") else None
+    attention = next(m for name, m in tower.named_modules() if name.endswith("self_attn"))
     x = torch.randn(1, 4, 5, 8)
     with pytest.raises(RuntimeError, match="outside quire.encoder_attention"):
         module.attention_function(attention, x, x, x, None)
@@ -143,4 +148,38 @@ def test_what_is_refused() -> None:
             cu = torch.tensor([0, 5], dtype=torch.int32)
             module.attention_function(attention, *[x.repeat(2, 1, 1, 1)] * 3, None, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
         with pytest.raises(quire.UnsupportedAttention, match="no padding mask"):
-            module._no_mask(attention_mask=torch.tensor([[1, 0]]))
+            module._no_mask(attention_mask=torch.tensor([[1, 0]]), mask_function=bidirectional_mask_function)
+
+
+def moonshine() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """A window that only its mask has."""
+    config = MoonshineStreamingEncoderConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+                                             intermediate_size=32, sliding_windows=((4, 1), (4, 0)))
+    return MoonshineStreamingEncoder(config), (torch.randn(1, 80 * 30), torch.ones(1, 80 * 30, dtype=torch.int64))
+
+
+def gemma4_audio() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """Its attention does not call the interface, and takes its window from the mask."""
+    config = Gemma4AudioConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, output_proj_dims=16,
+                               attention_context_left=5, attention_context_right=0, attention_chunk_size=4)
+    return Gemma4AudioModel(config), (torch.randn(1, 60, 128), torch.ones(1, 60, dtype=torch.bool))
+
+
+def bloom() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    config = transformers.BloomConfig(vocab_size=60, hidden_size=32, n_layer=1, n_head=2)
+    return transformers.BloomModel(config), (torch.arange(1, 20)[None],)
+
+
+@pytest.mark.parametrize("build", [moonshine, gemma4_audio, bloom])
+def test_masks_with_a_meaning(build) -> None:
+    """A tower whose masks are left out gives other numbers, and nothing else shows it."""
+    model, inputs = build()
+    with quire.encoder_attention(model.eval()), torch.no_grad(), pytest.raises(quire.UnsupportedAttention, match="another mask"):
+        model(*inputs)
+
+
+def test_layers_that_do_not_say_whether_they_are_causal() -> None:
+    """Transformers' sdpa takes them for causal."""
+    x = torch.randn(1, 4, 5, 8)
+    with quire.encoder_attention(siglip().eval()), pytest.raises(quire.UnsupportedAttention, match="causal"):
+        module.attention_function(torch.nn.Identity(), x, x, x, None)
