@@ -57,8 +57,9 @@ def _no_mask(*args: Any, attention_mask: torch.Tensor | None = None, mask_functi
     from transformers.masking_utils import bidirectional_mask_function
 
     if mask_function is not bidirectional_mask_function or not allow_is_bidirectional_skip:
-        raise UnsupportedAttention("quire.encoder_attention has attention of all to all only, and the model makes another mask: "
-                                   "causal, of a window, of blocks, or one that it changes afterwards. Run it without")
+        raise UnsupportedAttention(
+            "quire.encoder_attention has attention of all to all only, and the model makes another mask: causal, of a window, "
+            "of blocks, or one that it changes afterwards. Run it without")
     if attention_mask is not None and not bool(attention_mask.bool().all()):
         raise UnsupportedAttention("quire.encoder_attention takes no padding mask; give sequences of one length, or a ragged "
                                    "row")
@@ -67,7 +68,7 @@ def _no_mask(*args: Any, attention_mask: torch.Tensor | None = None, mask_functi
 @contextlib.contextmanager
 def encoder_attention(tower: torch.nn.Module, implementation: str = "auto") -> Iterator[None]:
     """While inside, this encoder or vision tower of transformers attends with ``quire.varlen_attention``; afterwards as before.
-    Layers that do not call transformers' attention interface attend as they do.
+    Layers that do not call transformers' attention interface attend as they did.
 
     Args:
         tower: such as ``model.model.visual``. Its config is changed meanwhile, so no other thread may run it.
@@ -75,7 +76,7 @@ def encoder_attention(tower: torch.nn.Module, implementation: str = "auto") -> I
 
     Raises:
         ValueError: an unknown implementation, or a tower without a config of transformers.
-        UnsupportedAttention: an implementation of the user's own; in a call, masks (padding, causal, windows, blocks) and dropout.
+        UnsupportedAttention: an implementation of the user's own; in a call, masks (padding, causal, windows), dropout.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

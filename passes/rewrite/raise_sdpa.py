@@ -43,6 +43,7 @@ SDPA: tuple[Any, ...] = (torch.nn.functional.scaled_dot_product_attention, torch
 _VIEWS = {"getitem", "expand", "reshape", "view", "unsqueeze", "flatten", "broadcast_to", "repeat_interleave", "repeat",
           "contiguous", "clone", "expand_as", "squeeze", "transpose", "permute"}
 _WITHIN = "quire_attends_within_tokens"
+_PROBES = (5, 11)  # tokens
 
 
 def find_sdpa(graph: fx.Graph) -> list[fx.Node]:
@@ -171,20 +172,30 @@ def _peel_repeat(node: fx.Node, heads: int, is_changed: Callable[[fx.Node], bool
 
 
 def _is_repeat(start: fx.Node, end: fx.Node, times: int) -> bool:
-    """Execute the chain on a random tensor: is it ``repeat_interleave(times, dim=1)``?"""
+    """Execute the chain on random tensors: is it ``repeat_interleave(times, dim=1)``? Only of a chain that does the same at any
+    length: what it takes beside the tensor are constants, and the sizes of its tokens and its batch."""
     batch, kv_heads, tokens, dim = value(start).shape
-    length = 5 if symbolic(tokens) else int(tokens)
-    probe = torch.randn(1 if symbolic(batch) else int(batch), kv_heads, length, dim, dtype=torch.float32)
-    env: dict[fx.Node, Any] = {start: probe}
+    at = end
+    while at is not start:
+        others = at.all_input_nodes[1:] if target_name(at) != "expand_as" else []
+        if at.all_input_nodes[0] is not at.args[0] or not all(
+                isinstance(value(n), torch.SymInt) and str(value(n)) in (str(tokens), str(batch)) for n in others):
+            return False
+        at = at.args[0]
     nodes = [n for n in ancestors(end, stop=lambda n: n is start) if n is not start]
-    for n in nodes:
-        val = value(n)
-        if isinstance(val, torch.SymInt):  # a size of the ragged row, whatever node computes it
-            env[n] = length if str(val) == str(tokens) else probe.shape[0]
-    try:
-        with torch.no_grad():
-            evaluate(nodes, env)
-    except Exception:  # the chain needs something a repeat does not need: it is none
-        return False
-    expected = probe.repeat_interleave(times, dim=1)
-    return isinstance(env[end], torch.Tensor) and env[end].shape == expected.shape and bool((env[end] == expected).all())
+    for length in _PROBES if symbolic(tokens) else (int(tokens),):
+        probe = torch.randn(1 if symbolic(batch) else int(batch), kv_heads, length, dim, dtype=torch.float32)
+        env: dict[fx.Node, Any] = {start: probe}
+        for n in nodes:
+            val = value(n)
+            if isinstance(val, torch.SymInt):  # a size of the ragged row, whatever node computes it
+                env[n] = length if str(val) == str(tokens) else probe.shape[0]
+        try:
+            with torch.no_grad():
+                evaluate(nodes, env)
+        except Exception:  # the chain needs something a repeat does not need: it is none
+            return False
+        expected = probe.repeat_interleave(times, dim=1)
+        if not isinstance(env[end], torch.Tensor) or env[end].shape != expected.shape or not bool((env[end] == expected).all()):
+            return False
+    return True

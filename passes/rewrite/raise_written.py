@@ -117,9 +117,12 @@ def insert(written: Written) -> fx.Node:
             if chosen:
                 tensor = compute_value(graph.call_function(torch.where, (tensor, *chosen)))
             tensor = cast(tensor, dtype)
-            if mask is not None:  # what an earlier mask hides stays as low as it was, so that the proof sees how low that is
-                shown = compute_value(graph.call_function(torch.eq, (mask, 0)))
-                tensor = compute_value(graph.call_function(torch.where, (shown, tensor, mask)))
+            if mask is not None:  # what an earlier mask hides stays as low as it was, so that the proof sees how low that is,
+                # unless this one may raise it: then the proof sees a bias
+                shown, raises = (compute_value(graph.call_function(test, (x, 0))) for test, x in ((torch.eq, mask),
+                                                                                                  (torch.gt, tensor)))
+                either = compute_value(graph.call_function(torch.logical_or, (shown, raises)))
+                tensor = compute_value(graph.call_function(torch.where, (either, tensor, mask)))
             mask = tensor
         new = result = graph.call_function(F.scaled_dot_product_attention, (q, k, v), {
             "attn_mask": mask, "dropout_p": written.dropout, "scale": written.scale})

@@ -20,9 +20,9 @@ import quire.passes.verify.row_index
 import quire.passes.verify.row_products
 import quire.passes.verify.row_views  # noqa: F401  (they add their rules)
 from quire.passes.fake_values import fake_input
-from quire.passes.fx import symbolic
+from quire.passes.fx import storage_of, symbolic
 from quire.passes.verify.row_rules import LENGTHS, RULES, Call, elementwise, no_lengths
-from quire.passes.verify.rows import CONST, NOTHING, Const, Counts, Group, Known, Mixed, Mixes, Rows, settled
+from quire.passes.verify.rows import CONST, NOTHING, Const, Counts, Group, Known, Mixed, Mixes, Rows, settled, unsure
 
 _LENGTHS = (10007, 10009, 10037, 10039)  # primes: hints of symbols, larger than any number the rules compare
 _SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "stride", "numel", "device", "dim",
@@ -88,8 +88,17 @@ class Proof(TorchDispatchMode):
             raise Mixes(f"quire has no rule for what {op} writes")
         for tensor, known in zip(outputs, each, strict=True):
             if any(tensor is w for w in written):
-                known = _stored(self.known(tensor), known, tensor)
+                known = _stored(self.known(tensor), known, tensor, alone=not self._forget(tensor))
             self.learn(tensor, known)
+
+    def _forget(self, written: torch.Tensor) -> bool:
+        """No other tensor of the same memory holds what it held. Returns whether there are such. Raises Mixes for counts."""
+        memory = storage_of(written)
+        others = [(t, k) for k, t in self._known.values() if t is not written and isinstance(t, FakeTensor)
+                  and storage_of(t) == memory]
+        for tensor, known in others:
+            self.learn(tensor, unsure(known))
+        return bool(others)
 
     def _found(self, op: Any, name: str, given: dict[str, Any], inputs: list[torch.Tensor], outputs: list[torch.Tensor],
                result: Any) -> list[Known]:
@@ -136,15 +145,16 @@ def _is_elementwise(op: Any) -> bool:
     return torch.Tag.pointwise in op.tags and op.namespace in ("aten", "prims")
 
 
-def _stored(before: Known, new: Known, tensor: torch.Tensor) -> Known:
-    """What is known of a tensor that was written to. Raises Mixes if cells change owners: views of it would be wrong."""
+def _stored(before: Known, new: Known, tensor: torch.Tensor, alone: bool) -> Known:
+    """What is known of a tensor that was written to. Raises Mixes if cells change owners, but for those of a new tensor that is
+    ``alone``: views of it would be wrong."""
     if isinstance(before, Rows) and isinstance(new, (Rows, Const)):
         if symbolic(tensor.stride(before.dim)) is False and tensor.stride(before.dim) == 0:
             raise Mixes("all tokens write to the same memory")
         if isinstance(new, Const):
             return replace(before, holds=NOTHING)
-        if new.dim == before.dim and (new.same_rows(before) or before.holds.is_blank):
-            return new
+        if new.dim == before.dim and (new.same_rows(before) or (alone and before.holds.is_blank)):
+            return new if alone else unsure(new)
     if isinstance(before, Const) and isinstance(new, Const):
         return CONST
     raise Mixes("tokens are written into what all share, or to the rows of others")

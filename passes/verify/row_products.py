@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.passes.verify.row_rules import Call, no_lengths, rule, same
-from quire.passes.verify.rows import CONST, Const, Group, Known, Mixes, Rows
+from quire.passes.verify.rows import CONST, Const, Group, Known, Mixed, Mixes, Rows
 
 #: Over the last one, two or three dimensions.
 _SPATIAL = {name: n for n in (1, 2, 3) for name in (
@@ -135,7 +135,7 @@ def _batch_norm(call: Call, rows: Rows) -> Known | list[Known]:
 
 
 @rule(*_SPATIAL)
-def _spatial(call: Call) -> Known:
+def _spatial(call: Call) -> Known | list[Known]:
     first = call.first
     rows = call.rows(first)
     at = rows.dim - call.given[first].dim() + _SPATIAL[call.name] if rows is not None else -1
@@ -146,4 +146,6 @@ def _spatial(call: Call) -> Known:
 
     if at >= 0 and (call["kernel_size"] is None or one("kernel_size") != 1 or one("stride") != 1 or one("padding") != 0):
         raise Mixes("it pools or pads over the tokens")
+    if at >= 0 and rows is not None and call.num_results > 1:
+        return [rows, Mixed("the indices of pooling count the tokens")]
     return rows or CONST

@@ -138,6 +138,13 @@ CONST = Const()
 Known = Const | Rows | Counts | Group | Mixed
 
 
+def unsure(known: Known) -> Known:
+    """What is known of a tensor whose memory another one writes to, row by row. Raises Mixes for what counts tokens."""
+    if isinstance(known, (Counts, Group)):
+        raise Mixes("it changes a tensor that counts tokens")
+    return replace(known, holds=NOTHING) if isinstance(known, Rows) else known
+
+
 def times(size: Any, axis: Any) -> int:
     """How often ``size`` is the symbol ``axis``: 0 if it does not depend on it. Raises Mixes if it depends on it otherwise."""
     if not symbolic(size):

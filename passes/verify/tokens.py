@@ -50,7 +50,7 @@ from quire.passes.verify.breaks import check_whole
 from quire.passes.verify.proof import Proof, Sizes, balanced, execute
 from quire.passes.verify.row_index import routed
 from quire.passes.verify.row_rules import as_data, same
-from quire.passes.verify.rows import CONST, NOTHING, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, of_shape
+from quire.passes.verify.rows import CONST, NOTHING, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, of_shape, unsure
 
 _ATTENTION = (attention, torch.ops.quire.attention, torch.ops.quire.attention.default)
 
@@ -191,12 +191,16 @@ class TokenPass:
                 if not isinstance(known, Const) or not self._leaves_no_trace(node, x, memory):
                     raise Mixes("it changes a buffer or parameter of the model")
                 continue
+            others = [n for n in self._memory[memory] if n is not x]
             if known != self.known[x]:
                 if getattr(known, "holds", NOTHING) != NOTHING or replace(self.known[x], holds=NOTHING) != known:
-                    if [n for n in self._memory[memory] if n is not x]:
+                    if others:
                         raise Mixes("it changes a tensor of which others are views")
                 assert self.known[x].holds != NOTHING
                 self.known[x] = known
+            for n in others:  # what they hold may be other numbers now
+                each = self.known[n]
+                self.known[n] = list(map(unsure, each)) if isinstance(each, list) else unsure(each)
         return found
 
     def _leaves_no_trace(self, node: fx.Node, buffer: fx.Node, memory: int) -> bool:

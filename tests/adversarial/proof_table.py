@@ -45,6 +45,9 @@ SECTIONS = {
         Row("attention written out: with such masks; with others, biases, weights that are read again", "exact; refused", (
             "passes/rewrite/test_raise_written::test_served", "passes/rewrite/test_raise_written::test_refused",
             "passes/rewrite/test_raise_written::test_changes_in_place_between_are_refused")),
+        Row("what a mask hides is shown again by another; keys picked by number behind a repeat", "refused", (
+            "passes/rewrite/test_raise_written::test_refused[all_shown_again]",
+            "passes/rewrite/test_raise_sdpa::test_keys_picked_by_number_behind_a_repeat")),
         Row("its products as `einsum`: of two matrices; with other sums", "exact; refused", (
             "passes/rewrite/test_einsum_products::test_served", "passes/rewrite/test_einsum_products::test_refused")),
         Row("numbers that are rounded on the way, arguments by name", "never wrong", (
@@ -80,6 +83,9 @@ SECTIONS = {
             "topk over T", "kthvalue over T", "quantile over T", "any over T", "count_nonzero over T"), _UNCOMPILED)),
         Row("integer `sum`, `argsort`, `amin`; `bincount`", "refused", (*_mixers(
             "integer sum", "integer argsort", "integer amin", "bincount"), _UNCOMPILED)),
+        Row("numbers of rows, ids and zeros that are written over, also through views; pooling's indices", "refused", (
+            "passes/verify/test_written::test_refused",
+            "passes/verify/test_tokens::test_refused_for_what_it_does[places of the largest]")),
         Row("rare events", "refused", (
             *_mixers("rare gate", "rare any"), "adversarial/test_mixers::test_uncompiled[rare event]",
             "graph_runner/test_packing_check::test_what_kind[rarer]")),
@@ -133,6 +139,8 @@ SECTIONS = {
         Row("a layer's window or chunk without a mask of it; a cache that keeps less than a layer sees", "refused", (
             "passes/capture/test_own_attention::test_a_window_without_its_mask",
             "passes/capture/test_own_attention::test_chunks_of_a_class_without_them")),
+        Row("encoders whose masks have a meaning, in `encoder_attention`", "refused", (
+            "passes/capture/test_encoder_attention::test_masks_with_a_meaning",)),
         Row("steps by the interface of a layer that uses eager attention's weights", "refused", (
             "passes/capture/test_retrace::test_attention_weights_that_a_layer_uses_are_not_dropped",)),
         Row("uncompiled steps of models with positions of their own", "refused", (

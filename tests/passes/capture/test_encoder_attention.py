@@ -174,7 +174,8 @@ def bloom() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
 def test_masks_with_a_meaning(build) -> None:
     """A tower whose masks are left out gives other numbers, and nothing else shows it."""
     model, inputs = build()
-    with quire.encoder_attention(model.eval()), torch.no_grad(), pytest.raises(quire.UnsupportedAttention, match="another mask"):
+    with quire.encoder_attention(model.eval()), torch.no_grad(), \
+            pytest.raises(quire.UnsupportedAttention, match="another mask"):
         model(*inputs)
 
 

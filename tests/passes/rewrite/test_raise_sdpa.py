@@ -196,6 +196,13 @@ def test_repeated_keys_are_peeled_and_others_are_not(repeat, heads, kv_heads, ca
     assert served(graph, model) <= TOLERANCE
 
 
+@pytest.mark.parametrize("picked", [lambda n: n % 16, lambda n: n.clamp(max=15)])
+def test_keys_picked_by_number_behind_a_repeat(picked) -> None:
+    """Of short rows these are all keys, and of longer ones they are not."""
+    model = tiny(4, 2, repeat=lambda x, times: x.repeat_interleave(times, 1)[:, :, picked(torch.arange(x.shape[2]))])
+    refused(model, "makes positions of its own|picked by numbers|places of the tokens")
+
+
 # What is refused.
 
 

@@ -228,6 +228,17 @@ def bits_as_other_numbers(q, k, v, see):
     return (((q.half() @ k.half().mT).view(torch.bfloat16).float() + hidden(see)).softmax(-1).half() @ v.half()).float()
 
 
+def shown_again(q, k, v, see):
+    """A second mask raises some of what the first one hides."""
+    again = torch.where(~see & (see.cumsum(-1) < 3), -torch.finfo(torch.float32).min, 0.0)
+    return ((q @ k.mT).masked_fill(~see, torch.finfo(torch.float32).min) + again).softmax(-1) @ v
+
+
+def all_shown_again(q, k, v, see):
+    low = torch.finfo(torch.float32).min
+    return (q @ k.mT + torch.where(see, 0.0, low) + torch.where(see, 0.0, -low)).softmax(-1) @ v
+
+
 def active_dropout(q, k, v, see):
     return F.dropout((q @ k.mT + hidden(see)).softmax(-1), 0.1, training=True) @ v
 
@@ -236,7 +247,7 @@ def active_dropout(q, k, v, see):
     replaced_by_zero, replaced_by_scores, not_low, a_bias, other_sink, over_queries, capped, weights_read_twice, extreme,
     negative, low_in_half, low_in_half_alone, more_value_heads, of_two_orders, low_changed, low_of_another_dtype,
     narrower_than_values, scaled_away, scaled_away_and_back, rounded_scores, rounded_weights, rounded_by_softmax,
-    rounded_to_eight_bits, rounded_to_integers, bits_as_other_numbers, active_dropout])
+    rounded_to_eight_bits, rounded_to_integers, bits_as_other_numbers, shown_again, all_shown_again, active_dropout])
 def test_refused(attend: Attend) -> None:
     graph = trace(model(attend))  # the plain way works
     with pytest.raises(UnsupportedAttention):
