@@ -46,7 +46,7 @@ SECTIONS = {
             "passes/rewrite/test_raise_written::test_served", "passes/rewrite/test_raise_written::test_refused",
             "passes/rewrite/test_raise_written::test_changes_in_place_between_are_refused")),
         Row("what a mask hides is shown again by another; keys picked by number behind a repeat", "refused", (
-            "passes/rewrite/test_raise_written::test_refused[all_shown_again]",
+            "passes/rewrite/test_raise_written::test_refused",
             "passes/rewrite/test_raise_sdpa::test_keys_picked_by_number_behind_a_repeat")),
         Row("its products as `einsum`: of two matrices; with other sums", "exact; refused", (
             "passes/rewrite/test_einsum_products::test_served", "passes/rewrite/test_einsum_products::test_refused")),
