@@ -14,10 +14,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quire.graph_runner.on_instance import class_of
 
-#: Settings of a config that weights alone do not show, and that the forward computes with.
-_FORWARD = ("rope_parameters", "sliding_window", "layer_types", "num_attention_heads", "num_key_value_heads", "hidden_act",
-            "hidden_activation", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "attn_logit_softcapping",
-            "final_logit_softcapping", "query_pre_attn_scalar", "num_experts_per_tok", "norm_topk_prob")
+#: Settings by which no model computes in evaluation: what each call says, and what only training reads; beside names that end
+#: with "dropout" or "dropout_prob". ``max_position_embeddings`` too where no rope is made of it (``_ROPES``).
+_HARMLESS = frozenset((
+    "transformers_version", "architectures", "auto_map", "dtype", "torch_dtype", "quantization_config", "tokenizer_class",
+    "id2label", "label2id", "problem_type", "task_specific_params", "finetuning_task", "return_dict", "use_cache",
+    "output_attentions", "output_hidden_states", "output_router_logits", "chunk_size_feed_forward", "gradient_checkpointing",
+    "initializer_range", "initializer_factor", "init_std", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
+    "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha", "seq_aux", "resid_pdrop", "embd_pdrop", "attn_pdrop",
+    "unsloth_version", "unsloth_fixed"))
+_ROPES = ("default", "linear", "llama3", None)
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -87,16 +93,48 @@ def _check_config(path: Path, model: Any) -> None:
     if not file.is_file() or not hasattr(type(own), "from_pretrained"):
         return
     saved = json.loads(file.read_text())
-    quantization = saved.get("quantization_config")
+    quantization, theirs = saved.get("quantization_config"), None
     if saved.get("model_type") == own.model_type:
-        theirs = type(own).from_pretrained(str(path)).to_dict()
-        for name in _FORWARD:
-            if name in theirs and theirs[name] != (here := own.to_dict().get(name)):
-                raise CheckpointError(f"its config has {name}={theirs[name]}, the model that is served {here}: the same "
-                                      "weights give other logits. Make an engine from that path")
+        theirs = type(own).from_pretrained(str(path))
+    else:  # a language model of one with images
+        part = next((v for v in saved.values() if isinstance(v, dict) and v.get("model_type") == own.model_type), None)
+        theirs = None if part is None else type(own).from_dict(part)
+    if theirs is None:
+        raise CheckpointError(f"it is of a {saved.get('model_type')}, the model that is served a {own.model_type}: the same "
+                              "weights may give other logits. Make an engine from that path")
+    if (other := _difference(theirs.to_dict(), own.to_dict())) is not None:
+        name, there, here = other
+        raise CheckpointError(f"its config has {name}={there}, the model that is served {here}: the same weights give other "
+                              "logits. Make an engine from that path; or, if that setting does nothing, give the tensors to "
+                              "update_weights_from_tensors")
     if quantization and getattr(own, "quantization_config", None) is None:
         raise CheckpointError(f"it is quantized ({quantization.get('quant_method', 'unknown method')}), and the model that is "
                               "served is not. Give a checkpoint in the model's own dtype, or make an engine from that path")
+
+
+def _difference(theirs: dict[str, Any], own: dict[str, Any], prefix: str = "") -> tuple[str, Any, Any] | None:
+    """The first setting in which two configs differ, and its values; None: in none by which a model computes."""
+    for name in dict.fromkeys([*theirs, *own]):
+        there, here = theirs.get(name), own.get(name)
+        if there == here or name[0] == "_" or name in _HARMLESS or name.endswith(("dropout", "dropout_prob")):
+            continue
+        if name == "max_position_embeddings" and all(kind in _ROPES for kind in _rope_types(own.get("rope_parameters"))):
+            continue
+        if isinstance(there, dict) and isinstance(here, dict) and "model_type" in there and "model_type" in here:
+            found = _difference(there, here, f"{prefix}{name}.")
+            if found is not None:
+                return found
+        else:
+            return prefix + name, there, here
+    return None
+
+
+def _rope_types(parameters: Any) -> list[Any]:
+    """Of ``rope_parameters``, which a config may have for each kind of layer."""
+    if not isinstance(parameters, dict):
+        return []
+    nested = [p for p in parameters.values() if isinstance(p, dict)]
+    return [p.get("rope_type") for p in nested or [parameters]]
 
 
 def _lost(file: Path, path: Path) -> str | None:
