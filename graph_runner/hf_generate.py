@@ -44,10 +44,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Served:
-    """A call that an engine serves: as requests, or without a ``job`` in lockstep. ``note``: what the caller should know."""
+    """A call that an engine serves: as requests, or without a ``job`` in lockstep. ``note``: what the caller should know.
+    ``instead``: for a call in lockstep whose prompts end before the row does, its arguments with the padding on the left, as
+    processors and criteria must see what comes before a token."""
 
     job: Job | None
     note: str | None = None
+    instead: dict[str, Any] | None = None
 
 
 def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forward: Any,
@@ -142,7 +145,7 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
                 Rows(engine(), [prompt for prompt in prompts for _ in range(rows)], params.max_tokens)
             except DoesNotFit as error:
                 return str(error)
-        return Served(None, note)
+        return Served(None, note, None if note is None else _padded_left(kwargs, ids, keep, last))
     assert params.max_tokens is not None
     longest = max(map(len, prompts)) + params.max_tokens
     if longest > engine().max_model_len:
@@ -162,6 +165,14 @@ def _outgrown(model: Any, engine: Engine, prompts: list[list[int]], most: int | 
         return None
     return next((limit for limit in limits for prompt in prompts
                  if len(prompt) <= limit and (most is None or len(prompt) + most - 1 > limit)), None)
+
+
+def _padded_left(kwargs: dict[str, Any], ids: torch.Tensor, keep: torch.Tensor, last: torch.Tensor) -> dict[str, Any]:
+    """The arguments with each row rolled so that its ``last`` (rows, 1) token that counts ends it."""
+    width = ids.shape[1]
+    from_ = (torch.arange(width, device=ids.device) + last + 1) % width
+    moved = {"input_ids": ids.gather(1, from_), "attention_mask": keep.gather(1, from_).long()}
+    return {name: x for name, x in kwargs.items() if name not in ("inputs", "position_ids")} | moved
 
 
 def prompts_of(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:

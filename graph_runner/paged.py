@@ -191,7 +191,9 @@ class PagedGenerate(OnInstance):
         if call.job is not None:
             return self._run(call.job)
         with setting(SAMPLING, (self.model, self._decode)):
-            return self._plain(*args, **kwargs)
+            if call.instead is None:
+                return self._plain(*args, **kwargs)
+            return _with_prompts(self._plain(**call.instead), given.get("inputs", given.get("input_ids")))
 
     def _warn(self, message: str, stacklevel: int = 3) -> None:
         if message not in self.warned:
@@ -293,6 +295,17 @@ class PagedGenerate(OnInstance):
         new = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=job.pad)
         sequences = torch.cat([ids.repeat_interleave(params.n, 0), new.to(ids.device)], dim=1)
         return lockstep.output_dict(sequences) if job.return_dict else sequences
+
+
+def _with_prompts(found: Any, ids: Any) -> Any:
+    """The result of ``generate`` with the prompts ``ids`` as they were given, for each of which it has as many sequences."""
+    sequences = found if isinstance(found, torch.Tensor) else found.sequences
+    given = ids.repeat_interleave(len(sequences) // len(ids), 0).to(sequences)
+    sequences = torch.cat([given, sequences[:, ids.shape[1]:]], 1)
+    if isinstance(found, torch.Tensor):
+        return sequences
+    found.sequences = sequences
+    return found
 
 
 def _decorate(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

@@ -318,11 +318,17 @@ def test_streamer_of_a_batch_is_transformers_own_error(model, batch, tokenizer) 
         model.generate(**batch, max_new_tokens=4, streamer=TextStreamer(tokenizer))
 
 
-@pytest.mark.parametrize("options", [{}, dict(repetition_penalty=1.3)], ids=str)
+@pytest.mark.parametrize("options", [
+    {}, dict(repetition_penalty=1.3), dict(bad_words_ids=True), dict(bad_words_ids=True, num_beams=2),
+    dict(repetition_penalty=1.3, eos_token_id=None), dict(guidance_scale=1.5)], ids=str)
 def test_padding_on_the_right(options, plain, model, batch) -> None:
-    """The prompt goes on where it ends, and a warning says so: transformers goes on from the padding."""
+    """The prompt goes on where it ends, and a warning says so: transformers goes on from the padding. Processors see a token
+    behind the prompt's last one."""
     ids, mask = (torch.stack([row.roll(-int((1 - m).sum())) for row, m in zip(of, batch.attention_mask, strict=True)])
                  for of in (batch.input_ids, batch.attention_mask))
+    if "bad_words_ids" in options:  # what would come first
+        bad = plain.generate(**batch, max_new_tokens=1, **{**options, "bad_words_ids": None})[:, -2:].tolist()
+        options = {**options, "bad_words_ids": bad}
     with pytest.warns(UserWarning, match="quire: the last token of a prompt is masked: the prompt ends before it"):
         got = model.generate(ids, attention_mask=mask, max_new_tokens=4, **options)
     assert torch.equal(got[:, :-4], ids)
