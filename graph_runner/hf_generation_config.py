@@ -90,6 +90,7 @@ def for_engine(generation_config: Any, own: Any, prompt_length: Callable[[], int
     Raises ValueError for options that a request cannot have, whatever its prompt; and as ``from_generation_config``, with
     TypeError."""
     config = copy.copy(generation_config)
+    as_generate = own is not None  # then no end token means none, and not the tokenizer's
     for name, value in ({} if own is None else vars(own)).items():
         if name[0] != "_" and getattr(config, name, None) is None:
             setattr(config, name, value)
@@ -98,11 +99,14 @@ def for_engine(generation_config: Any, own: Any, prompt_length: Callable[[], int
     if counts_prompt:
         any_prompt.min_length, any_prompt.max_new_tokens = None, 1 if config.max_new_tokens is None else config.max_new_tokens
     params, others = for_requests(any_prompt, 0)
+    if params.stop and (config.min_length or config.min_new_tokens):  # SamplingParams' minimum is one for both
+        others.append("stop_strings that count before the minimum of tokens")
     if others:
         raise ValueError(f"a request has no {', '.join(others)} of a GenerationConfig: quire.paged(model).generate has, and "
                          "SamplingParams has penalties, bad_words, logit_bias and logits_processors")
     try:
-        return (for_requests(config, prompt_length())[0] if counts_prompt else params), None
+        params = for_requests(config, prompt_length())[0] if counts_prompt else params
+        return (replace(params, ignore_eos=True) if as_generate else params), None
     except (ValueError, TypeError) as error:
         return params, error
 

@@ -124,6 +124,18 @@ def test_a_generation_config_is_read_as_generate_reads_it(model, engine, prompts
         assert output.token_ids == own
 
 
+def test_no_end_token_of_a_generation_config_means_none(model, engine, prompts, monkeypatch) -> None:
+    """And not that of the tokenizer, or of the model's config."""
+    first = type(model).generate(model, torch.tensor([prompts[0]]), max_new_tokens=1)[0, -1].item()
+    monkeypatch.setattr(model.config, "eos_token_id", first)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    config = transformers.GenerationConfig(max_new_tokens=6)
+    for given in (config, transformers.GenerationConfig(max_new_tokens=6, min_length=1)):
+        assert len(engine.generate(prompts[0], given)[0].token_ids) == 6
+    with pytest.raises(ValueError, match="a request has no stop_strings that count before the minimum of tokens of a Gen"):
+        engine.generate(prompts[0], transformers.GenerationConfig(max_new_tokens=6, min_new_tokens=3, stop_strings=["e"]))
+
+
 @pytest.mark.parametrize(("bad", "error"), [
     ([5] * 20, "max_length=12 counts the prompt's tokens too, and the prompt has 20"),
     ([10**6], r"token ids \[1000000\] are outside the vocabulary")], ids=["too_long", "no_token"])
