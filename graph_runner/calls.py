@@ -21,7 +21,16 @@ from quire.graph_runner.beam_search import BeamSearchOutput, BeamSearchParams, b
 from quire.graph_runner.engine_lock import EngineLock, locked
 from quire.graph_runner.hf_generation_config import for_engine, is_generation_config
 from quire.graph_runner.lockstep import held_here
-from quire.graph_runner.prompts import Prompt, as_prompts, chat_prompt, each_of, pairs_of, params_of, token_ids_of
+from quire.graph_runner.prompts import (
+    Prompt,
+    appended_to_texts,
+    as_prompts,
+    chat_prompt,
+    each_of,
+    pairs_of,
+    params_of,
+    token_ids_of,
+)
 from quire.graph_runner.request import Ask, Limits, RequestOptions, RequestOutput, StreamEvent
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.scheduler import Scheduler
@@ -303,7 +312,8 @@ class EngineCalls:
         Args:
             prompts: as for ``generate``.
             continuations: one for each prompt, as text or token ids. Of text after text, the tokens that prompt and
-                continuation have together, without those of the prompt.
+                continuation have together behind the last one that the prompt alone begins with too; without what the
+                tokenizer appends to every text.
             adapter: as for ``stream``.
 
         Raises:
@@ -332,9 +342,14 @@ class EngineCalls:
         if not isinstance(prompt, str):
             raise TypeError("a continuation is text only after a prompt that is text; give the token ids of both")
         both = ids(prompt + continuation)
-        if len(both) <= len(before):
-            raise ValueError(f"the continuation {continuation!r} adds no token to the prompt; give token ids")
-        return len(before), both
+        appended = appended_to_texts(self.tokenizer, before)
+        if appended and both[-len(appended):] == appended:
+            before, both = before[: -len(appended)], both[: -len(appended)]
+        same = next((i for i, (a, b) in enumerate(zip(before, both, strict=False)) if a != b), min(len(before), len(both)))
+        if len(both) <= same or (before and not same):
+            raise ValueError(f"the continuation {continuation!r} adds no token to the prompt, or changes all of its tokens; "
+                             "give token ids")
+        return same, both
 
 
 def _check_lora_request(given: object, choose: str = "adapter=name in this call") -> None:

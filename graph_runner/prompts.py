@@ -120,6 +120,15 @@ def token_ids_of(prompt: Prompt, tokenizer: Any, vocab_size: int, max_model_len:
     return ids
 
 
+def appended_to_texts(tokenizer: Any, ids: Sequence[int]) -> list[int]:
+    """The tokens that the tokenizer puts behind every text, such as an end token, if ``ids`` of a text end with them: those of
+    no text at all, but for what they begin with as ``ids`` do."""
+    of_nothing = _encode("", tokenizer)
+    before = next((i for i, (a, b) in enumerate(zip(of_nothing, ids, strict=False)) if a != b), len(of_nothing))
+    found = of_nothing[before:]
+    return found if found and list(ids[-len(found):]) == found else []
+
+
 def _content(prompt: Mapping[str, Any]) -> Any:
     """The content of a prompt given as a dict, in vLLM's form."""
     given = {key: value for key, value in prompt.items() if value is not None}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from quire import Engine, SamplingParams
 from tests.tiny import GREEDY, assert_idle, tokens
@@ -159,6 +160,19 @@ def test_scores(engine, model, prompts, tokenizer) -> None:
     both = tokenizer(text + more)["input_ids"]
     assert engine.score(text, more)[0].token_ids == both[len(tokenizer(text)["input_ids"]) :]
     assert_idle(engine)
+
+
+def test_scores_of_text(engine, tokenizer, monkeypatch) -> None:
+    """All tokens that the prompt has not, also where they join what the prompt ends with; and no others where the tokenizer
+    puts an end token behind every text."""
+    pairs = (["The owl is", "The ow"], [" very wise", "l is"])
+    found = engine.score(*pairs)
+    assert [tokenizer.decode(score.token_ids) for score in found] == [" very wise", " owl is"]
+    end = TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
+    monkeypatch.setattr(tokenizer.backend_tokenizer, "post_processor", end)
+    again = engine.score(*pairs)
+    assert [s.token_ids for s in again] == [s.token_ids for s in found]
+    assert [s.total for s in again] == pytest.approx([s.total for s in found], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(("params", "message"), [
