@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from quire.passes.capture.facts import Check, fact, module_names
-from tests.passes.capture.test_kept_trace import folder, was_traced  # noqa: F401  (the fixture)
+from tests.passes.capture.test_kept_trace import was_traced
+
+pytestmark = pytest.mark.usefixtures("folder")
 
 MODEL = """
 import torch.nn.functional as F

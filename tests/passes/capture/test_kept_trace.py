@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from transformers.models.llama import modeling_llama
 
 import quire
 from quire import Engine, SamplingParams, UnsupportedAttention
-from quire.passes.capture import facts, kept_trace
+from quire.passes.capture import facts
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.fx import fake_mode, text_of
 from quire.passes.options import QuireOptions
@@ -37,13 +37,7 @@ from tests.zoo.configs import SERVED, build
 from tests.zoo.harness import TOLERANCE, error, reference, serve
 
 EAGER = QuireOptions(compiler="eager")
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("QUIRE_TRACE_CACHE", "1")
-    yield tmp_path
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def traced(make: Callable[[], nn.Module], options: QuireOptions = EAGER) -> tuple[bool, PagedModel]:
@@ -402,69 +396,3 @@ def test_a_trace_is_taken_after_another_and_in_another_folder(tmp_path: Path) ->
     # Dynamo has an option that tells: where it writes what is debugged.
     with torch._dynamo.config.patch(debug_dir_root=str(tmp_path)):
         assert not was_traced(tiny)
-
-
-# -- not kept -------------------------------------------------------------------------------------------------------------
-
-
-@torch._dynamo.assume_constant_result
-def constant() -> float:
-    return 2.0
-
-
-class Constant(Tiny):
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **extra: torch.Tensor) -> torch.Tensor:
-        return super().forward(input_ids, position_ids, **extra) * constant()
-
-
-def test_a_result_that_dynamo_takes_for_a_constant_is_not_kept() -> None:
-    """No guard says what it was."""
-    for _ in range(2):
-        assert was_traced(lambda: Constant(*tiny().layers).eval())
-
-
-def test_what_no_fact_can_be_made_of_does_not_stop_the_trace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine starts whatever its model holds: a trace that cannot be kept is a trace."""
-    def odd(*args: Any) -> Any:
-        raise ZeroDivisionError
-
-    for place in ("fact", "checks"):
-        with monkeypatch.context() as patch:
-            patch.setattr(facts if place == "fact" else kept_trace, place, odd)
-            assert was_traced(tiny)
-        assert not list(folder.glob("traces/*.pickle"))
-    with monkeypatch.context() as patch:
-        patch.setattr(kept_trace, "_summary", odd)
-        assert was_traced(tiny)
-    assert not list(folder.glob("traces/*.pickle"))
-
-
-@pytest.mark.parametrize("content", [
-    b"not a pickle", *(pytest.param(content, marks=pytest.mark.slow) for content in (b"", b"\x80\x04N."))])
-def test_a_broken_file_is_replaced(folder: Path, content: bytes) -> None:
-    assert was_traced(tiny)
-    (file,) = (folder / "traces").glob("*.pickle")
-    file.write_bytes(content)
-    assert was_traced(tiny) and not was_traced(tiny)
-
-
-def test_a_folder_that_cannot_be_written(folder: Path) -> None:
-    (folder / "traces").write_text("a file")
-    assert was_traced(tiny) and was_traced(tiny)
-
-
-@pytest.mark.parametrize("chosen", [pytest.param("0", marks=pytest.mark.slow), ""])
-def test_off(folder: Path, monkeypatch: pytest.MonkeyPatch, chosen: str) -> None:
-    """On a CPU traces are kept on request only."""
-    monkeypatch.setenv("QUIRE_TRACE_CACHE", chosen)
-    assert was_traced(tiny) and was_traced(tiny)
-    assert not (folder / "traces").exists()
-
-
-def test_old_files_go(folder: Path) -> None:
-    (folder / "traces").mkdir()
-    for i in range(70):
-        (folder / "traces" / f"{i}.pickle").write_bytes(b"")
-    assert was_traced(tiny)
-    assert len(list((folder / "traces").iterdir())) == 64
-    assert not was_traced(tiny)
