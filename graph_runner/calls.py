@@ -342,8 +342,8 @@ class EngineCalls:
         if not isinstance(prompt, str):
             raise TypeError("a continuation is text only after a prompt that is text; give the token ids of both")
         both = ids(prompt + continuation)
-        appended = appended_to_texts(self.tokenizer, before)
-        if appended and both[-len(appended):] == appended:
+        appended = appended_to_texts(self.tokenizer, both)
+        if appended and before[-len(appended):] == appended:
             before, both = before[: -len(appended)], both[: -len(appended)]
         same = next((i for i, (a, b) in enumerate(zip(before, both, strict=False)) if a != b), min(len(before), len(both)))
         if len(both) <= same or (before and not same):

@@ -21,7 +21,9 @@ _HARMLESS = frozenset((
     "id2label", "label2id", "problem_type", "task_specific_params", "finetuning_task", "return_dict", "use_cache",
     "output_attentions", "output_hidden_states", "output_router_logits", "chunk_size_feed_forward", "gradient_checkpointing",
     "initializer_range", "initializer_factor", "init_std", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
-    "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha", "seq_aux", "resid_pdrop", "embd_pdrop", "attn_pdrop",
+    "cls_token_id", "mask_token_id", "decoder_start_token_id", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
+    "resid_pdrop", "embd_pdrop", "attn_pdrop", "neftune_noise_alpha", "torchscript", "use_bfloat16", "tie_encoder_decoder",
+    "prefix", "pretraining_tp", "keys_to_ignore_at_inference", "model_max_length", "transformers.js_config", "axolotl_config_path",
     "unsloth_version", "unsloth_fixed"))
 _ROPES = ("default", "linear", "llama3", None)
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -115,7 +117,7 @@ def _check_config(path: Path, model: Any) -> None:
 def _difference(theirs: dict[str, Any], own: dict[str, Any], prefix: str = "") -> tuple[str, Any, Any] | None:
     """The first setting in which two configs differ, and its values; None: in none by which a model computes."""
     for name in dict.fromkeys([*theirs, *own]):
-        there, here = theirs.get(name), own.get(name)
+        there, here = (_rope(name, of.get(name)) for of in (theirs, own))
         if there == here or name[0] == "_" or name in _HARMLESS or name.endswith(("dropout", "dropout_prob")):
             continue
         if name == "max_position_embeddings" and all(kind in _ROPES for kind in _rope_types(own.get("rope_parameters"))):
@@ -127,6 +129,13 @@ def _difference(theirs: dict[str, Any], own: dict[str, Any], prefix: str = "") -
         else:
             return prefix + name, there, here
     return None
+
+
+def _rope(name: str, setting: Any) -> Any:
+    """Parameters of a rope without an older name that says the same; any other setting as it is."""
+    if name != "rope_parameters" or not isinstance(setting, dict):
+        return setting
+    return {key: _rope(name, x) for key, x in setting.items() if key != "type" or x != setting.get("rope_type")}
 
 
 def _rope_types(parameters: Any) -> list[Any]:

@@ -129,6 +129,9 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
     note = None if bool(keep[:, -1].all()) else (
         "the last token of a prompt is masked: the prompt ends before it, as if the padding were on the left. transformers' "
         "own generate goes on from the masked token (set tokenizer.padding_side = 'left')")
+    if note is not None and config.token_healing:
+        return ("token_healing changes the last token of a prompt, and here padding follows it (set tokenizer.padding_side = "
+                "'left')")
     prompts, streamer = prompts_of(ids, mask), given.get("streamer")
     if (limit := _outgrown(model, engine(), prompts, None if params is None else params.max_tokens)) is not None:
         return (f"a row may grow past {limit} tokens, from where on its rotary frequencies are others: this class goes on with "

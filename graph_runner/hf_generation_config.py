@@ -82,8 +82,9 @@ def for_requests(generation_config: Any, prompt_length: int) -> tuple[SamplingPa
 
 
 def for_engine(generation_config: Any, own: Any, prompt_length: Callable[[], int]) -> tuple[SamplingParams, Exception | None]:
-    """A ``GenerationConfig`` in the place of an engine's SamplingParams, read as ``model.generate`` reads it. ``own``: the
-    model's, for options that are None; or None. ``prompt_length``: tokens of the prompt; called where they matter.
+    """A ``GenerationConfig`` in the place of an engine's SamplingParams, read as ``model.generate`` reads it, but for stop
+    strings, which are looked for in the text without special tokens. ``own``: the model's, for options that are None; or
+    None. ``prompt_length``: tokens of the prompt; called where they matter.
 
     Returns the params, and None or why this prompt cannot be served; its params have the right ``n`` then.
 

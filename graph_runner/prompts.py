@@ -121,8 +121,8 @@ def token_ids_of(prompt: Prompt, tokenizer: Any, vocab_size: int, max_model_len:
 
 
 def appended_to_texts(tokenizer: Any, ids: Sequence[int]) -> list[int]:
-    """The tokens that the tokenizer puts behind every text, such as an end token, if ``ids`` of a text end with them: those of
-    no text at all, but for what they begin with as ``ids`` do."""
+    """The tokens that the tokenizer puts behind every text, such as an end token, if ``ids`` of a text that is not empty end
+    with them: those of no text at all, but for what they begin with as ``ids`` do."""
     of_nothing = _encode("", tokenizer)
     before = next((i for i, (a, b) in enumerate(zip(of_nothing, ids, strict=False)) if a != b), len(of_nothing))
     found = of_nothing[before:]

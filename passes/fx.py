@@ -173,7 +173,8 @@ def schema_arguments(node: fx.Node) -> dict[str, Any]:
 
 #: The functions that begin and end the operations of a torch.vmap.
 VMAP = ("_vmap_increment_nesting", "_vmap_decrement_nesting")
-_IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "setitem"}
+_IN_PLACE = {"iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor",
+             "ilshift", "irshift", "setitem"}
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
@@ -201,13 +202,19 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         in_place = bare in _IN_PLACE or (name.endswith("_") and not plain) or bool(inplace)
         first = node.args[:1] if in_place else ()
         written = [*first[0]] if first and isinstance(first[0], (list, tuple)) else [*first]  # torch._foreach_add_([x], ...)
-        written.append(node.kwargs.get("out"))
+        out: Any = node.kwargs.get("out")
+        written += out if isinstance(out, (list, tuple)) else [out]
     return list(dict.fromkeys(x for x in written if isinstance(x, fx.Node)))
 
 
 @functools.lru_cache(maxsize=1024)
 def _parameters(function: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
+
+
+def written_memory(graph: fx.Graph) -> set[int]:
+    """The memory (``storage_of``) that some node changes in place, through whatever view."""
+    return {storage_of(value(x)) for n in graph.nodes for x in written_by(n) if is_tensor(x)}
 
 
 def written_between(first: fx.Node, last: fx.Node, but: fx.Node | None = None) -> fx.Node | None:

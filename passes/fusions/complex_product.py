@@ -22,16 +22,31 @@ import torch
 from torch import fx
 
 from quire.passes.fusions.base import Fusion
-from quire.passes.fx import MUL, is_method, only_user, operands, placeholders, replace_node, target_name, value
+from quire.passes.fx import (
+    MUL,
+    is_method,
+    only_user,
+    operands,
+    placeholders,
+    replace_node,
+    storage_of,
+    target_name,
+    value,
+    written_between,
+    written_memory,
+)
 
 
 def real_products(fusion: Fusion) -> int:
     """Replace each product of complex numbers that is read as real ones."""
     graph, tables, count = fusion.graph, dict[fx.Node, fx.Node](), 0
+    written = written_memory(graph)
     for node in list(graph.nodes):  # matched one after the other: what one reads may be another's product
         if (match := _match(node)) is None:
             continue
         pairs, freqs = match
+        if storage_of(value(freqs)) in written or written_between(node.args[0], node):
+            continue
         table = _table(graph, freqs, tables)
         with graph.inserting_before(node):
             places: list[Any] = [(x, (..., part)) for x in (pairs, table) for part in (0, 1)]

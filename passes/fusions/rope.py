@@ -35,7 +35,16 @@ from quire.attn_ops.ops.rope import PLAIN, RopeForm, rope_kv_write
 from quire.passes.fusions.base import Fusion
 from quire.passes.fusions.match.norm import RMSNorm, match_rms_norm
 from quire.passes.fusions.match.rope import Rotation, Table, match_rotation
-from quire.passes.fx import erase_dead, is_method, replace_node, schema_arguments, value, written_between, written_by
+from quire.passes.fx import (
+    erase_dead,
+    is_method,
+    replace_node,
+    schema_arguments,
+    storage_of,
+    value,
+    written_between,
+    written_memory,
+)
 
 
 class _Heads(NamedTuple):
@@ -62,7 +71,7 @@ def fuse_rope(fusion: Fusion) -> int:
     if fusion.backend.op is None:  # of the latent cache alone
         return 0
     count, shared = 0, _Shared(fusion.graph)
-    written = {x for n in fusion.graph.nodes for x in written_by(n)}
+    written = written_memory(fusion.graph)
     for node in list(fusion.graph.find_nodes(op="call_function", target=fusion.backend.op)):
         args = schema_arguments(node)
         if args["k"] is None or args["v"] is None:
@@ -72,7 +81,8 @@ def fuse_rope(fusion: Fusion) -> int:
             continue
         if q.form() != k.form():
             q, k = q.without_norm_before(), k.without_norm_before()
-        if q.form() != k.form() or not written.isdisjoint((q.rotation.cos.node, q.rotation.sin.node)) \
+        if q.form() != k.form() or not written.isdisjoint(
+                storage_of(value(table.node)) for table in (q.rotation.cos, q.rotation.sin)) \
                 or any(written_between(heads.x, node) for heads in (q, k)):  # the op reads them where it stands
             continue
         _rewrite(fusion, node, q, k, shared)

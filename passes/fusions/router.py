@@ -214,7 +214,8 @@ def _masked(node: Any, fill: tuple[float, ...]) -> tuple[fx.Node, _Groups] | Non
         return None
     scatter = scatters[0]
     count = value(best).shape[-1]
-    if len(scatter.args) != 4 or scatter.args[1] not in (1, -1) or scatter.args[3] != 1 or type(count) is not int:
+    if len(scatter.args) != 4 or scatter.kwargs or scatter.args[1] not in (1, -1) or scatter.args[3] != 1 \
+            or type(count) is not int:
         return None
     top = _is_item(scatter.args[2], 1, "topk")
     experts = value(choice).shape[-1]
@@ -233,7 +234,8 @@ def _group_choice(best: fx.Node) -> tuple[int, Any]:
     """(how many of the largest of each group are added up for its rank, the choices by group); 0 and None for another form."""
     if (largest := _is_item(best, 0, "max")) is not None and argument(largest, 1, "dim") in (-1, 2):
         return 1, largest.args[0]
-    if is_method(best, "sum") and argument(best, 1, "dim") in (-1, 2) and not argument(best, 2, "keepdim", False):
+    plain = "dtype" not in best.kwargs and len(best.args) <= 3
+    if plain and is_method(best, "sum") and argument(best, 1, "dim") in (-1, 2) and not argument(best, 2, "keepdim", False):
         some = _is_item(argument(best, 0, "input"), 0, "topk")
         k = argument(some, 1, "k") if some is not None else None
         if some is not None and type(k) is int and argument(some, 2, "dim", -1) in (-1, 2) and argument(

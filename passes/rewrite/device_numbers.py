@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from quire.passes.fx import is_function, is_method, replace_node, value
+from quire.passes.fx import is_function, is_method, replace_node, value, written_between
 
 
 def numbers_on_device(gm: fx.GraphModule) -> None:
@@ -24,7 +24,7 @@ def numbers_on_device(gm: fx.GraphModule) -> None:
     moved = [(node, user) for node in graph.nodes if is_function(node, (torch.tensor,)) and not node.kwargs
              and len(node.args) == 1 and isinstance(node.args[0], bool | int | float)
              for user in node.users if is_method(user, "to") and len(user.args) == 2 and isinstance(user.args[1], torch.device)
-             and not user.kwargs and value(user).device != value(node).device]
+             and not user.kwargs and value(user).device != value(node).device and written_between(node, user) is None]
     for node, user in moved:
         with graph.inserting_before(user):
             number = graph.call_function(torch.full, ((), node.args[0]), {"dtype": value(node).dtype, "device": user.args[1]})

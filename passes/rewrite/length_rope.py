@@ -28,7 +28,7 @@ from torch import fx
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.step import Step
-from quire.passes.fake_values import made_like
+from quire.passes.fake_values import compute_value, made_like
 from quire.passes.fx import erase_dead, is_function, is_method, is_tensor, replace_node, source_name, value, written_by
 
 LIMITS = "quire_length_limits"  # in the meta of a graph: lengths beyond which sequences have other frequencies
@@ -47,7 +47,8 @@ def choose_per_sequence(gm: fx.GraphModule, tokens: Any) -> None:
     for copy in [n for n in gm.graph.nodes if is_method(n, "copy_") and len(n.args) == 2]:
         buffer, choice = copy.args
         chosen = is_function(choice, (torch.where,)) and len(choice.args) == 3
-        found = limit_of(choice.args[0]) if chosen else None
+        alike = chosen and all(is_tensor(x) and value(x).shape == value(buffer).shape for x in choice.args[1:])
+        found = limit_of(choice.args[0]) if alike else None
         earlier = [u for u in buffer.users if order.get(u, 0) < order[copy]]
         if found is not None and not copy.users and not earlier:
             _split(gm.graph, copy, *found, tokens)
@@ -60,10 +61,10 @@ def choose_per_sequence(gm: fx.GraphModule, tokens: Any) -> None:
 
 def limit_of(above: Any) -> tuple[int, fx.Node] | None:
     """The limit and the positions of ``position_ids.max() + 1 > limit``; None for any other node."""
-    if not is_method(above, "gt") or type(above.args[1]) is not int:
+    if not is_method(above, "gt") or len(above.args) != 2 or above.kwargs or type(above.args[1]) is not int:
         return None
     plus = above.args[0]
-    if not is_method(plus, "add") or plus.args[1] != 1:
+    if not is_method(plus, "add") or plus.args[1:] != (1,) or plus.kwargs:
         return None
     largest = plus.args[0]
     if not is_method(largest, "max") or len(largest.args) != 1 or largest.kwargs:
@@ -101,8 +102,13 @@ def use_short_frequencies(gm: fx.GraphModule, config: Any, max_length: int) -> N
 def _split(graph: fx.Graph, copy: fx.Node, limit: int, positions: fx.Node, tokens: Any) -> None:
     """Compute what follows from the choice with either set of frequencies, up to where there is a row per token."""
     buffer, choice = copy.args
+    either: dict[Any, list[Any]] = {}  # all other readers of the buffer come behind the copy
     sets: list[Any] = list(choice.args[1:])  # type: ignore[union-attr]
-    either = {choice: sets, buffer: sets}  # all other readers of the buffer come behind the copy
+    with graph.inserting_before(copy):
+        for reader in (choice, buffer):
+            dtype = value(reader).dtype
+            sets = [x if value(x).dtype == dtype else compute_value(graph.call_method("to", (x, dtype))) for x in sets]
+            either[reader] = sets
     graph.erase_node(copy)
     for node in list(graph.nodes):
         if not any(x in either for x in node.all_input_nodes):

@@ -21,9 +21,11 @@ from quire.passes.fx import (
     placeholders,
     same_shape,
     source_name,
+    storage_of,
     symbolic,
     target_name,
     value,
+    written_memory,
 )
 from quire.passes.rewrite.length_rope import LIMITS
 
@@ -53,6 +55,11 @@ def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
         where = module_path(node) or node.name
         start = argument(node, 0, "start", 0) if len(node.args) > 1 or "end" in node.kwargs else node.kwargs.get("start", 0)
         step = argument(node, 2, "step", 1)
+        if not written_memory(graph).isdisjoint(storage_of(value(n)) for n in (node, given)):
+            raise UnsupportedAttention(
+                f"{where} numbers the tokens of the row ({node.format_node()}), and these numbers, or position_ids, are "
+                "changed in place; in a ragged row every sequence has positions of its own. Compute with position_ids, and out "
+                "of place.")
         if picks or start != 0 or step != 1:
             raise UnsupportedAttention(
                 f"{where} numbers the tokens of the row ({node.format_node()}) " + (

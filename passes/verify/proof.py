@@ -22,7 +22,7 @@ import quire.passes.verify.row_views  # noqa: F401  (they add their rules)
 from quire.passes.fake_values import fake_input
 from quire.passes.fx import storage_of, symbolic
 from quire.passes.verify.row_rules import LENGTHS, RULES, Call, elementwise, no_lengths
-from quire.passes.verify.rows import CONST, NOTHING, Const, Counts, Group, Known, Mixed, Mixes, Rows, settled, unsure
+from quire.passes.verify.rows import CONST, NOTHING, Const, Counts, Group, Known, Mixed, Mixes, Rows, Writes, settled, unsure
 
 _LENGTHS = (10007, 10009, 10037, 10039)  # primes: hints of symbols, larger than any number the rules compare
 _SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "stride", "numel", "device", "dim",
@@ -37,6 +37,7 @@ class Proof(TorchDispatchMode):
         self.axes, self.lengths = axes, lengths
         self._known: dict[int, tuple[Known, torch.Tensor]] = {}  # by the tensor's id; keeps it alive
         self._rows = False
+        self.given: set[int] = set()  # memory of the inputs
         self.written: list[torch.Tensor] = []
 
     def learn(self, tensor: torch.Tensor, known: Known) -> None:
@@ -81,6 +82,8 @@ class Proof(TorchDispatchMode):
         try:
             each = self._found(op, name, given, inputs, outputs, result)
         except Mixes as why:
+            if any(isinstance(w, torch.Tensor) and storage_of(w) in self.given for w in tree_leaves(written)):
+                raise Writes(str(why)) from why
             if written or (not outputs and result is not None):
                 raise
             each = [Mixed(str(why))] * len(outputs)  # which may be thrown away

@@ -155,7 +155,7 @@ def _put(call: Call) -> Known:
         return same([rows, mask]) or CONST
     index = _Index(call, indices)
     joined, known = index.rows, call.known(values)
-    if isinstance(x, Rows) and x.holds.is_blank and target.dim() == 1 and index.at == [0]:
+    if isinstance(x, Rows) and x.holds.is_blank and target.dim() == 1 and index.at == [0] and not call["accumulate"]:
         own = index.known[0]
         if isinstance(own, Rows) and own.order is not None and own.holds == Holds("number", x.inner) == getattr(
                 known, "holds", None) and isinstance(known, Rows) and known.order is None and known.inner == x.inner:

@@ -198,7 +198,10 @@ def _bucketize(call: Call) -> Known:
 def _isin(call: Call) -> Known:
     if call.rows("test_elements") is not None:
         raise Mixes("it looks the values up among those of all tokens")
-    return call.rows("elements") or CONST
+    rows = call.rows("elements")
+    if rows is not None and call["assume_unique"]:  # then PyTorch sorts the elements of all tokens
+        raise Mixes("it takes the values of all tokens for different ones")
+    return rows or CONST
 
 
 @rule("sum nansum mean prod amax amin any all var std var_mean std_mean logsumexp norm linalg_vector_norm argmax argmin max "

@@ -19,6 +19,8 @@ def _reshape(call: Call) -> Known:
     """What lies before and behind the tokens, in memory order, stays there: outer and inner are what is left of it."""
     x, shape = call["self"], call.result.shape
     rows = as_rows(call.of("self"))
+    if call.name == "_reshape_alias" and not same_shape(call["stride"], x.reshape(shape).stride()):
+        raise Mixes("it reads memory in another order")
     if call.name == "view" and call["dtype"] is not None:
         if rows is not None and (rows.dim == x.dim() - 1 or rows.holds != NOTHING):
             raise Mixes("it reads the bytes of several tokens as one number")

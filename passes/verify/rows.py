@@ -26,6 +26,10 @@ class Mixes(Exception):
     """The operation is not row-wise; the text says why."""
 
 
+class Writes(Mixes):
+    """It writes tokens into a tensor that was there before."""
+
+
 class Ids:
     """The results of one ``topk``, as ids of experts. Equal only to itself."""
 

@@ -50,7 +50,21 @@ from quire.passes.verify.breaks import check_whole
 from quire.passes.verify.proof import Proof, Sizes, balanced, execute
 from quire.passes.verify.row_index import routed
 from quire.passes.verify.row_rules import as_data, same
-from quire.passes.verify.rows import CONST, NOTHING, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, of_shape, unsure
+from quire.passes.verify.rows import (
+    CONST,
+    NOTHING,
+    Const,
+    Counts,
+    Group,
+    Holds,
+    Known,
+    Mixed,
+    Mixes,
+    Rows,
+    Writes,
+    of_shape,
+    unsure,
+)
 
 _ATTENTION = (attention, torch.ops.quire.attention, torch.ops.quire.attention.default)
 
@@ -103,7 +117,7 @@ class TokenPass:
         writes = bool(written_by(node))
         mixed = self._mixed_among(node.all_input_nodes)
         if mixed is not None:
-            if writes:
+            if writes or self._writes(node):
                 self._refuse(node, mixed, "is written into another tensor")
             return mixed
         try:
@@ -116,10 +130,17 @@ class TokenPass:
                 return _attends_within(node, self.known.__getitem__)
             return self._run_once(node)
         except Exception as error:
-            found = _mixed(_why(error), node)
+            found, writes = _mixed(_why(error), node), writes or isinstance(error, Writes)
         if writes:
             self._refuse(node, found, "is written into another tensor")
         return found
+
+    def _writes(self, node: fx.Node) -> bool:
+        """Whether the node writes to one of its inputs, in a way that ``written_by`` does not know."""
+        try:
+            return bool(self._run([node], [node])[1])
+        except Exception as error:
+            return isinstance(error, Writes)
 
     def _mixed_among(self, nodes: Sequence[fx.Node]) -> Mixed | None:
         return next((k for x in nodes for k in tree_leaves(self.known[x], is_leaf=_is_known) if isinstance(k, Mixed)), None)
@@ -184,6 +205,8 @@ class TokenPass:
             (found,), changes = self._run([node], [node])
             if key is not None and not _has_order(found):
                 self._seen[key] = found, changes
+        if changes and not written_by(node):  # other passes would not see it
+            raise Writes("it changes a tensor in a way that quire does not follow")
         for at, known in changes:
             x = nodes[at]
             memory = storage_of(value(x))
@@ -226,6 +249,7 @@ class TokenPass:
             for t, k in zip(made, known, strict=True):
                 if isinstance(t, torch.Tensor):
                     proof.learn(t, k)
+                    proof.given.add(storage_of(t))
             fakes[x] = tree_unflatten(made, spec)
         with self.sizes.fake, enable_python_dispatcher(), self.sizes.env.ignore_fresh_unbacked_symbols(), proof, balanced():
             for node in nodes:

@@ -31,6 +31,7 @@ def make(name: str, sizes: dict[str, Any], **changed: Any) -> Any:
     ("Granite", LLAMA, dict(logits_scaling=2.0)), ("GPTNeoX", LLAMA, dict(use_parallel_residual=False)),
     ("Llama", LLAMA, dict(num_attention_heads=8, num_key_value_heads=4, head_dim=4)),
     ("Llama", LLAMA, dict(sliding_window=4)),  # of no use to its class, but to functions of transformers that it calls
+    ("Phimoe", {**LLAMA, "num_local_experts": 2}, dict(router_jitter_noise=0.5)),  # by which it masks experts
     ("Llama", {**LLAMA, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
      dict(max_position_embeddings=32)),
 ], ids=lambda x: x if isinstance(x, str) else next(iter(x)))
@@ -58,6 +59,20 @@ def test_settings_by_which_no_model_computes(changed, tmp_path: Path) -> None:
     config.write_text(json.dumps({**json.loads(config.read_text()), **changed}))
     found = read_checkpoint(tmp_path, model)
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in found.items()) and found
+
+
+def test_older_names_of_a_rope(tmp_path: Path) -> None:
+    model = make("Llama", LLAMA, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
+    model.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    new = json.loads(config.read_text())
+    del new["rope_parameters"]
+    for rope in ({"type": "linear"}, {"rope_type": "linear", "type": "linear"}, {"rope_type": "linear"}):
+        config.write_text(json.dumps({**new, "rope_theta": 1e4, "rope_scaling": {**rope, "factor": 2.0}}))
+        assert read_checkpoint(tmp_path, model)
+    config.write_text(json.dumps({**new, "rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}}))
+    with pytest.raises(CheckpointError, match="its config has rope_parameters=.*dynamic"):
+        read_checkpoint(tmp_path, model)
 
 
 def test_the_language_model_of_one_with_images(tmp_path: Path) -> None:

@@ -168,11 +168,14 @@ def test_scores_of_text(engine, tokenizer, monkeypatch) -> None:
     pairs = (["The owl is", "The ow"], [" very wise", "l is"])
     found = engine.score(*pairs)
     assert [tokenizer.decode(score.token_ids) for score in found] == [" very wise", " owl is"]
-    end = TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
-    monkeypatch.setattr(tokenizer.backend_tokenizer, "post_processor", end)
+    names, end = [("<|endoftext|>", 0), ("a", 5)], "<|endoftext|>"
+    monkeypatch.setattr(tokenizer.backend_tokenizer, "post_processor", TemplateProcessing(f"$A {end}", special_tokens=names))
     again = engine.score(*pairs)
     assert [s.token_ids for s in again] == [s.token_ids for s in found]
     assert [s.total for s in again] == pytest.approx([s.total for s in found], abs=TOLERANCE)
+    both = TemplateProcessing(f"a $A {end}", special_tokens=names)
+    monkeypatch.setattr(tokenizer.backend_tokenizer, "post_processor", both)
+    assert [tokenizer.decode(s.token_ids) for s in engine.score(["", "The"], [" owl", " owl"])] == [" owl", " owl"]
 
 
 @pytest.mark.parametrize(("params", "message"), [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import warnings
@@ -334,6 +335,17 @@ def test_padding_on_the_right(options, plain, model, batch) -> None:
     assert torch.equal(got[:, :-4], ids)
     rows = [plain.generate(row[m.bool()][None], max_new_tokens=4, **options)[0, -4:] for row, m in zip(ids, mask, strict=True)]
     assert torch.equal(got[:, -4:], torch.stack(rows))
+
+
+def test_padding_on_the_right_of_prompts_that_are_healed(model, batch, tokenizer) -> None:
+    """Healing changes the last token of a prompt, and the prompts of the result would not be those that went on."""
+    ids, mask = batch.input_ids.roll(-1, 1), batch.attention_mask.clone()
+    mask[:, -1] = 0
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"bos_token": tokenizer.convert_ids_to_tokens(1)})  # which healing asks for
+    with pytest.warns(UserWarning, match="token_healing changes the last token of a prompt, and here padding follows it"), \
+            contextlib.suppress(RuntimeError):  # of transformers' own, for some masks
+        model.generate(ids, attention_mask=mask, max_new_tokens=2, token_healing=True, tokenizer=tokenizer)
 
 
 def test_training_mode(no_warnings, plain, model, batch) -> None:
