@@ -23,7 +23,8 @@ _HARMLESS = frozenset((
     "initializer_range", "initializer_factor", "init_std", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
     "cls_token_id", "mask_token_id", "decoder_start_token_id", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
     "resid_pdrop", "embd_pdrop", "attn_pdrop", "neftune_noise_alpha", "torchscript", "use_bfloat16", "tie_encoder_decoder",
-    "prefix", "pretraining_tp", "keys_to_ignore_at_inference", "model_max_length", "transformers.js_config", "axolotl_config_path",
+    "prefix", "pretraining_tp", "keys_to_ignore_at_inference", "model_max_length", "transformers.js_config",
+    "axolotl_config_path",
     "unsloth_version", "unsloth_fixed"))
 _ROPES = ("default", "linear", "llama3", None)
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -68,8 +70,10 @@ def test_what_writes_is_not_pure() -> None:
     for function, args, options, pure in [
             (F.relu, (x,), {}, True), (F.relu, (x, True), {}, False), (F.silu, (x,), {"inplace": True}, False),
             (F.leaky_relu, (x, 0.1, True), {}, False), (F.dropout, (x, 0.5, True), {}, True),
-            (torch.add, (x, 1), {"out": x}, False)]:
+            (torch.add, (x, 1), {"out": x}, False), (torch.frexp, (x,), {"out": (x, x)}, False),
+            (operator.ilshift, (x, 1), {}, False), (operator.irshift, (x, 1), {}, False), (operator.lshift, (x, 1), {}, True)]:
         assert is_pure(graph.call_function(function, args, options)) == pure, (function, args, options)
+    assert not any(is_pure(graph.call_method(f"__{name}__", (x, x))) for name in ("iadd", "idiv", "ilshift"))
 
 
 def test_erase_dead() -> None:

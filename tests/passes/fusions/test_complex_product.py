@@ -38,6 +38,18 @@ def test_a_product_that_is_read_as_complex_numbers_too() -> None:
     assert all("view_as_complex" in listing(each.gm.graph) for each in (plain, lowered))
 
 
+@pytest.mark.parametrize("what", ["pairs", "table"])
+def test_numbers_that_are_changed_after_the_product(what: str) -> None:
+    """Read where the product is used, they would be those of after the change."""
+    def apply(x, f, _):
+        pairs = x.float().reshape(*x.shape[:-1], -1, 2).clone()
+        turned = torch.view_as_complex(pairs) * f
+        (pairs if what == "pairs" else torch.view_as_real(f)).mul_(0.5)
+        return torch.view_as_real(turned).flatten(-2).type_as(x)
+
+    assert "view_as_complex" in listing(same(Rotary(apply, tables="complex"), "complex").gm.graph)
+
+
 def test_a_table_that_is_an_input() -> None:
     """Inputs stay at the head of the graph: compilers count on it."""
     graph = fx.Graph()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -101,23 +102,37 @@ def changed_view(x: Tensor) -> Tensor:
     return scores.topk(2)[0]
 
 
-def other_groups(x: Tensor) -> Tensor:
-    """Groups by the mean of their experts."""
-    scores = x.softmax(-1)
-    best = scores.view(-1, 4, 2).mean(-1)
-    mask = torch.zeros_like(best)
-    mask.scatter_(1, best.topk(2)[1], 1)
-    wide = mask.unsqueeze(-1).expand(-1, 4, 2).reshape(-1, 8)
-    return scores.masked_fill(~wide.bool(), 0.0).topk(2)[0]
+def in_groups(best: Callable[[Tensor], Tensor], **options: Any) -> Callable[[Tensor], Tensor]:
+    """Groups of two experts, by ``best`` of their scores (..., 4, 2)."""
+    def route(x: Tensor) -> Tensor:
+        scores = x.sigmoid()
+        ranks = best(scores.view(-1, 4, 2))
+        mask = torch.zeros_like(ranks)
+        mask.scatter_(1, ranks.topk(2)[1], 1, **options)
+        wide = mask.unsqueeze(-1).expand(-1, 4, 2).reshape(-1, 8)
+        ids = scores.masked_fill(~wide.bool(), float("-inf")).topk(2)[1]
+        return scores.gather(1, ids)
+    return route
+
+
+def best_of_two(scores: Tensor, **options: Any) -> Tensor:
+    return scores.topk(2, dim=-1)[0].sum(dim=-1, **options)
+
+
+def test_groups_are_routed() -> None:
+    assert fused(in_groups(best_of_two), torch.randn(6, 8))[0] == 1
 
 
 @pytest.mark.parametrize("f", [
     lambda x: x.softmax(0).topk(2)[0], lambda x: x.topk(2)[0], lambda x: x.softmax(-1).topk(2)[1], lambda x: (x + 1).topk(2),
     lambda x: (x.softmax(-1) * 2).topk(2)[0], lambda x: x.softmax(-1).topk(2, largest=False)[0], changed_scores, changed_view,
-    other_groups, lambda x: x.half().softmax(-1).topk(2)[0], lambda x: x.sigmoid().topk(2)[0],
+    in_groups(lambda scores: scores.mean(-1)), in_groups(best_of_two, reduce="multiply"),
+    in_groups(functools.partial(best_of_two, dtype=torch.bfloat16)), lambda x: x.half().softmax(-1).topk(2)[0],
+    lambda x: x.sigmoid().topk(2)[0],
     lambda x: x[None].softmax(-1).topk(2)[0], lambda x: (x.softmax(-1) + x[0]).topk(2)[0],
 ], ids=["other dim", "no scores", "no weights", "a sum", "scaled", "smallest", "changed in place", "a view changed",
-        "other groups", "half", "weights of a sigmoid's top-k", "three dims", "softmax with a bias"])
+        "other groups", "no groups after all", "ranks in half precision", "half",
+        "weights of a sigmoid's top-k", "three dims", "softmax with a bias"])
 def test_left_alone(f: Callable[[Tensor], Any]) -> None:
     count, gm, inputs = fused(f, x := torch.randn(6, 8))
     assert count == 0

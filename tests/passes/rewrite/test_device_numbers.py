@@ -27,6 +27,15 @@ def test_a_number_is_made_where_it_is_used() -> None:
     assert [n.args for n in gm.graph.find_nodes(op="call_function", target=torch.tensor)] == [(True,)]
     for node in full:  # what the kernel computes, on a device that has values
         assert torch.equal(torch.full(*node.args, dtype=node.kwargs["dtype"]), torch.tensor(node.args[1]))
+    # One that is changed before it is moved.
+    graph = fx.Graph()
+    made = graph.call_function(torch.tensor, (2.0,))
+    graph.call_method("mul_", (made, 2))
+    moved = graph.call_method("to", (made, torch.device("meta")))
+    made.meta["example_value"], moved.meta["example_value"] = torch.tensor(2.0), torch.tensor(2.0, device="meta")
+    graph.output(moved)
+    numbers_on_device(gm := fx.GraphModule(torch.nn.Module(), graph))
+    assert not gm.graph.find_nodes(op="call_function", target=torch.full)
     # Lists, moves that change more than the device, and those within one, whose result may be changed in place.
     def forward(x):
         number = torch.tensor(1.5)

@@ -98,8 +98,28 @@ def test_what_picks_rows_stays(compute: Any, reads: bool) -> None:
     assert use_given_positions(gm, tokens) == 0 and aranges(gm) == 1
 
 
+def changed(x: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(x.shape[1])
+    positions.view(-1).add_(1)
+    return x * positions[None, :, None]
+
+
+def test_given_positions_that_are_changed_are_not_those_of_others() -> None:
+    """As one memory, a change of either would be one of both."""
+    class Shifted(Model):
+        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+            own = torch.arange(input_ids.shape[1])
+            position_ids.add_(1)
+            return super().forward(input_ids, position_ids) * own[None, :, None]
+
+    gm, tokens, _ = traced(Shifted(lambda x: x).eval())
+    with pytest.raises(UnsupportedAttention, match="are changed in place"):
+        use_given_positions(gm, tokens)
+
+
 @pytest.mark.parametrize(("compute", "why"), [
-    (both, "both to compute and to pick rows"), (offsets, "both to compute and to pick rows"),
+    (changed, "are changed in place"), (both, "both to compute and to pick rows"),
+    (offsets, "both to compute and to pick rows"),
     (lambda x: x * torch.arange(1, x.shape[1] + 1)[None, :, None], "other than 0, 1, 2")])
 def test_refused(compute: Any, why: str) -> None:
     gm, tokens, _ = traced(Model(compute).eval())

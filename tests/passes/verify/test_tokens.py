@@ -232,6 +232,10 @@ REFUSED = {
     # What only one rule keeps out: without it, each of these would be served.
     "added in another order": (lambda x, p: x[0] + x[0][routed(x)], "in different dimensions, or in another order"),
     "compared with all": (lambda x, p: x + torch.isin(p, p * 2)[..., None], "among those of all tokens"),
+    "values of all taken for different ones": (
+        lambda x, p: x + torch.isin(p % 8, torch.arange(40, 140), assume_unique=True)[..., None], "for different ones"),
+    "memory read in another order": (
+        lambda x, p: torch.ops.aten._reshape_alias(x.contiguous(), [1, x.shape[1], WIDTH], [WIDTH, 0, 1]), "in another order"),
     "boundaries of tokens": (lambda x, p: torch.bucketize(x, x[0, :, 0]).float(), "boundaries differ from token to token"),
     "half of the places": (lambda x, p: x[:, torch.arange(x.shape[1]) // 2], "with the places of the tokens"),
     "places in a byte": (lambda x, p: x[:, torch.add(torch.arange(x.shape[1]), 0, out=torch.empty(

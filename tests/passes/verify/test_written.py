@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.verify import tokens
 from tests.adversarial import mixers
 from tests.passes.verify.test_tokens import EXPERTS, WEIGHT, WIDTH, check, expert_ids, routed
 
@@ -59,7 +60,31 @@ def counts_over_what_was_zero(x: Tensor, p: Tensor) -> Tensor:
     return mixers.by_expert(x[0], x[0] @ WEIGHT[:, :4], EXPERTS, ids=ids, counts=lambda *_: counts)
 
 
+def added_to_an_inverse(x: Tensor, p: Tensor) -> Tensor:
+    order = routed(x)
+    back = torch.full_like(order, -2).index_put_((order,), torch.arange(order.shape[0]), accumulate=True)
+    return x[0][order][back]
+
+
+def shifted_under_a_view(x: Tensor, p: Tensor) -> Tensor:
+    """By what all tokens decide."""
+    y = p * 1
+    view = y.view(-1)
+    view >>= p.amax() % 2
+    return x + y[..., None]
+
+
+def sorted_into_given_tensors(x: Tensor, p: Tensor) -> Tensor:
+    values, order = x * 1, torch.zeros(x.shape, dtype=torch.int64)
+    view = values.view(1, -1, WIDTH)
+    torch.sort(x, dim=1, out=(values, order))
+    return view
+
+
 REFUSED = {
+    "added to an inverse": (added_to_an_inverse, "with the places of the tokens"),
+    "shifted under a view": (shifted_under_a_view, "is written into another tensor"),
+    "sorted into given tensors": (sorted_into_given_tensors, "is written into another tensor"),
     "sorted into a new tensor": (sorted_into_a_new_one, "to the rows of others"),
     "sorted under a view": (sorted_under_a_view, "to the rows of others"),
     "two halves into a new tensor": (two_halves_into_a_new_one, "to the rows of others"),
@@ -83,6 +108,15 @@ def new_by_parts(x: Tensor, p: Tensor) -> Tensor:
     y[..., :3] = x[..., -3:]
     y[..., 3:] = x[..., :-3].tanh()
     return y
+
+
+@pytest.mark.parametrize("name", ["shifted under a view", "sorted into given tensors"])
+def test_writes_that_no_table_knows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof runs each operation, and so sees writes in spellings that other passes do not know."""
+    monkeypatch.setattr(tokens, "written_by", lambda node: [])
+    compute, why = REFUSED[name]
+    with pytest.raises(UnsupportedAttention, match=why):
+        check(compute)
 
 
 def test_rows_of_their_own_are_served() -> None:

@@ -193,11 +193,11 @@ class Changed(Rotary):
     def turned(self, x, cos, sin):
         out = plain(x, cos, sin)
         if x.shape[1] == KV_HEADS:  # the keys, after the queries
-            (x if self.what == "heads" else cos).mul_(0.3)
+            (x if self.what == "heads" else cos.view(cos.shape) if self.what == "view of a table" else cos).mul_(0.3)
         return out
 
 
-@pytest.mark.parametrize("what", ["heads", "table"])
+@pytest.mark.parametrize("what", ["heads", "table", "view of a table"])
 def test_what_is_changed_in_place_after_the_rotation(what: str) -> None:
     model = Changed(what)
     assert matches(model) == 0
