@@ -86,6 +86,12 @@ SECTIONS = {
         Row("numbers of rows, ids and zeros that are written over, also through views; pooling's indices", "refused", (
             "passes/verify/test_written::test_refused",
             "passes/verify/test_tokens::test_refused_for_what_it_does[places of the largest]")),
+        Row("writes in spellings of their own: shifts, `out=` of two tensors, what no table knows", "refused", (
+            "passes/verify/test_written::test_refused", "passes/verify/test_written::test_writes_that_no_table_knows",
+            "passes/test_fx::test_what_writes_is_not_pure")),
+        Row("`position_ids`, or numbers that a model makes itself, changed in place", "refused", (
+            "passes/rewrite/test_own_positions::test_refused",
+            "passes/rewrite/test_own_positions::test_given_positions_that_are_changed_are_not_those_of_others")),
         Row("rare events", "refused", (
             *_mixers("rare gate", "rare any"), "adversarial/test_mixers::test_uncompiled[rare event]",
             "graph_runner/test_packing_check::test_what_kind[rarer]")),
@@ -107,6 +113,9 @@ SECTIONS = {
             "passes/verify/test_lengths::test_uncompiled_steps_are_refused")),
         Row("a path of its own for one token", "refused by the trial", (
             "graph_runner/test_packing_check::test_another_path_for_one_token",)),
+        Row("longrope into a buffer of another dtype; by another sum", "exact; refused", (
+            "passes/rewrite/test_length_rope::test_the_frequencies_are_those_of_the_buffer",
+            "passes/rewrite/test_length_rope::test_other_choices_stay")),
         Row("longrope: engine; by hand; uncompiled", "exact; exact; refused", (
             "adversarial/test_positions::test_longrope_on_the_engine", "adversarial/test_positions::test_longrope_by_hand",
             "adversarial/test_positions::test_longrope_uncompiled_is_refused")),
