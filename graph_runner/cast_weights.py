@@ -2,15 +2,17 @@
 
 ``Engine(model, dtype=torch.bfloat16)`` computes what the model would with its parameters and persistent buffers in bfloat16,
 as ``from_pretrained(..., dtype=torch.bfloat16)`` loads them. Buffers that are in no checkpoint stay as they are: rope's
-frequencies, which ``model.to(torch.bfloat16)`` would round too. Only tensors whose dtype differs are copied: none of a model in
-bfloat16, and of LoRA on such a model at most the adapters. The model is traced, and its graphs are captured, with the copies in
-the places of its own tensors; after that it has those again, and steps get the copies (``PagedModel.stand_ins``), which follow
-the model (``graph_runner/copies.py``).
+frequencies, which ``model.to(torch.bfloat16)`` would round too. So do weights that transformers keeps in float32
+(``_keep_in_fp32_modules_strict``), such as the biases that choose experts. Only tensors whose dtype differs are copied: none
+of a model in bfloat16, and of LoRA on such a model at most the adapters. The model is traced, and its graphs are captured, with
+the copies in the places of its own tensors; after that it has those again, and steps get the copies
+(``PagedModel.stand_ins``), which follow the model (``graph_runner/copies.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import torch
@@ -31,13 +33,14 @@ class CastWeights:
         # Of every parameter and buffer: the dictionary of its module, its name, itself and the name to show.
         self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, str]] = []
         originals: list[torch.Tensor] = []
+        in_float32 = _kept_in_float32(model, dtype)
         for where, module in model.named_modules():
             for holder in (module._parameters, module._buffers):
                 for name, t in holder.items():
                     if t is None:
                         continue
                     self._places.append((holder, name, t, f"{where}.{name}" if where else name))
-                    kept = holder is module._buffers and name in module._non_persistent_buffers_set
+                    kept = id(t) in in_float32 or (holder is module._buffers and name in module._non_persistent_buffers_set)
                     casts = not kept and (t.is_floating_point() or t.is_complex()) and t.dtype != dtype
                     if casts and id(t) not in self.stand_ins:
                         _check(t, self._places[-1][-1], dtype)
@@ -69,6 +72,17 @@ class CastWeights:
         """A parameter or buffer that is another object now, as "name: replaced", or None. The copies follow in-place updates
         only."""
         return next((f"{shown}: replaced" for holder, name, t, shown in self._places if holder.get(name) is not t), None)
+
+
+def _kept_in_float32(model: torch.nn.Module, dtype: torch.dtype) -> set[int]:
+    """The ids of the tensors that ``from_pretrained(..., dtype=dtype)`` loads in float32: transformers finds them by name."""
+    found: set[int] = set()
+    for whole in model.modules():
+        plan = getattr(whole, "_get_dtype_plan", lambda dtype: {})(dtype)
+        if plan:
+            names = re.compile("|".join(f"(?:{name.replace('*', '.*')})" for name in plan))
+            found.update(id(t) for name, t in (*whole.named_parameters(), *whole.named_buffers()) if names.search(name))
+    return found
 
 
 def _check(t: torch.Tensor, name: str, dtype: torch.dtype) -> None:

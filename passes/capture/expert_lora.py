@@ -12,6 +12,7 @@ A matrix that is adapted in this way, such as a router's: ``passes/rewrite/adapt
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from quire.passes.rewrite.adapted_matrices import adapted_matrix
 
 def unfit(wrapper: Any) -> str | None:
     """Why the adapters of a parameter cannot be applied while a model is traced; None if they can."""
+    if has_own_forward(wrapper):
+        return "has a forward of its own"
     owner, name, shape = wrapper.get_base_layer(), wrapper.parameter_name, tuple(wrapper.get_param().shape)
     if is_of_experts(wrapper):
         if not can_adapt(owner):
@@ -55,13 +58,26 @@ def unfit(wrapper: Any) -> str | None:
     return None
 
 
+def has_own_forward(layer: Any) -> bool:
+    """Whether somebody put a forward into this module of PEFT's; quire does while it traces."""
+    forward = vars(layer).get("forward")
+    while isinstance(forward, functools.partial):
+        forward = forward.func
+    return forward is not None and not str(getattr(forward, "__module__", "")).startswith("quire.")
+
+
 def more_than_matrices(layer: Any, name: str) -> str | None:
-    """What A and B of an adapter do beside a product with their weights."""
+    """What an adapter does beside products with the weights of A and B."""
     a, b = layer.lora_A[name], layer.lora_B[name]
     if type(a) is not torch.nn.Linear or type(b) is not torch.nn.Linear or a.bias is not None or b.bias is not None:
         return "that is more than two matrices"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in (a, b)):
+    dropout = layer.lora_dropout[name] if name in getattr(layer, "lora_dropout", ()) else torch.nn.Identity()
+    if type(dropout) not in (torch.nn.Identity, torch.nn.Dropout):
+        return "with a dropout of its own"
+    if any(module._forward_hooks or module._forward_pre_hooks for module in (a, b, dropout)):
         return "with hooks"
+    if any("forward" in vars(module) for module in (a, b, dropout)):
+        return "with a forward of its own"
     return None
 
 

@@ -26,7 +26,8 @@ import torch
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.ops.expert_lora import ExpertLora
 from quire.attn_ops.ops.experts import KERNEL_DTYPES, expert_linear, expert_swiglu
-from quire.passes.capture.looped_experts import looped_experts_active
+from quire.passes.capture.looped_experts import is_plain, looped_experts_active
+from quire.passes.capture.reads import is_code_of
 
 logger = logging.getLogger(__name__)
 NAME = "quire"
@@ -81,7 +82,8 @@ def _is_swiglu(module: Any) -> bool:
     from transformers.integrations.moe import _default_apply_gate
 
     return (module.has_gate and not module.has_bias and getattr(module, "is_concatenated", False) is True
-            and type(module)._apply_gate is _default_apply_gate and type(module.act_fn) in (torch.nn.SiLU, SiLUActivation))
+            and type(module)._apply_gate is _default_apply_gate and "_apply_gate" not in vars(module)
+            and is_plain(module.act_fn, torch.nn.SiLU, SiLUActivation))
 
 
 @functools.cache
@@ -120,9 +122,12 @@ def _unknown(module: torch.nn.Module) -> str | None:
         return f"transformers' use_experts_implementation has {sorted(new)}, which quire does not know"
     if not hasattr(config, "_experts_implementation_internal"):
         return "its config names no implementation"
-    if config._experts_implementation_internal not in _REPLACED:
-        return f"its implementation was chosen: {config._experts_implementation_internal}"
+    if (name := config._experts_implementation_internal) not in _REPLACED:
+        return f"its implementation was chosen: {name}"
     kind = _find_class_once(type(module))
+    own = _interface()[name] if name in _interface() else kind.forward.__wrapped__
+    if not is_code_of(own, "transformers"):
+        return f"its implementation {name} is {own.__qualname__}, which is not transformers' own"
     if inspect.getclosurevars(kind.forward).nonlocals["experts_interface"] is not _interface():
         return "it has an interface of its own"
     missing = [n for n in ("has_gate", "has_bias", "is_transposed") if not isinstance(getattr(module, n, None), bool)]

@@ -49,17 +49,20 @@ def _is_read(code: CodeType) -> bool:
         return False
 
 
+def is_plain(part: Any, *kinds: type[torch.nn.Module]) -> bool:
+    """Whether a module is of one of these kinds, and does what they do."""
+    return type(part) in kinds and "forward" not in vars(part) and not part._forward_hooks and not part._forward_pre_hooks
+
+
 def _same(module: Any, own: Any) -> bool:
     """Whether ``experts_forward`` computes what the class's ``own`` forward does on this module."""
     from transformers.activations import SiLUActivation
 
-    def plain(part: Any, *kinds: type[torch.nn.Module]) -> bool:
-        return type(part) in kinds and "forward" not in vars(part) and not part._forward_hooks and not part._forward_pre_hooks
-
     weights = (module.gate_up_proj, module.down_proj)
     return (isinstance(code := getattr(own, "__code__", None), CodeType) and _is_read(code)
             and all(type(w) is torch.nn.Parameter for w in weights) and "forward" not in vars(module)
-            and plain(module.act_fn, torch.nn.SiLU, SiLUActivation) and plain(module.identity_expert, torch.nn.Identity))
+            and is_plain(module.act_fn, torch.nn.SiLU, SiLUActivation)
+            and is_plain(module.identity_expert, torch.nn.Identity))
 
 
 def _known(model: torch.nn.Module) -> list[Any]:

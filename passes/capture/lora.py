@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.attn_ops.ops.lora_rows import MAX_ADAPTERS, lora_rows
-from quire.passes.capture.expert_lora import adapted_forward, more_than_matrices, unfit
+from quire.passes.capture.expert_lora import adapted_forward, has_own_forward, more_than_matrices, unfit
 from quire.passes.capture.hf_experts import is_wrapper
 
 # PEFT's modules whose layers, when disabled, unmerge in their forward.
@@ -133,6 +133,8 @@ def _check_active(layers: Collection[Any]) -> None:
 
 
 def _unknown(layer: Any) -> str | None:
+    if has_own_forward(layer):
+        return "has a forward of its own"
     if is_wrapper(layer):
         return unfit(layer)
     from peft.tuners.lora.layer import Linear

@@ -31,7 +31,8 @@ def fuse_float_linear(fusion: Fusion) -> int:
         x, weight = map(_before_widening, node.args)
         real = fusion.tensor(weight)
         if x is None or real is None or type(real) not in (torch.nn.Parameter, torch.Tensor) or real.dim() != 2 \
-                or real.dtype != value(x).dtype or any(written_between(wide, node) for wide in node.args):
+                or real.dtype != value(x).dtype or any(written_between(wide, node) for wide in node.args) \
+                or value(node).dtype != torch.float32:  # under torch.autocast
             continue
         with fusion.graph.inserting_before(node):
             replace_node(node, fusion.graph.call_function(float_linear, (x, weight)))

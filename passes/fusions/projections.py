@@ -51,7 +51,9 @@ def fuse_projections(fusion: Fusion) -> int:
         if tensors is not None:
             weight, scale = tensors["weight"].real, tensors.get("scale")
             groups = len(scale.real) if scale is not None and is_int4(weight) else None
-            siblings.setdefault((before_dropout(node.args[0]), *tensors, weight.dtype, groups), []).append((node, tensors))
+            # Under torch.autocast two layers of one dtype may give two.
+            key = before_dropout(node.args[0]), *tensors, weight.dtype, value(node).dtype, groups
+            siblings.setdefault(key, []).append((node, tensors))
     return sum(_fuse(fusion, *zip(*group, strict=True)) for group in siblings.values() if len(group) > 1)
 
 

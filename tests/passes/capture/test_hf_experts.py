@@ -181,6 +181,34 @@ def test_an_interface_of_its_own_is_left_alone() -> None:
         assert module.config._experts_implementation == "grouped_mm"
 
 
+def test_a_users_function_under_a_known_name_is_left_alone() -> None:
+    """It computes something else than transformers' function of that name."""
+    own = moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+    moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"] = lambda *args, **kwargs: own(*args, **kwargs) * 2
+    try:
+        module = module_of()
+        with experts_active(module):
+            assert module.config._experts_implementation == "grouped_mm"
+    finally:
+        del moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("what", ["a hook", "a forward", "a gate"])
+def test_parts_that_the_user_changed_are_called(what: str) -> None:
+    module, inputs = module_of(), routed()
+    if what == "a hook":
+        module.act_fn.register_forward_hook(lambda part, given, out: out * 2)
+    elif what == "a forward":
+        module.act_fn.forward = lambda x: torch.nn.functional.silu(x) * 2
+    else:
+        module._apply_gate = lambda x: type(module)._apply_gate(module, x) * 2
+    wanted = module(*inputs)
+    with experts_active(module):
+        for run in (module, torch.compile(lambda *a: module(*a), backend="eager", fullgraph=True)):
+            torch.testing.assert_close(run(*inputs), wanted)
+
+
 def test_options_of_this_transformers_are_known() -> None:
     assert hf_experts._options() <= hf_experts._KNOWN_OPTIONS, "read what the new ones mean"
 
@@ -195,10 +223,10 @@ def test_called_in_another_way(caplog: pytest.LogCaptureFixture) -> None:
         seen.append(scale)
         return x * scale
 
-    moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"] = scaled  # in this interface object only, not for the class's others
     inputs = routed()
     try:
         with caplog.at_level(logging.INFO, "quire.passes.capture.hf_experts"), experts_active(module):
+            moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"] = scaled  # in this interface object only, not for the class's others
             for run in (module, torch.compile(lambda *a, **k: module(*a, **k), backend="eager", fullgraph=True)):
                 assert torch.equal(run(*inputs, scale=3.0), inputs[0] * 3.0)
                 assert torch.equal(run(*inputs, 2.0), inputs[0] * 2.0)
