@@ -78,7 +78,7 @@ def _kept_in_float32(model: torch.nn.Module, dtype: torch.dtype) -> set[int]:
     """The ids of the tensors that ``from_pretrained(..., dtype=dtype)`` loads in float32: transformers finds them by name."""
     found: set[int] = set()
     for whole in model.modules():
-        plan = getattr(whole, "_get_dtype_plan", lambda dtype: {})(dtype)
+        plan: dict[str, torch.dtype] = getattr(whole, "_get_dtype_plan", lambda dtype: {})(dtype)
         if plan:
             names = re.compile("|".join(f"(?:{name.replace('*', '.*')})" for name in plan))
             found.update(id(t) for name, t in (*whole.named_parameters(), *whole.named_buffers()) if names.search(name))

@@ -4,6 +4,7 @@ layers get None for one."""
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import re
@@ -41,8 +42,12 @@ def check_masks(model: torch.nn.Module, read: Mapping[str, Any]) -> None:
         if given:
             raise UnsupportedAttention(f"{where} passes {given[0]} to transformers' mask functions. quire's attention builds "
                                        "no masks, so it would be lost; masks with meaning of their own cannot be served")
-    for where, function in _given_masks(model):
-        if _reads_mask(function):
+    for where, function, module in _around_masks(model):
+        if _MakesMask(function, module).found():
+            raise UnsupportedAttention(f"{where} makes an attention_mask of its own, or changes transformers'. "
+                                       "quire's attention builds no masks, so it would be lost; let it only hand masks on")
+    for where, function, module in _given_masks(model):
+        if _reads_mask(function, module):
             raise UnsupportedAttention(f"{where} reads or changes the attention_mask that transformers hands to a layer. "
                                        "quire's attention builds no masks, so it would get None; let it only hand the mask on")
 
@@ -81,6 +86,7 @@ def _mask_makers() -> list[types.FunctionType]:
 def _by_position(function: types.FunctionType) -> list[str]:
     """Arguments of a mask function that a call in ``function`` passes by position and that are not allowed, or not known."""
     makers = {f.__name__: list(inspect.signature(f).parameters) for f in _mask_makers()}
+    makers |= {name: makers[f.__name__] for name, f in _reached(function) if f in _mask_makers()}
     if not makers.keys() & names_of(function.__code__):
         return []
     try:
@@ -95,19 +101,42 @@ def _by_position(function: types.FunctionType) -> list[str]:
                 return ["arguments of unknown number"]
             if parameters[at] not in _ALLOWED:
                 return [parameters[at]]
+        for given in (k.value for k in call.keywords if k.arg is None) if parameters else ():
+            if not isinstance(given, (ast.Name, ast.Dict)) or getattr(given, "id", "") in names_of(function.__code__):
+                return ["arguments of unknown names"]
     return []
 
 
-def _given_masks(model: torch.nn.Module) -> Iterator[tuple[str, types.FunctionType]]:
+def _reached(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The globals and closed-over variables of a function that are functions, by the names that its code has for them."""
+    held = {name: function.__globals__[name] for name in names_of(function.__code__) if name in function.__globals__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            held[name] = cell.cell_contents
+    return ((name, f) for name, f in held.items() if isinstance(f, types.FunctionType))
+
+
+def _around_masks(model: torch.nn.Module) -> Iterator[tuple[str, types.FunctionType, torch.nn.Module]]:
+    """The user's code that may give a mask to transformers' models, or to their layers: forwards and hooks of these models."""
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            for where, function in (*_own_methods(module, deep=False), *_attached(module)):
+                if function.__name__ == "forward" or where not in {name for name, _ in _own_methods(module, deep=False)}:
+                    yield where, function, module
+
+
+def _given_masks(model: torch.nn.Module) -> Iterator[tuple[str, types.FunctionType, torch.nn.Module]]:
     """The user's code that may be given a layer's mask: methods and hooks of the modules inside transformers' models."""
     from transformers import PreTrainedModel
 
     parts = {id(m): m for whole in model.modules() if isinstance(whole, PreTrainedModel) for m in whole.modules()
              if not isinstance(m, PreTrainedModel)}
     for module in {type(m): m for m in parts.values()}.values():
-        yield from _own_methods(module, deep=False)
+        yield from ((*found, module) for found in _own_methods(module, deep=False))
     for module in parts.values():
-        yield from _attached(module)
+        yield from ((*found, module) for found in _attached(module))
 
 
 def _attached(module: torch.nn.Module) -> Iterator[tuple[str, types.FunctionType]]:
@@ -122,7 +151,100 @@ def _attached(module: torch.nn.Module) -> Iterator[tuple[str, types.FunctionType
             yield function.__qualname__, function
 
 
-def _reads_mask(function: types.FunctionType) -> bool:
+class _MakesMask:
+    """Whether code of the user's, a forward or a hook of a transformers model ``module``, gives anything for an
+    ``attention_mask`` but what it was given, None, or what transformers' mask functions made. ``found()`` says it."""
+
+    def __init__(self, function: types.FunctionType, module: torch.nn.Module, depth: int = 3) -> None:
+        self.function, self.module, self.depth = function, module, depth  # of methods that are followed
+        self.makers = {f.__name__ for f in _mask_makers()} | {n for n, f in _reached(function) if f in _mask_makers()}
+        self.assigned: dict[str, list[ast.expr | None]] = {}  # None: in a way that is not followed
+
+    def found(self) -> bool:
+        code = self.function.__code__
+        if not any(_MASK in part for part in (code.co_varnames, names_of(code), strings_of(code))):
+            return False
+        return self._tree() is None or not all(map(self._handed, self._given()))
+
+    def returned(self) -> bool:
+        """Whether all that the code returns is such a mask."""
+        tree = self._tree()
+        each = [] if tree is None else [n.value for n in ast.walk(tree) if isinstance(n, ast.Return)]
+        return bool(each) and all(value is not None and self._handed(value) for value in each)
+
+    @functools.cache  # noqa: B019  (it lives as long as the check)
+    def _tree(self) -> ast.AST | None:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(self.function)))
+        except (OSError, TypeError, SyntaxError):
+            return None
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    self._assign(target, node.value)
+            elif isinstance(node, (ast.AugAssign, ast.For, ast.comprehension)):
+                self._assign(node.target, None)
+            elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+                self._assign(node.optional_vars, None)
+        return tree
+
+    def _assign(self, target: ast.expr, value: ast.expr | None) -> None:
+        if isinstance(target, ast.Name):
+            self.assigned.setdefault(target.id, []).append(value)
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            alike = isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts)
+            for i, each in enumerate(target.elts):
+                self._assign(each.value if isinstance(each, ast.Starred) else each,
+                             value.elts[i] if alike else None)  # type: ignore[union-attr]
+
+    def _given(self) -> Iterator[ast.expr]:
+        """What is given for an attention_mask: to a call, in a dictionary, to a variable of that name."""
+        for node in ast.walk(tree) if (tree := self._tree()) is not None else ():
+            if isinstance(node, ast.keyword) and node.arg == _MASK:
+                yield node.value
+            elif isinstance(node, ast.Dict):
+                yield from (v for k, v in zip(node.keys, node.values, strict=True)
+                            if isinstance(k, ast.Constant) and k.value == _MASK)
+            elif isinstance(node, ast.Assign) and any(isinstance(t, ast.Subscript) and isinstance(t.slice, ast.Constant)
+                                                      and t.slice.value == _MASK for t in node.targets):
+                yield node.value
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) > 1 and (
+                    (at := node.args[0]) and isinstance(at, ast.Constant) and at.value == _MASK):
+                yield node.args[1]  # kwargs.setdefault, kwargs.pop
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "forward":
+                yield from (x for x in node.args[1:2] if not isinstance(x, ast.Name))
+        if _MASK in self.assigned:
+            yield ast.Name(_MASK, ast.Load())
+
+    def _handed(self, value: ast.expr, inside: frozenset[str] = frozenset()) -> bool:
+        if isinstance(value, ast.Constant):
+            return value.value is None
+        if isinstance(value, ast.Name):
+            each = self.assigned.get(value.id, [])
+            return value.id in inside or (bool(each) or value.id == _MASK) and all(
+                x is not None and self._handed(x, inside | {value.id}) for x in each)
+        if isinstance(value, ast.Subscript):
+            return self._handed(value.value, inside) or self._is_mask_of(value.slice)
+        if isinstance(value, ast.Dict):
+            return all(self._handed(x, inside) for x in value.values)
+        if isinstance(value, ast.IfExp):
+            return self._handed(value.body, inside) and self._handed(value.orelse, inside)
+        if not isinstance(value, ast.Call):
+            return False
+        name = getattr(value.func, "id", getattr(value.func, "attr", ""))
+        if name in self.makers or (name in ("get", "pop") and value.args and self._is_mask_of(value.args[0])):
+            return True
+        of_self = isinstance(value.func, ast.Attribute) and getattr(value.func.value, "id", "") == "self"
+        method = getattr(type(self.module), name, None) if of_self else None
+        return isinstance(method, types.FunctionType) and self.depth > 0 and _MakesMask(
+            method, self.module, self.depth - 1).returned()
+
+    @staticmethod
+    def _is_mask_of(key: ast.expr) -> bool:
+        return isinstance(key, ast.Constant) and key.value == _MASK
+
+
+def _reads_mask(function: types.FunctionType, module: torch.nn.Module) -> bool:
     """Whether code does anything with ``attention_mask`` but hand it to another module's or attention's forward."""
     code = function.__code__
     if not any(_MASK in part for part in (code.co_varnames, names_of(code), strings_of(code))):
@@ -131,16 +253,21 @@ def _reads_mask(function: types.FunctionType) -> bool:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
         return True
-    handed = {id(arg) for call in ast.walk(tree) if isinstance(call, ast.Call) and _hands_on(call.func)
+    handed = {id(arg) for call in ast.walk(tree) if isinstance(call, ast.Call) and _hands_on(call.func, module)
               for arg in (*call.args, *(k.value for k in call.keywords if k.arg == _MASK))}
     return any((isinstance(n, ast.Name) and n.id == _MASK and id(n) not in handed)
                or (isinstance(n, ast.Constant) and n.value == _MASK) for n in ast.walk(tree))
 
 
-def _hands_on(called: ast.expr) -> bool:
-    """Whether this is ``super().forward``, ``self.module``, ``Class.forward`` or the attention function of transformers."""
+def _hands_on(called: ast.expr, module: torch.nn.Module) -> bool:
+    """Whether this is ``super().forward``, ``self.module``, ``Class.forward``, the attention function of transformers, or a
+    method that takes an attention_mask, and is looked at itself."""
     if isinstance(called, ast.Name):
         return called.id in ("attention_interface", "attention_fn")
+    if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == "self":
+        method = getattr(type(module), called.attr, None)
+        if isinstance(method, types.FunctionType) and called.attr != "forward":
+            return _MASK in inspect.signature(method).parameters
     while isinstance(called, ast.Attribute):
         if called.attr == "forward":
             return True
