@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 import quire
+from quire.graph_runner.cast_weights import CastWeights
 from tests.tiny import assert_unchanged, small_llama, snapshot
 
 pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
@@ -157,3 +159,21 @@ def test_a_path_is_loaded_in_that_dtype(tmp_path) -> None:
         assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
         assert engine.stats().weight_bytes < 1.1 * sum(p.nbytes for p in engine.model.parameters())
         assert len(engine.generate(PROMPTS, PARAMS)) == 2
+
+
+def test_weights_that_transformers_keeps_in_float32(tmp_path) -> None:
+    """The biases by which DeepSeek chooses experts: close together and far from 0, in bfloat16 many of them are equal."""
+    config = DeepseekV3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=0,
+        q_lora_rank=None, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, max_position_embeddings=64)
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(config).eval()
+    bias = model.model.layers[0].mlp.gate.e_score_correction_bias
+    bias.copy_(20 + 0.01 * torch.randperm(8))
+    weights = CastWeights(model, torch.bfloat16)
+    assert id(bias) not in weights.stand_ins and id(model.lm_head.weight) in weights.stand_ins
+    model.save_pretrained(tmp_path)
+    loaded = DeepseekV3ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with weights.in_place():
+        assert {n: t.dtype for n, t in model.state_dict().items()} == {n: t.dtype for n, t in loaded.state_dict().items()}

@@ -3,6 +3,7 @@ the one of another."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,9 @@ pytest.importorskip("peft", reason="pip install 'quire[integrations]'")
 from peft import LoraConfig, get_peft_model
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.capture.lora import active_adapters, adapter_layers, merged_adapters
+from quire.passes.capture.lora import active_adapters, adapter_layers, check_adapters, merged_adapters
 from quire.passes.capture.paged_model import PagedModel
+from quire.passes.options import QuireOptions
 from tests.tiny import small_llama
 
 
@@ -73,3 +75,17 @@ def test_why_a_model_with_adapters_by_request_cannot_be_traced() -> None:
     act.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break("by the hook"))
     with pytest.raises(UnsupportedAttention, match="could not be traced into one graph.*\n?.*by the hook"):
         PagedModel(peft, adapters=["one", "two"])
+
+
+@pytest.mark.parametrize("what", ["the layer", "A", "dropout"])
+def test_forwards_of_the_users_own(what: str) -> None:
+    """They would be lost, as the layer's products are computed here; and what was put there stays."""
+    peft = adapted()
+    layer = one_layer(peft)
+    part = {"the layer": layer, "A": layer.lora_A["one"], "dropout": layer.lora_dropout["one"]}[what]
+    own = part.forward = functools.partial(part.forward)
+    with pytest.raises(ValueError, match="a forward of its own"):
+        check_adapters(peft.base_model.model)
+    with pytest.raises(ValueError, match="a forward of its own"):
+        PagedModel(peft.base_model.model, QuireOptions(compiler="eager"), adapters=["one", "two"])
+    assert vars(part)["forward"] is own

@@ -218,6 +218,12 @@ def changed_through_a_view(m: Any, x: torch.Tensor) -> torch.Tensor:
     return y * m.b(x)
 
 
+def one_under_autocast(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = m.a(x)
+    return y.float() * m.b(x)
+
+
 def added(m: Any, x: torch.Tensor) -> torch.Tensor:
     x = x * 1
     whole = x
@@ -245,6 +251,7 @@ MUST_NOT: dict[str, Callable[[], nn.Module]] = {
     "changed_in_place_between": lambda: two(changed),
     "changed_through_a_view_between": lambda: two(changed_through_a_view),
     "added_in_place_between": lambda: two(added),
+    "one_under_autocast": lambda: two(one_under_autocast),
 }
 
 
