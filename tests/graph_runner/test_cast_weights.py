@@ -164,8 +164,9 @@ def test_a_path_is_loaded_in_that_dtype(tmp_path) -> None:
 def test_weights_that_transformers_keeps_in_float32(tmp_path) -> None:
     """The biases by which DeepSeek chooses experts: close together and far from 0, in bfloat16 many of them are equal."""
     config = DeepseekV3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=0,
+        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=8, num_experts_per_tok=2, n_group=1,
+        topk_group=1, first_k_dense_replace=0,
         q_lora_rank=None, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, max_position_embeddings=64)
     torch.manual_seed(0)
     model = DeepseekV3ForCausalLM(config).eval()
