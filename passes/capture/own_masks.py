@@ -164,15 +164,15 @@ class _MakesMask:
         code = self.function.__code__
         if not any(_MASK in part for part in (code.co_varnames, names_of(code), strings_of(code))):
             return False
-        return self._tree() is None or not all(map(self._handed, self._given()))
+        return self._tree is None or not all(map(self._handed, self._given()))
 
     def returned(self) -> bool:
         """Whether all that the code returns is such a mask."""
-        tree = self._tree()
+        tree = self._tree
         each = [] if tree is None else [n.value for n in ast.walk(tree) if isinstance(n, ast.Return)]
         return bool(each) and all(value is not None and self._handed(value) for value in each)
 
-    @functools.cache  # noqa: B019  (it lives as long as the check)
+    @functools.cached_property
     def _tree(self) -> ast.AST | None:
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(self.function)))
@@ -199,7 +199,7 @@ class _MakesMask:
 
     def _given(self) -> Iterator[ast.expr]:
         """What is given for an attention_mask: to a call, in a dictionary, to a variable of that name."""
-        for node in ast.walk(tree) if (tree := self._tree()) is not None else ():
+        for node in ast.walk(tree) if (tree := self._tree) is not None else ():
             if isinstance(node, ast.keyword) and node.arg == _MASK:
                 yield node.value
             elif isinstance(node, ast.Dict):
