@@ -151,7 +151,7 @@ ARGUMENTS: dict[str, Row] = {
     "attention_mask": Row(DIFFERENT, None, (
         "padding on the left, holes, and 3 forms of dtype: same (where rope depends on the length, as if without padding). "
         "Padding on the right: the row goes on where its prompt ends, with a warning; transformers goes on from the padding. "
-        "Holes in models with windows, and values beside 0 and 1, fall back")),
+        "Holes in models with windows, values beside 0 and 1, and such padding with token_healing fall back")),
     "position_ids": same("those of the mask; others fall back", position_ids=torch.tensor([[0], [0]]), **ONE_TOKEN),
     "generation_config": same("", True, generation_config=GenerationConfig(repetition_penalty=3.0)),
     "logits_processor": same("gets the whole batch, once a step; an error in it is the caller's, other requests go on", True,
