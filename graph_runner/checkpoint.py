@@ -24,8 +24,7 @@ _HARMLESS = frozenset((
     "cls_token_id", "mask_token_id", "decoder_start_token_id", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
     "resid_pdrop", "embd_pdrop", "attn_pdrop", "neftune_noise_alpha", "torchscript", "use_bfloat16", "tie_encoder_decoder",
     "prefix", "pretraining_tp", "keys_to_ignore_at_inference", "model_max_length", "transformers.js_config",
-    "axolotl_config_path",
-    "unsloth_version", "unsloth_fixed"))
+    "axolotl_config_path", "unsloth_version", "unsloth_fixed"))
 _ROPES = ("default", "linear", "llama3", None)
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 

@@ -122,9 +122,8 @@ def _around_masks(model: torch.nn.Module) -> Iterator[tuple[str, types.FunctionT
 
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            for where, function in (*_own_methods(module, deep=False), *_attached(module)):
-                if function.__name__ == "forward" or where not in {name for name, _ in _own_methods(module, deep=False)}:
-                    yield where, function, module
+            forwards = (found for found in _own_methods(module, deep=False) if found[1].__name__ == "forward")
+            yield from ((*found, module) for found in (*forwards, *_attached(module)))
 
 
 def _given_masks(model: torch.nn.Module) -> Iterator[tuple[str, types.FunctionType, torch.nn.Module]]:

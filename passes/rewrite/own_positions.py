@@ -47,7 +47,7 @@ def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
         return 0  # a model that makes positions and reads none is refused: passes/verify/sites.py
     found = [n for n in graph.nodes if n.op == "call_function" and target_name(n) == "arange" and n.users
              and same_shape(value(n).shape, (tokens,))]
-    replaced: list[str] = []
+    replaced, written = list[str](), written_memory(graph) if found else set()
     for node in found:
         picks, counts = _uses(node)
         if not counts:
@@ -55,7 +55,7 @@ def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
         where = module_path(node) or node.name
         start = argument(node, 0, "start", 0) if len(node.args) > 1 or "end" in node.kwargs else node.kwargs.get("start", 0)
         step = argument(node, 2, "step", 1)
-        if not written_memory(graph).isdisjoint(storage_of(value(n)) for n in (node, given)):
+        if not written.isdisjoint(storage_of(value(n)) for n in (node, given)):
             raise UnsupportedAttention(
                 f"{where} numbers the tokens of the row ({node.format_node()}), and these numbers, or position_ids, are "
                 "changed in place; in a ragged row every sequence has positions of its own. Compute with position_ids, and out "
