@@ -24,6 +24,7 @@ from quire.attn_ops.mla import read_latent
 from quire.attn_ops.ops.merge_state import merge_state
 from quire.attn_ops.step import current_step
 
+Expanded = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 #: Most elements of the keys and values of a chunk of prefixes.
 CHUNK_ELEMENTS = 1 << 26
 
@@ -51,16 +52,16 @@ def _first_expanded(q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b
     return (int(rows[0]), meta) if rows.size else None
 
 
-def attend(absorbed: Callable[..., torch.Tensor], q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor,
-           cache: torch.Tensor, slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
-           seq_lens: torch.Tensor, prepared: list[torch.Tensor], c_scale: torch.Tensor | None = None,
-           rope_scale: torch.Tensor | None = None, *, scale: float) -> torch.Tensor:
-    """The paged op of MLA: the rows before the first that pays to expand by ``absorbed``, a paged op too, the others expanded.
-    Schedule decodes first."""
+def attend(absorbed: Callable[..., torch.Tensor], expanded: Expanded, q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor,
+           kv_b: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, block_table: torch.Tensor,
+           query_start_loc: torch.Tensor, seq_lens: torch.Tensor, prepared: list[torch.Tensor],
+           c_scale: torch.Tensor | None = None, rope_scale: torch.Tensor | None = None, *, scale: float) -> torch.Tensor:
+    """The paged op of MLA: the rows before the first that pays to expand by ``absorbed``, a paged op too, the others by
+    ``expanded``, a function as ``ragged``. Schedule decodes first."""
     scales = () if c_scale is None or rope_scale is None else (c_scale, rope_scale)
     if is_recording() and q.shape[0] > seq_lens.shape[0]:  # kernels are compiled ahead: those of both forms
-        own = _state(q, c, k_rope, kv_b, query_start_loc, query_start_loc, scale, causal=True)
-        merge_state(*_state(q, c, k_rope, kv_b, query_start_loc, query_start_loc, scale, causal=False), *own)
+        own = _state(expanded, q, c, k_rope, kv_b, query_start_loc, query_start_loc, scale, causal=True)
+        merge_state(*_state(expanded, q, c, k_rope, kv_b, query_start_loc, query_start_loc, scale, causal=False), *own)
     found = _first_expanded(q, c, k_rope, kv_b, seq_lens)
     if found is None:
         return absorbed(q, c, k_rope, kv_b, cache, slot_mapping, block_table, query_start_loc, seq_lens, prepared, *scales,
@@ -85,22 +86,31 @@ def attend(absorbed: Callable[..., torch.Tensor], q: torch.Tensor, c: torch.Tens
                                query_start_loc[: row + 1], seq_lens[:row], [], *scales, scale=scale)
     new, rows = slice(token, end), slice(row, meta.num_reqs)
     starts = query_start_loc[row : meta.num_reqs + 1] - query_start_loc[row]
-    state = _state(q[new], c[new], k_rope[new], kv_b, starts, starts, scale, causal=True)
+    state = _state(expanded, q[new], c[new], k_rope[new], kv_b, starts, starts, scale, causal=True)
     computed = meta.num_computed_tokens_cpu.numpy()[rows]
     capacity = max(len(computed), CHUNK_ELEMENTS // (kv_b.shape[0] + q.shape[1] * q.shape[2]))
     chunks = PrefixChunks.build(computed, q.device, capacity, seq_lens[rows] - starts.diff())
     for i in range(chunks.num_chunks):
         latent = read(chunks.slots(i, block_table[rows], page))
-        part = _state(q[new], latent[:, :rank], latent[:, rank:], kv_b, starts, chunks.cu_seq_lens[i], scale, causal=False)
+        part = _state(expanded, q[new], latent[:, :rank], latent[:, rank:], kv_b, starts, chunks.cu_seq_lens[i], scale,
+                      causal=False)
         state = merge_state(*part, *state)
     out[new] = state[0]
     return out
 
 
-def _state(q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, starts_q: torch.Tensor,
-           starts_k: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _state(expanded: Expanded, q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor,
+           starts_q: torch.Tensor, starts_k: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q (T, H, D) to keys and values made of c (N, rank) and k_rope (N, R): output (T, H, Dv) and lse (T, H)."""
+    return expanded(q, F.linear(c, kv_b), k_rope, starts_q, starts_k, scale=scale, causal=causal)
+
+
+def ragged(q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor, starts_q: torch.Tensor, starts_k: torch.Tensor, *,
+           scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with keys and values expanded: q (T, H, Dn + R), kv (N, H * (Dn + Dv)), head by head the key's first Dn numbers
+    and the value, and k_rope (N, R): output (T, H, Dv) and lse (T, H), float32. Sequences and ``causal`` are those of
+    ``varlen_attention``."""
     heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
-    kv = F.linear(c, kv_b).unflatten(1, (heads, -1))
+    kv = kv.unflatten(1, (heads, -1))
     k = torch.cat([kv[..., :nope], k_rope[:, None].expand(-1, heads, -1)], dim=-1)
     return torch.ops.quire.varlen_attention(q, k, kv[..., nope:], starts_q, starts_k, scale=scale, causal=causal)

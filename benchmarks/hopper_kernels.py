@@ -171,6 +171,14 @@ def contiguous(heads: int, kv_heads: int, dim: int, dim_v: int, *, kv_dtype: tor
         Route(zeros(3, **INTS), tokens, not causal_state), of_heads, zeros(tokens, heads, dim_v), 0.1, softcap, lse)
 
 
+def expanded(heads: int, nope: int, rope: int, dim_v: int, *, causal: bool) -> None:
+    """Long prompts of MLA."""
+    tokens, starts = 512, zeros(3, **INTS)
+    host.kernel_module("backends.triton.extend_contiguous").attend_to_expanded(
+        zeros(tokens, heads, nope + rope), zeros(tokens, heads * (nope + dim_v)), zeros(tokens, rope), starts, starts,
+        scale=0.1, causal=causal)
+
+
 def merge(tokens: int, heads: int, dim: int, states: int, dtype: torch.dtype) -> None:
     out, lse = zeros(tokens, states, heads, dim, dtype=dtype), torch.zeros(tokens, states, heads)
     merge_states_triton(out, lse)
@@ -278,6 +286,10 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
                                           (torch.float8_e4m3fn, 16, 256, 256), (torch.int8, 16, 512, 1)):
         yield f"quantized mla H={heads} {tokens} of {rows} {kv_dtype}", partial(
             mla, heads, 512, 64, tokens, rows, HALF, kv_dtype)
+    for model, sizes in (("deepseek-v2-lite", (16, 128, 64, 128)), ("deepseek-v3", (128, 128, 64, 128)),
+                         ("minicpm3", (40, 64, 32, 64))):
+        for causal in (True, False):
+            yield f"expanded {model} causal={causal}", partial(expanded, *sizes, causal=causal)
     for name, sizes, options in (
             ("mla prefill", (16, 16, 192, 128), {}), ("mla prefill causal", (16, 16, 192, 128), dict(causal=True)),
             ("mla prefill minicpm3", (40, 40, 96, 64), dict(causal=True)), ("dual_chunk", (32, 8, 128, 128), dict(causal=True)),

@@ -161,7 +161,7 @@ def _absorbed(q: Tensor, c: Tensor, k_rope: Tensor, kv_b: Tensor, cache: Tensor,
 
 def mla_paged_attention(*args: Any, scale: float) -> Tensor:
     """MLA on the latent cache: long prefills expanded (``attn_ops/mla_prefill.py``), all others absorbed."""
-    return mla_prefill.attend(_absorbed, *args, scale=scale)
+    return mla_prefill.attend(_absorbed, mla_prefill.ragged, *args, scale=scale)
 
 
 BACKEND = AttentionBackend(

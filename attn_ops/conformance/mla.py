@@ -69,7 +69,8 @@ def lay_out_mla(site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequen
                 ) -> MlaBatch:
     """A batch in which sequence r schedules the last query_lens[r] of its seq_lens[r] tokens; arguments as for ``lay_out``."""
     assert site.latent is not None
-    (rank, _), heads, generator = site.latent, site.num_heads, torch.Generator(device).manual_seed(seed)
+    (rank, rope), heads, generator = site.latent, site.num_heads, torch.Generator(device).manual_seed(seed)
+    dim_v = site.head_dim_v
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(site.dtype)
@@ -81,8 +82,8 @@ def lay_out_mla(site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequen
     q, new = randn(meta.num_tokens, heads, site.head_dim), randn(meta.num_tokens, 1, sum(site.latent))
     for tensor in (q, new):
         tensor[meta.num_actual_tokens :] = math.nan
-    kv_b = (randn(heads * (NOPE + DIM_V), rank).float() / rank**0.5).to(site.dtype)
-    expected = torch.zeros(meta.num_tokens, heads, DIM_V, dtype=torch.float64, device=device)
+    kv_b = (randn(heads * (site.head_dim - rope + dim_v), rank).float() / rank**0.5).to(site.dtype)
+    expected = torch.zeros(meta.num_tokens, heads, dim_v, dtype=torch.float64, device=device)
     batch = MlaBatch(site, q, new, new, None, cache, meta, True, expected, torch.zeros_like(expected), kv_b=kv_b)
     batch.pour(fill, generator)
     begin = 0
@@ -107,9 +108,10 @@ def _expected(site: AttentionSite, q: Tensor, tokens: Tensor, kv_b: Tensor, quan
     assert site.latent is not None
     c, k_rope = (x[None] for x in tokens.split(site.latent, dim=1))
     out = mla_attention_eager(q.transpose(0, 1)[None], c, k_rope, kv_b, layer=0, scale=site.scale)[0].transpose(0, 1)
-    w_uk, w_uv = split_weight(kv_b, site.num_heads, NOPE)
-    absorbed = torch.einsum("thn,hnr->htr", q[..., :NOPE], w_uk)
-    query, keys = torch.cat([absorbed, q[..., NOPE:].transpose(0, 1)], dim=-1), tokens[None].expand(site.num_heads, -1, -1)
+    nope = site.head_dim - site.latent.rope
+    w_uk, w_uv = split_weight(kv_b, site.num_heads, nope)
+    absorbed = torch.einsum("thn,hnr->htr", q[..., :nope], w_uk)
+    query, keys = torch.cat([absorbed, q[..., nope:].transpose(0, 1)], dim=-1), tokens[None].expand(site.num_heads, -1, -1)
 
     def weighed(values: Tensor) -> Tensor:
         return attention_eager(query[None], keys[None], values[None], None, layer=0, scale=site.scale, window=None,

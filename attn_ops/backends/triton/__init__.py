@@ -31,7 +31,15 @@ from quire.attn_ops.backend import (
     define_prepare,
     define_state_op,
 )
-from quire.attn_ops.backends.triton.extend_route import Route, find_route, metadata_of, possible, scratch_bytes, without_graph
+from quire.attn_ops.backends.triton.extend_route import (
+    Route,
+    find_route,
+    metadata_of,
+    possible,
+    scratch_bytes,
+    serves_expanded,
+    without_graph,
+)
 from quire.attn_ops.backends.triton.plan import Batch, schedule_size
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches, kernel_module, rows_contiguous
@@ -150,7 +158,14 @@ def attention_state(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
 
 def mla_paged_attention(*args: Any, scale: float) -> Tensor:
     """MLA on the latent cache: long prefills expanded (``attn_ops/mla_prefill.py``), all others by ``mla.py``."""
-    return mla_prefill.attend(_absorbed, *args, scale=scale)
+    return mla_prefill.attend(_absorbed, _expanded, *args, scale=scale)
+
+
+def _expanded(q: Tensor, kv: Tensor, k_rope: Tensor, *starts: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    nope = q.shape[2] - k_rope.shape[1]
+    by_descriptors = serves_expanded(nope, k_rope.shape[1], kv.shape[1] // q.shape[1] - nope, q.dtype, q.device)
+    attend = kernel_module("backends.triton.extend_contiguous").attend_to_expanded if by_descriptors else mla_prefill.ragged
+    return attend(q, kv, k_rope, *starts, scale=scale, causal=causal)
 
 
 def _absorbed(q: Tensor, c: Tensor, k_rope: Tensor, kv_b: Tensor, cache: Tensor, slot_mapping: Tensor, block_table: Tensor,

@@ -86,6 +86,13 @@ def possible(dims: tuple[int, int], dtype: torch.dtype, window: int | None, chun
     return mode == "always" or host.is_hopper(device)
 
 
+def serves_expanded(nope: int, rope: int, dim_v: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ``extend_contiguous.attend_to_expanded`` takes heads of MLA with such dims: its descriptors load blocks of
+    columns, by powers of two, and wider ones were not measured."""
+    return (nope in (64, 128) and dim_v in (64, 128) and rope in (16, 32, 64, 128)
+            and possible((nope, dim_v), dtype, None, None, device))
+
+
 def seconds(query_lens: np.ndarray, seq_lens: np.ndarray, heads: int, kv_heads: int, dims: tuple[int, int], cache_bytes: int,
             num_sms: int) -> tuple[float, float]:
     """Estimated time of a layer's attention by pages, and by contiguous keys, the copy included, for sequences with query_lens

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.attention import AttentionSite, Latent
 from quire.attn_ops.backends.triton import BACKEND, extend_route
-from quire.attn_ops.backends.triton.extend_route import RouteConfig, seconds
+from quire.attn_ops.backends.triton.extend_route import RouteConfig, seconds, serves_expanded
 from quire.attn_ops.backends.triton.plan import overridden
+from quire.attn_ops.conformance.batches import check
+from quire.attn_ops.conformance.checks import Kit
+from quire.attn_ops.conformance.mla import MlaKit, lay_out_mla
 from quire.attn_ops.kernels.host import Caches, kernel_module, next_power_of_2
 from quire.attn_ops.kernels.launch import recording
 from quire.attn_ops.kv_quant import dequantize
@@ -26,7 +29,8 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 if DEVICE.type == "cpu" and isinstance(triton.language.sum, triton.runtime.JITFunction):
     pytest.skip("triton was imported before TRITON_INTERPRET=1 could be set: set it outside, or run this file alone",
                 allow_module_level=True)
-ContiguousConfig = kernel_module("backends.triton.extend_contiguous").ContiguousConfig
+contiguous = kernel_module("backends.triton.extend_contiguous")
+ContiguousConfig = contiguous.ContiguousConfig
 FP16, INT8, FP8 = torch.float16, torch.int8, torch.float8_e4m3fn
 SMALL = dict(num_heads=4, num_kv_heads=2, head_dim=64, page_size=4, dtype=FP16, device=DEVICE)
 MIXED = [1, 21, 0, 3], [9, 40, 7, 3]  # a decode, the end of a prompt, no token, a short prompt
@@ -116,6 +120,48 @@ def test_state(always, no_pages) -> None:
     live = case.metadata.num_actual_tokens
     torch.testing.assert_close(lse[:live].cpu(), expected[:live], rtol=1e-3, atol=1e-3)
     assert torch.isinf(lse[live:]).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads, nope, rope, dim_v", [(2, 64, 16, 64), (1, 128, 64, 128), (2, 64, 32, 128)])
+def test_expanded_keys_of_mla(always, heads, nope, rope, dim_v, causal) -> None:
+    """Keys and values side by side, and a rotary part that all heads share; sequences without keys or queries, padding, and
+    values that are not finite behind a sequence."""
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = [21, 1, 0, 17, 5], ([21, 1, 0, 17, 5] if causal else [40, 16, 9, 0, 33])
+    tokens, rows = sum(queries) + 3, sum(keys) + 2
+    q, kv, k_rope = (torch.randn(*size, generator=generator).half().to(DEVICE) for size in (
+        (tokens, heads, nope + rope), (rows, heads * (nope + dim_v)), (rows, 2 * rope)))
+    k_rope = k_rope[:, rope:]  # columns of the latent vectors
+    kv[sum(keys):] = float("nan")
+    starts_q, starts_k = (torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32, device=DEVICE) for lens in (queries, keys))
+    out, lse = contiguous.attend_to_expanded(q, kv, k_rope, starts_q, starts_k, scale=0.11, causal=causal)
+    split = kv.float().cpu().unflatten(1, (heads, -1))
+    whole = torch.cat([split[..., :nope], k_rope.float().cpu()[:, None].expand(-1, heads, -1)], dim=-1)
+    expected, expected_lse = varlen_attention_eager(q.float().cpu(), whole, split[..., nope:], starts_q.cpu(), starts_k.cpu(),
+                                                    scale=0.11, causal=causal)
+    # fp16: weights and outputs are rounded, to 2**-11
+    torch.testing.assert_close(out.float().cpu(), expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-3, atol=1e-3)
+
+
+def test_long_prompts_of_mla_go_by_expanded_keys(always, monkeypatch) -> None:
+    """A step of the op: a decode, prompts with and without cached tokens."""
+    seen, attend = [], contiguous.attend_to_expanded
+    monkeypatch.setattr(contiguous, "attend_to_expanded", lambda *args, **kw: seen.append(kw["causal"]) or attend(*args, **kw))
+    site = AttentionSite(layer=0, num_heads=2, num_kv_heads=2, head_dim=80, head_dim_v=64, dtype=FP16, scale=0.1,
+                         latent=Latent(512, 16))
+    check(MlaKit(Kit(BACKEND, DEVICE, FP16)).backend, lay_out_mla(
+        site, (1, 300, 90), (20, 800, 90), page_size=16, device=DEVICE))
+    assert seen == [True, False]
+
+
+def test_which_heads_of_mla_go_by_expanded_keys(always) -> None:
+    """Others keep the way that takes any dims."""
+    takes = {dims: serves_expanded(*dims, FP16, DEVICE) for dims in (
+        (128, 64, 128), (64, 32, 64), (192, 64, 256), (128, 24, 128), (64, 64, 96))}
+    assert list(takes.values()) == [True, True, False, False, False]
+    assert not serves_expanded(128, 64, 128, torch.float32, DEVICE)
 
 
 @pytest.mark.parametrize("stays", [dict(window=9), dict(chunk=16), dict(dtype=torch.float32), dict(head_dim=32)], ids=str)
