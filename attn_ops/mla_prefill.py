@@ -22,6 +22,7 @@ from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.metadata.prefix_chunks import PrefixChunks
 from quire.attn_ops.mla import read_latent
 from quire.attn_ops.ops.merge_state import merge_state
+from quire.attn_ops.ops.varlen import MAX_DIM
 from quire.attn_ops.step import current_step
 
 Expanded = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -41,6 +42,8 @@ def _first_expanded(q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b
     """The first row that is expanded, and all after it are, with the step's metadata; None: no row."""
     step = current_step()
     if step is None or step.graph_key is not None or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    if q.shape[2] > MAX_DIM:
         return None
     meta = step.metadata
     if meta.num_tokens != q.shape[0] or meta.seq_lens.shape[0] != seq_lens.shape[0]:

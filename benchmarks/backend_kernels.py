@@ -1,7 +1,7 @@
 """Attention kernels of quire's backends side by side, in pieces that can be continued.
 
     python benchmarks/backend_kernels.py kernels --json kernels.json --deadline 150        # again: goes on where it ended
-    python benchmarks/backend_kernels.py mla --systems triton --heads 16 --set block_n=64,stages=2     # triton's MlaConfig
+    python benchmarks/backend_kernels.py mla --systems triton --heads 16 --set block_n=64,stages=2     # triton's launches
     python benchmarks/backend_kernels.py kernels --systems triton --room 32768      # a block table as wide as an engine's
     python benchmarks/backend_kernels.py composite --device cpu --divide 64 --systems torch_native,two_batch:torch_native
 
@@ -90,8 +90,8 @@ def shapes(piece: str, divide: int, heads: list[int]) -> list[Shape]:
                 *(decode(b, 32 * k, window=4 * k) for b in (1, 8, 32, 128)),
                 prefill(1, 4 * k), prefill(8, k), prefill(1, 32 * k)]
     if piece == "mla":
-        some = [*(decode(b, c * k) for c in (1, 8, 32) for b in (1, 32, 128)), prefill(1, 4 * k), prefill(8, k),
-                prefill(1, 2 * k, 30 * k)]
+        some = [*(decode(b, c * k) for c in (1, 8, 32) for b in (1, 8, 32, 64, 128)), prefill(1, 4 * k), prefill(8, k),
+                prefill(1, 8 * k), prefill(1, 8 * k, 8 * k), prefill(1, 2 * k, 30 * k)]
         return [replace(shape, name=f"{shape.name} H={h}", heads=h) for h in heads for shape in some]
     if piece == "composite":
         mixed = Shape("extend", f"mixed 63x1,{k // 2}", (*(1,) * 63, k // 2), (2 * k,) * 64)
@@ -235,7 +235,9 @@ def measured(task: Task) -> dict[str, Any]:
     if params:
         from quire.attn_ops.backends.triton import plan
 
-        tuned = plan.overridden(kernel_module("backends.triton.mla").MlaConfig, **params)
+        decodes = task.shape.kind == "decode"
+        tuned = plan.overridden(kernel_module("backends.triton.mla").MlaConfig if decodes else
+                                kernel_module("backends.triton.extend_contiguous").ContiguousConfig, **params)
     with tuned:
         return (latent if args.piece == "mla" else attention)(task.shape, task.system, args)
 
@@ -271,8 +273,9 @@ def table(files: list[Path]) -> str:
     found: dict[str, dict[str, str]] = {}
     systems: dict[str, None] = {}
     for row in [row for file in files for row in json.loads(file.read_text())["rows"]]:
-        systems[row["system"]] = None
-        found.setdefault(row["shape"], {})[row["system"]] = (
+        system = " ".join(filter(None, (row["system"], row.get("set"))))
+        systems[system] = None
+        found.setdefault(row["shape"], {})[system] = (
             f"{row['us']:.1f} ({row['share']:.0%})" if "us" in row else row["error"].partition(":")[0])
     return "\n".join(markdown_table(
         ["us (share of the floor)", *(f"`{system}`" for system in systems)],
@@ -280,8 +283,9 @@ def table(files: list[Path]) -> str:
 
 
 def main() -> int:
-    parser = script(__doc__, None, heads=([16, 128], "of mla"), set=("", "of mla: fields of triton's MlaConfig, as "
-                    "block_n=64,stages=2"), room=(0, "tokens that the block table has room for, as an engine's has"),
+    parser = script(__doc__, None, heads=([16, 128], "of mla"), set=("", "of mla: launch parameters of triton's, as "
+                    "block_n=64,stages=2: MlaConfig's of decodes, ContiguousConfig's of prefills"),
+                    room=(0, "tokens that the block table has room for, as an engine's has"),
                     divide=(1, "divide the lengths by this, for a dry run"),
                     retry=(False, "measure rows with an error again"), limit=(120.0, "seconds for one row"))
     parser.set_defaults(deadline=240.0)
@@ -297,10 +301,11 @@ def main() -> int:
     systems = (args.systems or SYSTEMS[args.piece]).split(",")
     args.page_size = args.page_size or (64 if args.piece == "mla" else 16)
     record = started(args)
-    record.go_on(args.resume, ("piece", "shape", "system"),
+    record.go_on(args.resume, ("piece", "shape", "system", "set"),
                  drop=lambda row: args.retry and "error" in row and row["system"] in systems)
     args = argparse.Namespace(**{**vars(args), "device": record.device, "dtype": dtype_of(args)})
-    tasks = [RowTask({"piece": args.piece, "shape": shape.name, "system": system}, Task(shape, system, args), system)
+    own = {"set": args.set} if args.set else {}
+    tasks = [RowTask({"piece": args.piece, "shape": shape.name, "system": system, **own}, Task(shape, system, args), system)
              for system in systems for shape in shapes(args.piece, args.divide, args.heads)
              if not shape.shared or system.startswith((systems[0], "cascade:"))]
     slow = [name for name in dict.fromkeys(task.group for task in tasks if not record.has(task.row))

@@ -78,7 +78,7 @@ class PrefixCache(KeptPages):
         self._weights, self._storages = weights_version(model), storages(model)
         self.stats, self.epoch = PrefixStats(), 0  # the epoch: how often it was cleared
         self._since: dict[int, int] = {}  # page -> the first step that computed something in it or before it
-        self._coming: dict[bytes, Request] = {}  # keys that running requests will compute
+        self._coming: dict[bytes, Request] = {}  # keys of the pages that running requests compute next
         self._tails: dict[bytes, Request] = {}  # key before the last page of a prompt -> request that has computed it
 
     def follow_weights(self) -> None:
@@ -88,13 +88,14 @@ class PrefixCache(KeptPages):
             self._weights, self._storages = now, storages(self.model, self.others())
             self.clear()
 
-    def _keys(self, request: Request, count: int) -> list[bytes]:
-        """Keys of the first ``count`` pages of the request's tokens, which the host must know."""
+    def _key(self, request: Request, page: int) -> bytes:
+        """Key of a page of the request's tokens, which the host must know. Worked out when it is asked for: those of a prompt
+        that is not in the cache while the device computes, not before."""
         keys, size = request.page_keys, self.page_size
-        for i in range(len(keys), count):
+        for i in range(len(keys), page + 1):
             tokens = array("q", request.token_ids[i * size : (i + 1) * size]).tobytes()
             keys.append(hashlib.sha256((keys[-1] if keys else _root(request)) + tokens).digest())
-        return keys[:count]
+        return keys[page]
 
     def _fresh(self, since: int, request: Request) -> bool:
         return self.lasting or since > request.arrived_at
@@ -112,9 +113,9 @@ class PrefixCache(KeptPages):
         most = len(ids) - 1
         if request.num_scored < len(request.prompt_token_ids):  # logits are needed from the token before
             most = min(most, request.num_scored - 1)
-        keys = self._keys(request, min(most // size + 1, len(ids) // size))
         pages: list[int] = []
-        for key in keys[: most // size]:
+        for i in range(most // size):
+            key = self._key(request, i)
             page = self._page_of.get(key)
             if page is None or not self._fresh(self._since[page], request):
                 return Match(pages, coming=key in self._coming)
@@ -122,14 +123,15 @@ class PrefixCache(KeptPages):
         begin, left = len(pages) * size, most - len(pages) * size
         if left <= 0:
             return Match(pages)
-        if len(keys) > len(pages):  # the request's next page is full, and all but its last tokens may be read
-            page = self._page_of.get(keys[-1])
-            window = -1 if self.windows is None else self.windows.page_of(keys[-1])
+        if len(ids) // size > len(pages):  # the request's next page is full, and all but its last tokens may be read
+            key = self._key(request, len(pages))
+            page = self._page_of.get(key)
+            window = -1 if self.windows is None else self.windows.page_of(key)
             if page is not None and window is not None and self._fresh(self._since[page], request):
                 return Match(pages, page, left, self._since[page], window_from=window)
-            if keys[-1] in self._coming:
+            if key in self._coming:
                 return Match(pages, coming=True)
-        other = self._tails.get(keys[len(pages) - 1] if pages else _root(request))
+        other = self._tails.get(self._key(request, len(pages) - 1) if pages else _root(request))
         if (other is not None and max(other.num_behind, other.window_behind) <= len(pages) < len(other.pages)
                 and self._fresh(other.computed_since, request)):
             known = other.token_ids[begin : min(begin + left, other.num_computed, len(other.prompt_token_ids))]
@@ -149,8 +151,13 @@ class PrefixCache(KeptPages):
         stats.tokens += len(request.token_ids)
         stats.saved_tokens += saved
         request.num_keyed, request.epoch = len(match.pages), self.epoch
-        for key in self._keys(request, len(request.token_ids) // self.page_size)[len(match.pages) :]:
-            self._coming.setdefault(key, request)
+        request.num_coming = len(request.token_ids) // self.page_size
+        self._expect(request)
+
+    def _expect(self, request: Request) -> None:
+        """Note the key of the page that the request computes next, if it is full: requests that begin with it wait."""
+        if request.num_keyed < request.num_coming:
+            self._coming.setdefault(self._key(request, request.num_keyed), request)
 
     def computed(self, request: Request) -> None:
         """The request's tokens up to ``num_computed`` are in the cache, or will be before any later work: the step that
@@ -158,7 +165,8 @@ class PrefixCache(KeptPages):
         if request.epoch != self.epoch:
             return
         count = min(request.num_computed, len(request.token_ids)) // self.page_size
-        for i, key in enumerate(self._keys(request, count)[request.num_keyed :], request.num_keyed):
+        for i in range(request.num_keyed, count):
+            key = self._key(request, i)
             self._coming.pop(key, None)
             page = request.pages[i]
             old = self._page_of.get(key)
@@ -170,10 +178,10 @@ class PrefixCache(KeptPages):
             if self.windows is not None and key in self._page_of:
                 self.windows.keep(key, request, i)
         request.num_keyed = max(request.num_keyed, count)
+        self._expect(request)
         full = len(request.prompt_token_ids) // self.page_size
         if request.num_computed >= len(request.prompt_token_ids) and len(request.prompt_token_ids) % self.page_size:
-            before = self._keys(request, full)
-            self._tails[before[-1] if before else _root(request)] = request
+            self._tails[self._key(request, full - 1) if full else _root(request)] = request
 
     def left(self, request: Request) -> None:
         """The request gives up its pages."""

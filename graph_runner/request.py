@@ -141,10 +141,10 @@ class Request:
     computed; the prompt's length if none. ``inbox``: where the events of the request go. The scheduler's step ``arrived_at`` is
     the last that was launched before it came. The first ``num_behind`` of ``pages`` are given back (``window_pages.py``), and
     the first ``window_behind`` of ``window_pages``, which are those of layers with a window where other layers have none.
-    ``page_keys``, ``num_keyed``, ``epoch``, ``computed_since``: see PrefixCache. ``length_kind``: how many of the scheduler's
-    ``length_limits`` the request exceeds; all its keys are of that kind. ``edits``: what it asks to be done to its logits;
-    ``failure``: why that failed, or None. ``adapters``: their names; None: the model's active ones. ``chose_adapters``: it came
-    with them. ``root``: what its keys and values depend on beside its tokens."""
+    ``page_keys``, ``num_keyed``, ``num_coming``, ``epoch``, ``computed_since``: see PrefixCache. ``length_kind``: how many of
+    the scheduler's ``length_limits`` the request exceeds; all its keys are of that kind. ``edits``: what it asks to be done to
+    its logits; ``failure``: why that failed, or None. ``adapters``: their names; None: the model's active ones.
+    ``chose_adapters``: it came with them. ``root``: what its keys and values depend on beside its tokens."""
 
     request_id: int
     prompt_token_ids: list[int]
@@ -168,6 +168,7 @@ class Request:
     window_behind: int = 0
     page_keys: list[bytes] = field(default_factory=list)
     num_keyed: int = 0
+    num_coming: int = 0
     length_kind: int = 0
     epoch: int = 0
     computed_since: int = 0

@@ -22,7 +22,7 @@ def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table:
         query=q, kv_cache=(k_cache, v_cache), workspace_buffer=state_of(NAME, lambda: workspace(WORKSPACE, q.device)),
         block_tables=table, seq_lens=lens.view(torch.uint32), max_seq_len=table.shape[1] * k_cache.shape[1], bmm1_scale=scale,
         bmm2_scale=1.0, window_left=-1 if window is None else window - 1, out=out, kv_layout="NHD",
-        sinks=None if sinks is None else sinks.float())
+        sinks=None if sinks is None else sinks.float().contiguous())
     return out
 
 

@@ -152,7 +152,7 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     op = define_paged_op(op_name(name), _op(base, name), launches="cuda" in base.capabilities.devices)
     return replace(
         base, name=name, op=op, rope_op=None, mla_op=None, state_op=None, prepare=None, priority=None,
-        plans_windows=False,
+        plans_windows=False, without_graph=None, prefill=None,
         capabilities=replace(base.capabilities, mla=False, lse=False, batch_invariant=False, cudagraph_support=support),
         make_state=lambda sites, cache, limits: TwoBatches(base, sites, cache, limits),
         plan=lambda metadata, step: step.states[name].plan(metadata, step),

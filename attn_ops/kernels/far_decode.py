@@ -72,7 +72,8 @@ def far_decode_kernel(
             offsets = block + tl.arange(0, BLOCK)
             live = offsets < end
             key = load_keys(k_cache, table_row, kv_head, offsets, live, PAGE, K, D, D_P2, True)
-            scores = logits(tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, softcap)
+            scores = logits(tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, softcap,
+                            PRECISION == "ieee")
             scores = tl.where(live[None, :], scores, float("-inf"))
             highest, total, weights, shrink = softmax_step(highest, total, scores, None, False, False)
             value = load_keys(v_cache, table_row, kv_head, offsets, live, PAGE, V, DV, DV_P2, True)

@@ -65,6 +65,7 @@ class Rope(NamedTuple):
     @classmethod
     def of(cls, cos: torch.Tensor, sin: torch.Tensor, q_norm: Any, k_norm: Any, eps: float) -> Rope:
         cos, sin = rows_contiguous(cos), rows_contiguous(sin)
+        q_norm, k_norm = (None if norm is None else norm.contiguous() for norm in (q_norm, k_norm))
         return cls(cos, sin, q_norm, k_norm, eps, cos.stride(0), sin.stride(0))
 
 

@@ -28,12 +28,13 @@ def write_kernel(k, v, caches, slot_mapping, k_strides, v_strides, LAYOUT: tl.co
     row = token.to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     live = head < LAYOUT.heads
+    which = head.to(tl.int64)  # of keys that lie head by head the stride is T * D
     columns = tl.arange(0, next_power_of_2(D))
-    key = tl.load(k + row * k_strides[0] + (head * k_strides[1])[:, None] + columns[None, :],
+    key = tl.load(k + row * k_strides[0] + (which * k_strides[1])[:, None] + columns[None, :],
                   mask=live[:, None] & (columns < D)[None, :], other=0.0)
     encode_and_store(key, head, live, slot, caches.k, caches.k_scale, LAYOUT.page, K, S, D)
     columns_v = tl.arange(0, next_power_of_2(DV))
-    value = tl.load(v + row * v_strides[0] + (head * v_strides[1])[:, None] + columns_v[None, :],
+    value = tl.load(v + row * v_strides[0] + (which * v_strides[1])[:, None] + columns_v[None, :],
                     mask=live[:, None] & (columns_v < DV)[None, :], other=0.0)
     encode_and_store(value, head, live, slot, caches.v, caches.v_scale, LAYOUT.page, V, S, DV)
 

@@ -43,6 +43,16 @@ def in_words(strides, codes):
 
 
 @triton.jit
+def in_page(offsets, PAGE: tl.constexpr, ROW: tl.constexpr):
+    """Where in its page the token at each position lies, in elements. 64-bit only for pages that need it: the loop over keys
+    has no instructions to spare."""
+    if PAGE * ROW.token < 2147483648:
+        return offsets % PAGE * ROW.token
+    else:
+        return (offsets % PAGE).to(tl.int64) * ROW.token
+
+
+@triton.jit
 def key_rows(cache, block_table_row, kv_head, offsets, live, PAGE: tl.constexpr, ROW: tl.constexpr, MASKED: tl.constexpr):
     """Pointers to the keys (or values) of one head at positions ``offsets``. ROW: Strides of the cache. 64-bit: caches exceed
     2**31 elements."""
@@ -50,7 +60,7 @@ def key_rows(cache, block_table_row, kv_head, offsets, live, PAGE: tl.constexpr,
         page = tl.load(block_table_row + offsets // PAGE, mask=live, other=0)
     else:
         page = tl.load(block_table_row + offsets // PAGE)
-    return cache + page.to(tl.int64) * ROW.page + (offsets % PAGE) * ROW.token + (kv_head * ROW.head).to(tl.int64)
+    return cache + page.to(tl.int64) * ROW.page + in_page(offsets, PAGE, ROW) + kv_head.to(tl.int64) * ROW.head
 
 
 @triton.jit

@@ -76,7 +76,7 @@ def rope_kv_write_kernel(
     kv_blocks: tl.constexpr = (LAYOUT.heads + HEADS - 1) // HEADS
     columns = tl.arange(0, D_P2)
     if block < q_blocks:
-        head = block * HEADS + tl.arange(0, HEADS)
+        head = (block * HEADS + tl.arange(0, HEADS)).to(tl.int64)  # of tensors that lie head by head the stride is T * D
         result = rotated(q + token * q_strides[0] + head * q_strides[1], head < H, token, rope, rope.q_norm, LAYOUT.dim, D_P2,
                          ROTARY, FORM)
         tl.store(out + (token * H + head)[:, None] * LAYOUT.dim + columns[None, :], result,
@@ -85,15 +85,16 @@ def rope_kv_write_kernel(
         slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
             head = (block - q_blocks) % kv_blocks * HEADS + tl.arange(0, HEADS)
+            which = head.to(tl.int64)
             live = head < LAYOUT.heads
             if block < q_blocks + kv_blocks:
                 K: tl.constexpr = LAYOUT.k
-                key = rotated(k + token * k_strides[0] + head * k_strides[1], live, token, rope, rope.k_norm, LAYOUT.dim,
+                key = rotated(k + token * k_strides[0] + which * k_strides[1], live, token, rope, rope.k_norm, LAYOUT.dim,
                               D_P2, ROTARY, FORM).to(k.dtype.element_ty)
                 encode_and_store(key, head, live, slot, caches.k, caches.k_scale, LAYOUT.page, K, SCALE, LAYOUT.dim)
             else:
                 V: tl.constexpr = LAYOUT.v
                 columns_v = tl.arange(0, DV_P2)
-                value = tl.load(v + token * v_strides[0] + (head * v_strides[1])[:, None] + columns_v[None, :],
+                value = tl.load(v + token * v_strides[0] + (which * v_strides[1])[:, None] + columns_v[None, :],
                                 mask=live[:, None] & (columns_v < LAYOUT.dim_v)[None, :], other=0.0)
                 encode_and_store(value, head, live, slot, caches.v, caches.v_scale, LAYOUT.page, V, SCALE, LAYOUT.dim_v)

@@ -10,9 +10,20 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def logits(scores, scale, softcap):
-    """q.k -> base-2 logits, scaled and capped. ``softcap``: a number or None."""
-    if softcap is not None:
+def tanh(x):
+    """By its series near 0, where 1 - 2 / (e^2x + 1) is a difference of like numbers."""
+    square = x * x
+    series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    return tl.where(tl.abs(x) < 0.25, series, 1 - 2 / (tl.exp2(x * (2 * LOG2E)) + 1))
+
+
+@triton.jit
+def logits(scores, scale, softcap, PRECISE: tl.constexpr = False):
+    """q.k -> base-2 logits, scaled and capped. ``softcap``: a number or None. PRECISE: to the last digits of float32 whatever
+    the cap is; else the error grows with it, and is beneath rounding of half precision for caps of models."""
+    if softcap is not None and PRECISE:
+        return tanh(scores * (scale / softcap)) * (softcap * LOG2E)
+    elif softcap is not None:
         # tanh(x) = 1 - 2 / (e^2x + 1); e^2x may overflow to inf, where the limit is right.
         power = tl.exp2(scores * (scale / softcap * (2 * LOG2E)))
         return (1 - 2 / (power + 1)) * (softcap * LOG2E)

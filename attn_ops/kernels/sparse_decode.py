@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.kernels.constants import next_power_of_2
-from quire.attn_ops.kernels.paged import load_keys
+from quire.attn_ops.kernels.paged import in_page, load_keys
 from quire.attn_ops.kernels.select import order_key
 from quire.attn_ops.kernels.softmax import LN2, logits, softmax_step
 
@@ -49,13 +49,13 @@ def label_scores_kernel(q, labels, channels, table, lens, scores, q_strides, tab
     positions = begin + tl.arange(0, BLOCK)
     live = positions < length
     page = tl.load(table + token * table_stride + positions // PAGE, mask=live, other=0)
-    label_rows = labels + page.to(tl.int64) * ROW.page + positions % PAGE * ROW.token + (kv_head * ROW.head).to(tl.int64)
+    label_rows = labels + page.to(tl.int64) * ROW.page + in_page(positions, PAGE, ROW) + kv_head.to(tl.int64) * ROW.head
     score = tl.zeros([BLOCK, MEMBERS], tl.float32)
     for first in tl.static_range(0, CHANNELS, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         used = columns < CHANNELS
         chosen = tl.load(channels + kv_head * CHANNELS + columns, mask=used, other=0)
-        query = tl.load(q + token * q_strides[0] + (head * q_strides[1])[:, None] + chosen[None, :],
+        query = tl.load(q + token * q_strides[0] + (head.to(tl.int64) * q_strides[1])[:, None] + chosen[None, :],
                         mask=(member < GROUP)[:, None] & used[None, :], other=0.0)
         label = tl.load(label_rows[:, None] + columns[None, :], mask=live[:, None] & used[None, :], other=0.0)
         score = tl.dot(label, tl.trans(query), score, input_precision=PRECISION)
@@ -95,7 +95,7 @@ def attend_listed_kernel(q, k_cache, v_cache, table, lens, listed, out, lse, q_s
     rows = tl.arange(0, 16)
     columns = tl.arange(0, D_P2)
     columns_v = tl.arange(0, DV_P2)
-    query = tl.load(q + token * q_strides[0] + head * q_strides[1] + columns[None, :] + rows[:, None] * 0,
+    query = tl.load(q + token * q_strides[0] + head.to(tl.int64) * q_strides[1] + columns[None, :] + rows[:, None] * 0,
                     mask=(rows == 0)[:, None] & (columns < D)[None, :], other=0.0)
     highest = tl.full([16], float("-inf"), tl.float32)
     total = tl.zeros([16], tl.float32)
@@ -105,7 +105,8 @@ def attend_listed_kernel(q, k_cache, v_cache, table, lens, listed, out, lse, q_s
         live = order < end
         positions = tl.where(dense, order, tl.load(list_row + order, mask=live & (length > limit), other=0))
         key = load_keys(k_cache, table_row, kv_head, positions, live, PAGE, K, D, D_P2, True)
-        scores = logits(tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, softcap)
+        scores = logits(tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, softcap,
+                        PRECISION == "ieee")
         scores = tl.where(live[None, :], scores, float("-inf"))
         highest, total, weights, shrink = softmax_step(highest, total, scores, None, False, False)
         value = load_keys(v_cache, table_row, kv_head, positions, live, PAGE, V, DV, DV_P2, True)

@@ -6,13 +6,14 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.kernels.constants import next_power_of_2
+from quire.attn_ops.kernels.softmax import tanh
 
 
 @triton.jit
 def _logits(scores, scale, softcap):
     scores *= scale
-    if softcap is not None:  # tanh(x) = 1 - 2 / (e^2x + 1)
-        scores = (1 - 2 / (tl.exp(scores * (2 / softcap)) + 1)) * softcap
+    if softcap is not None:
+        scores = tanh(scores / softcap) * softcap
     return scores
 
 
@@ -27,7 +28,7 @@ def tree_kernel(q, k, v, out, out_lse, starts, mask, scale, softcap, q_strides, 
     PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32x3"
     start = tl.load(starts + tl.program_id(0))
     end = tl.load(starts + tl.program_id(0) + 1)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1).to(tl.int64)  # of tensors that lie head by head the stride is T * D
     lines = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     if start + tl.program_id(2) * BLOCK_M // GROUP >= end:
         return

@@ -47,8 +47,9 @@ def varlen_kernel(q, k, v, out, lse, cu_q, cu_k, num_tokens, num_reqs, scale, so
     if WINDOW > 0:
         begin = tl.maximum(first + offset - (WINDOW - 1), 0) // BLOCK_N * BLOCK_N
         stop = tl.minimum(stop, tl.minimum(first + BLOCK_M, end) + offset + WINDOW - 1)
-    query = tl.load(q + token.to(tl.int64)[:, None] * q_strides[0] + head * q_strides[1] + columns[None, :],
+    query = tl.load(q + token.to(tl.int64)[:, None] * q_strides[0] + head.to(tl.int64) * q_strides[1] + columns[None, :],
                     mask=live[:, None] & (columns < DIM)[None, :], other=0.0)
+    kv_head = (head // GROUP).to(tl.int64)  # of tensors that lie head by head the stride is T * D
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DV_P2], tl.float32)
@@ -56,9 +57,10 @@ def varlen_kernel(q, k, v, out, lse, cu_q, cu_k, num_tokens, num_reqs, scale, so
         key_pos = at + tl.arange(0, BLOCK_N)
         inside = key_pos < stop
         index = (first_key + key_pos).to(tl.int64)
-        key = tl.load(k + index[:, None] * k_strides[0] + (head // GROUP) * k_strides[1] + columns[None, :],
+        key = tl.load(k + index[:, None] * k_strides[0] + kv_head * k_strides[1] + columns[None, :],
                       mask=inside[:, None] & (columns < DIM)[None, :], other=0.0)
-        scores = logits(tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, softcap)
+        scores = logits(tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, softcap,
+                        PRECISION == "ieee")
         keep = inside[None, :] & live[:, None]
         if CAUSAL:
             keep = keep & (key_pos[None, :] <= pos[:, None])
@@ -66,7 +68,7 @@ def varlen_kernel(q, k, v, out, lse, cu_q, cu_k, num_tokens, num_reqs, scale, so
             keep = keep & (key_pos[None, :] - pos[:, None] < WINDOW) & (pos[:, None] - key_pos[None, :] < WINDOW)
         scores = tl.where(keep, scores, float("-inf"))
         highest, total, weights, shrink = softmax_step(highest, total, scores, None, False, True)
-        value = tl.load(v + index[:, None] * v_strides[0] + (head // GROUP) * v_strides[1] + columns_v[None, :],
+        value = tl.load(v + index[:, None] * v_strides[0] + kv_head * v_strides[1] + columns_v[None, :],
                         mask=inside[:, None] & (columns_v < DIM_V)[None, :], other=0.0)
         acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
     some = total != 0  # NaN too: an lse of -inf would say that there are no keys, and NaN would be lost where states merge

@@ -20,7 +20,8 @@ def attend_block(query, k, v, index, keep, scale, softcap, highest, total, acc, 
     at = index.to(tl.int64)
     key = tl.load(k + at[:, None] * k_strides[0] + kv_head * k_strides[1] + columns[None, :],
                   mask=live[:, None] & (columns < DIM)[None, :], other=0.0)
-    scores = logits(tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, softcap)
+    scores = logits(tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, softcap,
+                    PRECISION == "ieee")
     scores = tl.where(keep, scores, float("-inf"))
     highest, total, weights, shrink = softmax_step(highest, total, scores, None, False, True)
     value = tl.load(v + at[:, None] * v_strides[0] + kv_head * v_strides[1] + columns_v[None, :],
@@ -38,14 +39,14 @@ def lines_kernel(q, k, v, out, lse, of_key, of_distance, listed, listed_from, li
     head)."""
     head = tl.program_id(1)
     heads = tl.num_programs(1)
-    kv_head = head // GROUP
+    kv_head = (head // GROUP).to(tl.int64)  # of tensors that lie head by head the stride is T * D
     block = first_query // BLOCK + tl.program_id(0)
     pos = block * BLOCK + tl.arange(0, BLOCK)
     live = (pos >= first_query) & (pos < first_query + num_queries)
     token = (pos - first_query).to(tl.int64)
     columns = tl.arange(0, next_power_of_2(DIM, 16))
     columns_v = tl.arange(0, next_power_of_2(DIM_V, 16))
-    query = tl.load(q + token[:, None] * q_strides[0] + head * q_strides[1] + columns[None, :],
+    query = tl.load(q + token[:, None] * q_strides[0] + head.to(tl.int64) * q_strides[1] + columns[None, :],
                     mask=live[:, None] & (columns < DIM)[None, :], other=0.0)
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)

@@ -89,6 +89,8 @@ def token_logprobs_cuda(logits: Tensor, tokens: Tensor, temperature: Tensor, thr
     kernels = host.kernel_module("kernels.logprobs")
     pdl = host.use_pdl(logits.device, rows) if pdl is None else pdl
     logits = logits if vocabulary == 1 else host.rows_contiguous(logits)
+    tokens, temperature = tokens.contiguous(), temperature.contiguous()
+    threshold = None if threshold is None else threshold.contiguous()
     parts, part_size = divide(rows, vocabulary)
     partial = torch.empty(rows, parts, 3, dtype=torch.float32, device=logits.device)
     out = TokenLogprobs(torch.empty(3, rows, dtype=torch.float32, device=logits.device))

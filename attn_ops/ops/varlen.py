@@ -26,6 +26,7 @@ from quire.attn_ops.library import define_op
 from quire.attn_ops.ops.merge_state import log_sum_exp
 from quire.attn_ops.registry import all_backends
 
+MAX_DIM = 256  # of the kernel
 IMPLEMENTATIONS = ("auto", "eager", "sdpa", "kernel")
 
 
@@ -115,8 +116,8 @@ def varlen_attention_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor,
                                       causal=causal, implementation=implementation)
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, implementation)
     tokens, heads, dim = q.shape
-    if max(dim, v.shape[2]) > 256:
-        raise ValueError(f"quire::varlen_attention: head dims {dim}/{v.shape[2]}: the Triton kernel has up to 256; use "
+    if max(dim, v.shape[2]) > MAX_DIM:
+        raise ValueError(f"quire::varlen_attention: head dims {dim}/{v.shape[2]}: the Triton kernel has up to {MAX_DIM}; use "
                          "implementation='sdpa'")
     out = q.new_empty(tokens, heads, v.shape[2])
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)

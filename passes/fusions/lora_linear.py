@@ -24,7 +24,7 @@ from quire.attn_ops.ops.lora_linear import lora_linear
 from quire.attn_ops.ops.lora_rows import lora_group
 from quire.passes.fake_values import made_like
 from quire.passes.fusions.base import Fusion, bias_of, part_of
-from quire.passes.fusions.small_linear import fold, is_half
+from quire.passes.fusions.small_linear import fold, is_half, is_plain
 from quire.passes.fx import LINEAR, erase_dead, is_function, only_user, replace_node, schema_arguments, value, written_between
 
 
@@ -43,7 +43,7 @@ def _join(fusion: Fusion, node: fx.Node) -> bool:
     if results is None or not is_function(product, LINEAR) \
             or any(part is None or part.product is not product for part in parts) \
             or not _only_read_by(node, product, bases) or len(product.args) < 2 or product.args[0] is not given["x"] \
-            or not is_half(fusion.tensor(product.args[1])) or value(given["x"]).dtype != value(product).dtype \
+            or not is_half(weight := fusion.tensor(product.args[1])) or not is_plain(product, weight) \
             or value(given["x"]).dim() != 3 or any(each.op != "placeholder" for each in (*given["a"], *given["b"])) \
             or written_between(product, node):
         return False

@@ -34,6 +34,7 @@ from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS
 from quire.attn_ops.tuning.launch_config import INT4, measured
 from quire.passes.fake_values import compute_value
 from quire.passes.fusions.base import Fusion, bias_of
+from quire.passes.fusions.small_linear import is_plain
 from quire.passes.fx import LINEAR, is_function, replace_node, value
 
 
@@ -78,7 +79,7 @@ def quantized_linear(fusion: Fusion) -> int:
     count = 0
     for node in list(fusion.graph.nodes):
         weight = fusion.tensor(node.args[1]) if is_function(node, LINEAR) and len(node.args) > 1 else None
-        if weight is None or not wanted(weight):
+        if weight is None or not wanted(weight) or not is_plain(node, weight):
             continue
         if by_rows(weight):
             _rewrite(node, "scale")

@@ -58,7 +58,8 @@ def fuse_small_linear(fusion: Fusion) -> int:
         if is_function(node, (small_linear,)):  # by passes/fusions/quantized_linear.py
             given = schema_arguments(node)
             fold(fusion, node, given["weight"], given["bias"], given["scale"], given.get("widths", ()))
-        elif is_function(node, LINEAR) and len(node.args) > 1 and is_half(fusion.tensor(node.args[1])):
+        elif is_function(node, LINEAR) and len(node.args) > 1 and is_half(weight := fusion.tensor(node.args[1])) \
+                and is_plain(node, weight):
             fold(fusion, node, node.args[1], bias_of(node))
         else:
             continue
@@ -70,6 +71,14 @@ def is_half(weight: torch.Tensor | None) -> bool:
     """Whether the kernels take this tensor as a weight without scales."""
     return weight is not None and type(weight) in (torch.nn.Parameter, torch.Tensor) and weight.dim() == 2 \
         and weight.stride(1) == 1 and weight.dtype in (torch.bfloat16, torch.float16)
+
+
+def is_plain(node: fx.Node, weight: torch.Tensor | None) -> bool:
+    """Whether a linear layer of the weight (N, K) has input and result of its dtype (``torch.autocast`` casts on the way), and
+    N numbers as its bias, if any (one for all is broadcast): what the kernels take."""
+    bias = bias_of(node)
+    return weight is not None and value(node.args[0]).dtype == value(node).dtype == weight.dtype and (
+        bias is None or value(bias).dtype == weight.dtype and tuple(value(bias).shape) == (weight.shape[0],))
 
 
 def fold(fusion: Fusion, node: fx.Node, weight: Any, bias: Any, scale: Any = None, widths: Any = (),

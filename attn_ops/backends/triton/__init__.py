@@ -83,6 +83,7 @@ def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tens
     batch = Batch(slot_mapping, block_table, query_start_loc, seq_lens)
     q = rows_contiguous(q)
     k, v = (None, None) if k is None or v is None else (rows_contiguous(k), rows_contiguous(v))
+    sinks = None if sinks is None else sinks.contiguous()  # one for all heads, say, expanded
     rest = (caches, batch, sinks, prepared, out, scale, window, softcap, chunk)
     if num_tokens <= num_reqs:
         decode(q, k, v, *rest, by_row=False, rope=rope, form=form)

@@ -25,7 +25,8 @@ HIGHEST = tl.constexpr(90.0)
 @triton.jit
 def one_key(highest, total, acc, query, key, value, scale, softcap):
     """One step of the running softmax with a single key (D_P2,) and value (DV_P2,), in float32."""
-    score = logits(tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1), scale, softcap)
+    score = logits(tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1), scale, softcap,
+                   key.dtype == tl.float32)
     new_highest = tl.maximum(highest, score)
     shrink = tl.exp2(highest - new_highest)
     weight = tl.exp2(score - new_highest)
@@ -183,7 +184,7 @@ def decode_kernel(
             scores = tl.sum(query.to(tl.float32)[:, None, :] * keys.to(tl.float32)[None, :, :], 2)
         if caches.k_scale is not None:
             scores *= load_scales(caches.k_scale, table_row, kv_head, offsets, live, PAGE, S, MASKED)[None, :]
-        scores = tl.where(live[None, :], logits(scores, own_scale, softcap), float("-inf"))
+        scores = tl.where(live[None, :], logits(scores, own_scale, softcap, query.dtype == tl.float32), float("-inf"))
         if caches.v_scale is None:
             highest, total, weights, shrink = softmax_step(highest, total, scores, None, False, False)
         else:  # see NOTE [Quantized caches]

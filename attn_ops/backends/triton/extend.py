@@ -85,7 +85,7 @@ def attend(
         if caches.k_scale is not None:
             scores *= load_scales(caches.k_scale, table_row, kv_head, offsets, live, PAGE, S, MASKED)[None, :]
         if not TILE.fold:
-            scores = logits(scores, scale, softcap)
+            scores = logits(scores, scale, softcap, query.dtype == tl.float32)
         if MASKED:
             keep = live[None, :] & (offsets[None, :] <= pos[:, None])
             if (SITE.window > 0) or (SITE.chunk > 0):
@@ -188,7 +188,7 @@ def extend_kernel(
         all_see = tl.minimum(begin + tl.maximum(lead, 0) * BLOCK_N, stop)
     causal = all_see + tl.maximum(tl.minimum(first_pos + 1, stop) - all_see, 0) // BLOCK_N * BLOCK_N
 
-    query = tl.load(q + token.to(tl.int64)[:, None] * strides[0] + (head * strides[1])[:, None] + columns[None, :],
+    query = tl.load(q + token.to(tl.int64)[:, None] * strides[0] + (head.to(tl.int64) * strides[1])[:, None] + columns[None, :],
                     mask=live[:, None] & (columns < LAYOUT.dim)[None, :], other=0.0)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)

@@ -27,6 +27,8 @@ from quire.attn_ops.kernels.launch import descriptor, launch
 from quire.attn_ops.kernels.paged import find_block
 from quire.attn_ops.kernels.softmax import LOG2E, logits, softmax_step
 
+LONG = 4096  # queries per sequence, see ``config``
+
 
 class ContiguousConfig(NamedTuple):
     """Tuning parameters: query tokens and keys per tile, warps, loop stages."""
@@ -133,11 +135,11 @@ def contiguous_kernel(q, keys, values, shared, query_start_loc, kv_starts, sinks
         pos = token * 0 + num_keys
         stop = num_keys
         causal = num_keys // BLOCK_N * BLOCK_N
-    query = tl.load(q + token.to(tl.int64)[:, None] * strides[0] + head * strides[1] + columns[None, :],
+    query = tl.load(q + token.to(tl.int64)[:, None] * strides[0] + head.to(tl.int64) * strides[1] + columns[None, :],
                     mask=live[:, None] & (columns < TILE.dim)[None, :], other=0.0)
     query_shared = query
     if SHARED > 0:
-        query_shared = tl.load(q + token.to(tl.int64)[:, None] * strides[0] + head * strides[1] + TILE.dim
+        query_shared = tl.load(q + token.to(tl.int64)[:, None] * strides[0] + head.to(tl.int64) * strides[1] + TILE.dim
                                + tl.arange(0, SHARED)[None, :], mask=live[:, None], other=0.0)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -155,11 +157,12 @@ def contiguous_kernel(q, keys, values, shared, query_start_loc, kv_starts, sinks
     store_result(out, out_lse, out_row, acc / seen[:, None], highest + tl.log2(seen), columns_v, live, TILE.dim_v)
 
 
-def config(width: int, width_v: int, shared: int = 0) -> ContiguousConfig:
-    """The parameters for padded head dims: the fastest of those in h200_extend.json."""
+def config(width: int, width_v: int, shared: int = 0, long: bool = False) -> ContiguousConfig:
+    """The parameters for padded head dims: the fastest of those in h200_extend.json, of expanded keys (``shared``) of those in
+    h200_expanded.json. ``long``: all programs have many keys; 128 queries that share each take half of what 64 do from L2."""
     widest = max(width, width_v)
-    if shared and widest <= 128:
-        return tuned(ContiguousConfig(64, 64, 4, 2))
+    if shared and widest > 64:
+        return tuned(ContiguousConfig(128, 64, 8, 3) if long else ContiguousConfig(64, 64, 4, 2))
     if widest <= 128:
         return tuned(ContiguousConfig(64, 64, 4, 3))
     return tuned(ContiguousConfig(128, 64, 8, 2))
@@ -167,9 +170,9 @@ def config(width: int, width_v: int, shared: int = 0) -> ContiguousConfig:
 
 @planner
 def _plan(heads: int, kv_heads: int, dim: int, dim_v: int, width: int, width_v: int, skip_single: bool, fold: bool,
-          shared: int = 0, causal: bool = True) -> tuple[ContiguousTile, int]:
+          shared: int = 0, causal: bool = True, long: bool = False) -> tuple[ContiguousTile, int]:
     """``shared``: as of the tile, whose keys and values then lie side by side."""
-    params = config(width, width_v, shared)
+    params = config(width, width_v, shared, long)
     fold = fold and max(width, width_v) <= 128  # as in extend
     strides = (width + width_v, width + width_v, width) if shared else (width, width_v, 0)
     return ContiguousTile(heads, kv_heads, dim, dim_v, width, width_v, *strides, shared, skip_single, fold, causal,
@@ -202,7 +205,8 @@ def attend_to_expanded(q: Tensor, kv: Tensor, k_rope: Tensor, query_start_loc: T
     dim_v = kv.shape[1] // heads - nope
     out = q.new_empty(q.shape[0], heads, dim_v)
     lse = torch.empty(q.shape[0], heads, dtype=torch.float32, device=q.device)
-    plan = _plan(heads, heads, nope, dim_v, nope, dim_v, False, scale > 0, rope, causal)
+    long = not causal or q.shape[0] >= LONG * (query_start_loc.shape[0] - 1)
+    plan = _plan(heads, heads, nope, dim_v, nope, dim_v, False, scale > 0, rope, causal, long)
     _launch(plan, host.rows_contiguous(q), kv, kv, k_rope.contiguous(), query_start_loc, kv_starts, None, out, lse, scale, None)
     return out, lse
 

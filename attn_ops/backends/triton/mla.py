@@ -67,22 +67,19 @@ class MlaTile(NamedTuple):
 
 
 def config(rank: int, itemsize: int, heads: int, num_tokens: int, num_reqs: int, device: torch.device) -> MlaConfig:
-    """The parameters. 32 latent vectors of 512+64 in bf16 are 36 KiB of shared memory. Page numbers and then vectors are loaded
-    ahead, so that three stages hold one such block in flight and five hold two; compiled for an H200, 64 rows take 145 of its
-    227 KiB, and 16 rows less than half of it: one or two programs fit on a multiprocessor. Of codes, 64 rows spill a twentieth
-    of the loop."""
+    """The parameters. 32 latent vectors of 512+64 in bf16 are 36 KiB of shared memory. Compiled for an H200, 64 rows take 145
+    of its 227 KiB, and 16 rows less than half of it: one or two programs fit on a multiprocessor. Of codes, 64 rows spill a
+    twentieth of the loop."""
     sms = host.num_sms(device)
     if itemsize == 4:
         block_m, block_n, warps, stages = 16, 16, 8, 1
     elif num_tokens > num_reqs or heads > 32:  # 64 rows are what Hopper's matrix unit takes at a time
         block_m, block_n, warps, stages = 64, 32, 8, 3
     else:
-        block_m, block_n, warps, stages = host.next_power_of_2(heads, 16), 32, 4, 5
+        block_m, block_n, warps, stages = host.next_power_of_2(heads, 16), 64, 4, 2
     tiles = num_tokens * -(-heads // block_m)
-    if itemsize == 2 and block_m == 16 and tiles >= ALONE * sms:  # a program per multiprocessor, with longer steps
-        block_n, stages = 64, 2
     wave = max(1, min(128, (1 if block_m > 32 else 2) * sms // tiles))
-    return tuned(MlaConfig(block_m, block_n, warps, stages, 64, 128, 2048, wave))
+    return tuned(MlaConfig(block_m, block_n, warps, stages, 64, 128, 2048 if block_m > 32 else 4096, wave))
 
 
 @planner

@@ -8,7 +8,7 @@ import triton.language as tl
 from quire.attn_ops.backends.triton.common import arrived_last, merge_partials, merge_rows, scheduled_part
 from quire.attn_ops.kernels.constants import next_power_of_2
 from quire.attn_ops.kernels.kv_quant import code_format, widen
-from quire.attn_ops.kernels.paged import find_block, find_row, load_rows
+from quire.attn_ops.kernels.paged import find_block, find_row, in_page, load_rows
 from quire.attn_ops.kernels.softmax import LOG2E, softmax_step
 
 
@@ -26,7 +26,7 @@ def attend_keys(highest, total, acc, query, query_rope, pos, cache, c_scale, rop
             page = tl.load(table_row + offsets // TILE.page, mask=live, other=0)
         else:
             page = tl.load(table_row + offsets // TILE.page)
-        start = cache + page.to(tl.int64) * TILE.row.page + offsets % TILE.page * TILE.row.token
+        start = cache + page.to(tl.int64) * TILE.row.page + in_page(offsets, TILE.page, TILE.row)
         latent = load_rows(start, live, TILE.rank, RANK_P2, MASKED)
         rotary = load_rows(start + TILE.rank, live, TILE.rope, ROPE_P2, MASKED)
         if c_scale is not None:
