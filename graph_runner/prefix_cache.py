@@ -144,7 +144,8 @@ class PrefixCache(KeptPages):
     def admit(self, request: Request, match: Match, step: int) -> None:
         """The request reads the pages of its match, and will compute the pages of its prompt that follow, from ``step`` on."""
         source = [match.copied_since] if match.copied else []
-        request.computed_since = min([step, *(self._since[page] for page in match.pages), *source])
+        held = request.pages[request.num_behind : len(match.pages)]  # a page's step is the first of those before it, too
+        request.computed_since = min([step, *(self._since[page] for page in held), *source])
         stats, saved = self.stats, len(match.pages) * self.page_size + match.copied
         stats.requests += 1
         stats.hits += saved > 0

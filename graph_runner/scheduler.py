@@ -115,6 +115,9 @@ class Scheduler:
         scored = sum(row.num_scored for row in prefills)
         self.num_steps += 1
         self._computed = [row.request for row in prefills]
+        if self.prefixes is not None:  # the last token of a prompt, alone in its step, is a decode
+            self._computed += [r.request for r in decodes if r.start < len(r.request.prompt_token_ids)
+                               or r.request.num_keyed < r.request.num_coming]
         copies, windows = tuple(self._copies.values()), tuple(self._window_copies.values())
         self._copies, self._window_copies = {}, {}
         return ScheduledBatch(rows, sum(row.num_new for row in prefills) + len(decodes), len(decodes), scored, copies, windows)
@@ -137,8 +140,10 @@ class Scheduler:
                 if self.windows is not None:
                     self.windows.share(request, request.page_keys[: len(shared)])
             request.num_computed = len(shared) * self.page_size + (0 if match is None else match.copied)
-            count = self._chunk(request, budget)
             request.pages = list(shared)
+            if self.reach is not None:  # a request that waits for pages must not hold some that it does not read
+                self.reach.free_behind(request, self._free, self.page_size)
+            count = self._chunk(request, budget)
             missing = pages_for(request.num_computed + count, self.page_size) - len(shared)
             if not count or not self.extend(request, missing):
                 self.give_back(request)
@@ -183,10 +188,11 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Make every running request wait to be recomputed from the tokens that the host has. The caller drops all launched
         steps, and the model may have changed: no page is shared any more."""
+        for request in (*self.running, *self.waiting):  # one that waits may have left scores in a launched step
+            if request.output.prompt_logprobs is not None:
+                request.num_scored = len(request.output.prompt_logprobs)
         while self.running:
             self.running[-1].num_pending = 0
-            if self.running[-1].output.prompt_logprobs is not None:
-                self.running[-1].num_scored = len(self.running[-1].output.prompt_logprobs)
             self._preempt(self.running[-1])
         self.forget_prefixes()
 
@@ -253,10 +259,10 @@ class Scheduler:
 
     def give_back(self, request: Request) -> None:
         """Free the pages of a request that is not scheduled after all, here or in ``lockstep.py``."""
-        self._free(request.pages)
+        self._free(request.pages[request.num_behind :])
         if self.windows is not None:
             self.windows.give_back(request)
-        request.num_computed, request.pages = 0, []
+        request.num_computed, request.num_behind, request.pages = 0, 0, []
 
     def _make_room(self, request: Request, count: int) -> bool:
         """Allocate pages for ``count`` more tokens, preempting others if needed. False if ``request`` was preempted."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from quire.attn_ops.kv_cache import pages_for
 from quire.graph_runner.block_allocator import BlockAllocator
+from quire.graph_runner.prefix_cache import PrefixCache
 from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.scheduler import NeedsDrain, Scheduler
@@ -277,3 +278,32 @@ def test_finish_wherever_it_is() -> None:
     s.finish(a)  # once more does nothing
     assert not s.has_work and s.allocator.num_free == s.allocator.num_total
     assert pages_for(0, 4) == 0 and s.schedule() is None
+
+
+def test_scores_in_flight_that_are_dropped_are_computed_again() -> None:
+    """Of a request that was preempted meanwhile, too; without them its ``prompt_logprobs`` would lack entries."""
+    s = scheduler(num_pages=4, page_size=2, seqs=3, chunk=2)
+    a, b = request(0, 2, 4), request(1, 6, 1)
+    b.output.prompt_logprobs, b.num_scored = [None], 1
+    s.add(a)
+    s.add(b)
+    while b not in s.waiting or not b.preemptions:
+        take(s.schedule())
+    assert b.num_scored == 3  # the scores of tokens 1 and 2 are on the device
+    s.preempt_all()
+    assert b.num_scored == 1
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_who_shares_a_prompt_begins_when_it_is_computed(chunk) -> None:
+    """Also if its last token, alone in its step, completes a page; else the other would wait until the first has ended."""
+    allocator = BlockAllocator(50)
+    s = Scheduler(allocator, page_size=4, max_num_seqs=4, max_num_batched_tokens=16, prefill_chunk_size=chunk,
+                  prefixes=PrefixCache(allocator, 4))
+    a, b = request(0, 8, 20), request(0, 8, 20)
+    s.add(a)
+    s.add(b)
+    while not a.num_pending:
+        batch = s.schedule()
+    take(batch)
+    assert rows(s.schedule()) == [(0, 8, 1, True), (0, 7, 1, True)]

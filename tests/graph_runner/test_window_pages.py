@@ -323,17 +323,21 @@ def request_of(number: int, ids: list[int], new: int = 8) -> Request:
                    len(ids) + new)
 
 
-@settings(max_examples=60, deadline=None)
-@given(REACHES, st.booleans(), st.integers(30, 60), st.integers(12, 30),
+@settings(max_examples=120, deadline=None)
+@given(REACHES, st.booleans(), st.booleans(), st.integers(30, 60), st.integers(8, 30),
        st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=8))
-def test_every_token_in_reach_is_in_its_page(kind, lasting, num_pages, num_windows, asks) -> None:
+def test_every_token_in_reach_is_in_its_page(kind, lasting, own, num_pages, num_windows, asks) -> None:
     """The scheduler alone, with a log of what each slot holds instead of a model: each row of each step finds the keys of all
-    tokens that it sees, in both kinds of layers, under sharing, copies, eviction and preemption; all pages come back."""
+    tokens that it sees, in both kinds of layers, under sharing, copies, eviction and preemption; all pages come back. Without
+    pages of their ``own``, all layers have a window."""
     reach = Reach.of([SimpleNamespace(window=kind[0], chunk=kind[1])])
-    allocator = BlockAllocator(num_pages)
+    allocator = BlockAllocator(num_pages if own else num_windows)
     prefixes = PrefixCache(allocator, PAGE, lasting=lasting)
     scheduler = Scheduler(allocator, page_size=PAGE, max_num_seqs=3, max_num_batched_tokens=16, prefixes=prefixes)
-    scheduler.windows = prefixes.windows = WindowPages(reach, num_windows, PAGE)
+    if own:
+        scheduler.windows = prefixes.windows = WindowPages(reach, num_windows, PAGE)
+    else:
+        scheduler.reach = reach
     scheduler.prefill_chunk_size = (num_windows - 2) * PAGE - reach.span
     if scheduler.prefill_chunk_size < 1:
         return
@@ -355,8 +359,9 @@ def test_every_token_in_reach_is_in_its_page(kind, lasting, num_pages, num_windo
         written: Counter[Any] = Counter()
         for request, start, count, *_ in batch.rows:
             ids = tuple(request.token_ids)
-            for name, pages, first in (("full", request.pages, 0),
-                                       ("window", request.window_pages, reach.first_needed(start))):
+            near = reach.first_needed(start)
+            both = ("full", request.pages, 0), ("window", request.window_pages, near)
+            for name, pages, first in both if own else [("full", request.pages, near)]:
                 for p in range(start, start + count):
                     page = pages[p // PAGE]
                     assert page != NULL_PAGE
@@ -374,7 +379,25 @@ def test_every_token_in_reach_is_in_its_page(kind, lasting, num_pages, num_windo
         raise AssertionError("it never ends")
     prefixes.clear()
     assert allocator.num_free == allocator.num_total
-    assert scheduler.windows.allocator.num_free == scheduler.windows.allocator.num_total
+    if own:
+        assert scheduler.windows.allocator.num_free == scheduler.windows.allocator.num_total
+
+
+def test_a_beginning_that_nearly_fills_the_cache_does_not_block_who_shares_it() -> None:
+    """Held whole, the pages behind the window would leave none for the request's own tokens: it would wait for ever."""
+    allocator = BlockAllocator(13)
+    scheduler = Scheduler(allocator, page_size=PAGE, max_num_seqs=2, max_num_batched_tokens=8,
+                          prefixes=PrefixCache(allocator, PAGE, lasting=True))
+    scheduler.reach = Reach(frozenset({(8, None)}))
+    beginning = list(range(44))  # 11 of the 12 pages
+    for request in request_of(0, beginning, 1), request_of(1, beginning + list(range(8)), 1):
+        scheduler.add(request)
+        while (batch := scheduler.schedule()) is not None and not batch.rows[0].samples:
+            pass
+        assert batch is not None
+        assert request.num_computed == len(request.token_ids)
+        scheduler.finish(request)
+    assert batch.rows[0].start == 44 and allocator.num_free + scheduler.prefixes.num_idle == allocator.num_total
 
 
 # -- how large the pool is: with what an attention backend keeps of its pages, or a full engine runs out of memory
