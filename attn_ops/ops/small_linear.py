@@ -116,6 +116,7 @@ def small_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weigh
     most = most if lora is None else MAX_TOKENS_PER_TILE
     if m > most or m == 0 or x.dtype not in HALVES \
             or weight.dtype not in dtypes or weight.stride(1) != 1 \
+            or (bias is not None and bias.shape != (weight.shape[0],)) \
             or any(t is not None and t.dtype != x.dtype for t in (bias, norm_weight, residual)):
         assert lora is None, "the definition has no adapters"
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)

@@ -145,11 +145,12 @@ def decode_kernel(
         begin = first + split * chunk  # past the last key: a part without keys, of those that a kernel merges
         stop = tl.minimum(begin + chunk, last)
 
+    which = (first_head + rows).to(tl.int64)  # of queries that lie head by head the stride is T * D
     if ROTARY == 0:
-        query = tl.load(q + token.to(tl.int64) * strides.q_token + ((first_head + rows) * strides.q_head)[:, None]
+        query = tl.load(q + token.to(tl.int64) * strides.q_token + (which * strides.q_head)[:, None]
                         + columns[None, :], mask=row_live[:, None] & (columns < D)[None, :], other=0.0)
     else:
-        query = rotated(q + token.to(tl.int64) * strides.q_token + (first_head + rows) * strides.q_head, row_live,
+        query = rotated(q + token.to(tl.int64) * strides.q_token + which * strides.q_head, row_live,
                         token.to(tl.int64), rope, rope.q_norm, D, D_P2, ROTARY, FORM).to(q.dtype.element_ty)
     if HALF:
         query, factor = in_half(query)
@@ -220,8 +221,8 @@ def decode_kernel(
     let_next_start(PDL or MERGED)
     if split == 0:
         if k is not None:
-            k_head = k + kv_head * strides.k_head
-            v_head = v + kv_head * strides.v_head + columns_v
+            k_head = k + kv_head.to(tl.int64) * strides.k_head
+            v_head = v + kv_head.to(tl.int64) * strides.v_head + columns_v
             # The step's earlier tokens of the sequence: none in a pure decode batch.
             for other in range(start + tl.maximum(first - last, 0), token):
                 source = token.to(tl.int64) - (token - other)

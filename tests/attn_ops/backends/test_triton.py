@@ -95,6 +95,18 @@ def test_inputs_whose_last_dim_is_not_contiguous(query_lens):
     check_output(run_case(BACKEND, case), case)
 
 
+@pytest.mark.parametrize("query_lens", [[1, 1], [1, 6], [9]])
+def test_sinks_that_do_not_lie_side_by_side(query_lens):
+    """A column of a larger parameter, and one sink for all heads."""
+    case = make_case(query_lens, [n + 18 for n in query_lens], **SMALL, sinks=True)
+    case.sinks = torch.stack([case.sinks, torch.full_like(case.sinks, 50.0)], 1)[:, 0]
+    check_output(run_case(BACKEND, case), case)
+    case.sinks = case.sinks[:1].expand(len(case.sinks))
+    spread = run_case(BACKEND, case)
+    case.sinks = case.sinks.clone()
+    assert torch.equal(spread, run_case(BACKEND, case))
+
+
 @pytest.mark.parametrize("num_heads", [2, 4, 6, 8])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_half_precision_goes_to_the_tensor_cores(num_heads, head_dim):
@@ -190,6 +202,41 @@ def test_offsets_beyond_32_bits():
         assert torch.equal(case.cache.v[0][slots // page, slots % page], case.new_v)
 
 
+def far_apart(x):
+    """Heads far enough apart for 32 bits to be too few for where the last one begins."""
+    tokens, heads, dim = x.shape
+    apart = -(-(2**31 + 64) // (heads - 1))
+    memory = torch.empty((heads - 1) * apart + tokens * dim, dtype=x.dtype, device=x.device)
+    return memory.as_strided(x.shape, (dim, apart, 1)).copy_(x)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 6], [9]])
+def test_heads_beyond_32_bits(query_lens):
+    """As of a prompt whose queries lie head by head. Memory that nothing touches is never committed."""
+    case = make_case(query_lens, [n + 30 for n in query_lens], **{**SMALL, "dtype": torch.float16})
+    case.q, case.new_k, case.new_v = far_apart(case.q), far_apart(case.new_k), far_apart(case.new_v)
+    check_output(run_case(BACKEND, case), case)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("query_lens", [[1], [5]])
+def test_pages_beyond_32_bits(query_lens, layout):
+    """The last tokens of one page of more than 2**31 elements, as a cache of one page per sequence has."""
+    case = make_case(query_lens, [20], **{**SMALL, "dtype": torch.float16, "page_size": 32}, window=12, layout=layout)
+    (_, page, heads, dim), ahead = case.cache.k[0].shape, 2**31 // 64
+    for caches in (case.cache.k, case.cache.v):
+        shape = (1, heads, ahead + page, dim) if layout == "HND" else (1, ahead + page, heads, dim)
+        huge = torch.empty(shape, dtype=torch.float16, device=DEVICE)
+        huge = huge.transpose(1, 2) if layout == "HND" else huge
+        huge[0, ahead:] = caches[0][case.metadata.block_table_tensor[0, 0]]
+        caches[0] = huge
+    m = case.metadata
+    m.slot_mapping.copy_(m.slot_mapping % page + ahead)
+    m.block_table_tensor.zero_()
+    m.seq_lens.add_(ahead), m.seq_lens_cpu.add_(ahead)
+    check_output(run_case(BACKEND, case), case)
+
+
 # Rotary embedding in front.
 
 
@@ -222,7 +269,7 @@ def test_rope(query_lens, options, splits):
     if not form.half_tables:
         angles = angles.repeat_interleave(2, dim=1) if form.interleaved else angles.repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    weights = [(torch.rand(dim, device=DEVICE) + 0.5).to(dtype) if norm else None for _ in range(2)]
+    weights = [(torch.rand(dim, 2, device=DEVICE) + 0.5).to(dtype)[:, 0] if norm else None for _ in range(2)]
     rope = (cos, sin, *weights, 1e-6)
     m = other.metadata
     rotated = rope_kv_write_eager(other.q, other.k, other.v, *rope, *other.cache.of_layer(0), m.slot_mapping, **form.options())

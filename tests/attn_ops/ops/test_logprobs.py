@@ -67,6 +67,14 @@ def test_kernel_with_excluded_tokens_and_views() -> None:
     same(token_logprobs_cuda(*on_device(wide, tokens, temperature)), token_logprobs_eager(logits, tokens, temperature))
 
 
+def test_kernel_with_one_temperature_for_all_rows() -> None:
+    (logits, tokens, _), one = case(4, 50), torch.ones(())
+    logits, spaced, one = on_device(logits, torch.stack([tokens, tokens + 1], 1), one)
+    assert logits is not None and spaced is not None and one is not None
+    found = token_logprobs_cuda(logits, spaced[:, 0], one.expand(4), -one.expand(4))
+    same(found, token_logprobs_eager(logits.cpu(), tokens, torch.ones(4), -torch.ones(4)))
+
+
 def test_kernel_with_logits_that_are_not_finite() -> None:
     """Beside +inf all others have the log probability -inf; a NaN makes the row's NaN; a row without tokens has none."""
     logits, tokens, temperature = case(4, 2 * BLOCK + 5)

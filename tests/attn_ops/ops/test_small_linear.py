@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from quire.attn_ops.kv_quant import quantize
 from quire.attn_ops.ops.small_linear import (
@@ -174,6 +175,14 @@ def test_numbers_that_do_not_lie_side_by_side(tokens, codes) -> None:
     assert torch.equal(out, small_linear_cuda(*args))
     out = small_linear_cuda(args[0].transpose(1, 2).contiguous().transpose(1, 2), *args[1:])
     assert torch.equal(out, small_linear_cuda(*args))
+
+
+@pytest.mark.parametrize("shape", [(1,), ()])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_bias_that_is_broadcast(tokens, shape) -> None:
+    args = list(case(tokens, 40, 64, bias=True))
+    args[2] = torch.randn(shape).half()
+    torch.testing.assert_close(small_linear_cuda(*args), F.linear(args[0], args[1]) + args[2], rtol=1e-2, atol=1e-2)
 
 
 def test_leading_dimensions_are_kept() -> None:

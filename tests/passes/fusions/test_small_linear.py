@@ -108,6 +108,19 @@ def weight_by_name(self, x):
     return x + self.down(self.act(F.linear(self.norm(x), weight=self.gate.weight)))
 
 
+def bias_for_all(self, x):
+    return F.linear(x, self.up.weight, self.down.weight[0, 0])
+
+
+def bias_of_tokens(self, x):
+    return F.linear(x[0], self.up.weight, self.up.weight[: x.shape[1], :1] + self.up(x[0]) * 0)
+
+
+def autocast_inside(self, x):
+    with torch.autocast("cpu", torch.float16):
+        return self.up(x) * 1.0
+
+
 def norm_of_one_weight(*size):
     norm = RMSNorm(32)
     norm.weight = nn.Parameter(torch.full(size, 0.7))
@@ -133,6 +146,16 @@ def test_what_stays(model, matches, left) -> None:
     (_, found), gm, out = after(model, x, fuse_projections, fuse_small_linear)
     assert found == matches if matches else found >= 1
     assert all(name in listing(gm.graph) for name in left)
+    with torch.no_grad():
+        torch.testing.assert_close(out, model(x), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("forward, matches", [(bias_for_all, 0), (bias_of_tokens, 1), (autocast_inside, 0)])
+def test_biases_and_dtypes_that_kernels_do_not_take(forward, matches) -> None:
+    """One bias for all outputs, or one for each token, is broadcast; and autocast casts in front of a layer."""
+    model, x = layer(forward), torch.randn(1, 5, 32, dtype=torch.bfloat16)
+    (found,), _, out = after(model, x, fuse_small_linear)
+    assert found == matches
     with torch.no_grad():
         torch.testing.assert_close(out, model(x), atol=0, rtol=0)
 
