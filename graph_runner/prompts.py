@@ -100,6 +100,8 @@ def token_ids_of(prompt: Prompt, tokenizer: Any, vocab_size: int, max_model_len:
         ids = _encode(given, tokenizer)
     else:
         try:
+            if isinstance(given, (bytes, bytearray, memoryview)):  # text that was not decoded, and a sequence of integers
+                raise TypeError
             plain = type(given) is list and set(map(type, given)) == {int}
             ids = given[:] if plain else [operator.index(i) for i in given]
             if not plain and any(isinstance(i, bool) for i in given):  # a mask

@@ -35,9 +35,10 @@ def test_prompts_of_one_token() -> None:
     assert as_prompts("text") == ["text"] and as_prompts(["text", "more"]) == ["text", "more"]
 
 
-@pytest.mark.parametrize("prompt", [None, 5, [1.5, 2], torch.tensor([0.5]), [torch.tensor(0.5)], [None]], ids=str)
+@pytest.mark.parametrize("prompt", [None, 5, [1.5, 2], torch.tensor([0.5]), [torch.tensor(0.5)], [None], b"Once",
+                                    bytearray(b"Once"), {"prompt": b"Once"}], ids=str)
 def test_what_is_no_prompt(prompt) -> None:
-    with pytest.raises(TypeError, match="a prompt is text or a list of token ids, got '"):
+    with pytest.raises(TypeError, match="a prompt is text or a list of token ids, got ['\"]"):
         token_ids_of(prompt, None, 100, 50)
 
 
