@@ -134,7 +134,7 @@ class Detokenizer:
         if may_stop:  # a match must end in the new text: earlier ones did not count
             found = [(at, s) for s in self._stop if (at := piece.find(s, max(0, old - len(s) + 1))) >= 0]
             if found:
-                at, self.stopped_by = min(found, key=lambda f: f[0])
+                at, self.stopped_by = min(found, key=lambda f: f[0] + len(f[1]))  # the first to end, whatever the tokens are
                 piece = piece[: at + len(self.stopped_by) * self._include_stop]
                 self.text += piece
                 return piece

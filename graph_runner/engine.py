@@ -253,15 +253,15 @@ class Engine(EngineCalls, WeightUpdates):
         output, params, text = request.output, request.params, request.detokenizer
         ends, full = request.append(token)
         piece = ""
-        if text is not None and not (ends and params.skip_special_tokens):
-            piece = text.add([token], may_stop=len(output.token_ids) >= params.min_tokens)
+        if text is not None and (params.include_stop_str_in_output or not ends):
+            piece = text.add([token], may_stop=len(output.token_ids) > params.min_tokens)
             if text.error is not None:
                 return self._finish(request, FinishReason.ERROR, [token], error=text.error)
             output.text, output.stop_reason = text.text, text.stopped_by
             if text.stopped_by is not None:
                 return self._finish(request, FinishReason.STOP, [token], piece)
         if ends:
-            output.stop_reason = None if token in self._eos else token
+            output.stop_reason = token if params.ignore_eos or token not in self._eos else None
             return self._finish(request, FinishReason.STOP, [token], piece)
         if full:
             return self._finish(request, FinishReason.LENGTH, [token], piece)

@@ -51,8 +51,8 @@ class SamplingParams:
             are called as transformers does, with (1, tokens) ids and (1, V) scores. They need every token on the host, so these
             requests wait for each step's result. One that raises fails its request. A function with state of its own must not
             be given to two requests (n > 1). Stored as a tuple.
-        stop: string or strings that end generation as soon as they appear in the text; one that is a special token also where
-            the text leaves it out. Stored as a tuple.
+        stop: string or strings that end generation as soon as they appear in the text, with a token after the first min_tokens;
+            one that is a special token also where the text leaves it out. Stored as a tuple.
         stop_token_ids: tokens that end generation, in addition to the end-of-sequence token. Stored as a tuple.
         ignore_eos: continue after the end-of-sequence token.
         max_tokens: maximum number of tokens to generate, >= 1; None: up to the maximum length of a request.
@@ -70,7 +70,8 @@ class SamplingParams:
             Stored as a tuple; empty means none.
         detokenize: False returns token ids without text; `stop` needs text.
         skip_special_tokens: leave special tokens out of the text.
-        include_stop_str_in_output: end the text with the stop string that ended it instead of before it.
+        include_stop_str_in_output: end the text with the stop string, or the text of the token, that ended it instead of
+            before it.
         truncate_prompt_tokens: keep the last tokens of a longer prompt, >= 1 of them; None: all.
 
     Not supported, and refused unless left at their defaults: best_of (n sequences are drawn, and all returned), extra_args,

@@ -82,7 +82,8 @@ def test_end_token(engine, model, tokenizer, prompts, ended) -> None:
     (output,) = engine.generate(prompts[0], replace(GREEDY, max_tokens=None))
     assert (output.token_ids, output.finish_reason, output.stop_reason) == (found, "stop", None)
     assert output.text == tokenizer.decode(found[:-1])
-    (output,) = engine.generate(prompts[0], replace(GREEDY, max_tokens=None, skip_special_tokens=False))
+    with_it = replace(GREEDY, max_tokens=None, skip_special_tokens=False, include_stop_str_in_output=True)
+    (output,) = engine.generate(prompts[0], with_it)
     assert output.text == tokenizer.decode(found) and output.text.endswith("<|endoftext|>")
     longer = len(found) + 4
     (output,) = engine.generate(prompts[0], replace(GREEDY, max_tokens=longer, ignore_eos=True))
@@ -112,6 +113,27 @@ def test_stop_tokens(engine, tokenizer, prompts, expected) -> None:
     # Before min_tokens it is not even chosen; from then on it ends the request.
     (output,) = engine.generate(prompts[0], replace(params, min_tokens=at + 3))
     assert output.token_ids[:at] == expected[0][:at] and token not in output.token_ids[: at + 2]
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+def test_text_of_a_stop_token(include, skip, engine, tokenizer, prompts, expected) -> None:
+    """vLLM's rule: in the text only with include_stop_str_in_output; and then a special one as skip_special_tokens says."""
+    at = expected[0].index(expected[0][6])
+    options = dict(include_stop_str_in_output=include, skip_special_tokens=skip)
+    (output,) = engine.generate(prompts[0], replace(GREEDY, stop_token_ids=[expected[0][6]], **options))
+    assert output.text == tokenizer.decode(expected[0][: at + include])
+    eos = tokenizer.eos_token_id
+    (output,) = engine.generate(prompts[0], replace(GREEDY, logit_bias={eos: 1e4}, **options))
+    assert (output.token_ids, output.text) == ([eos], tokenizer.eos_token if include and not skip else "")
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+def test_the_end_token_as_a_stop_token(ignore, engine, tokenizer, prompts) -> None:
+    """Where it does not end a request by itself, it is the stop token that did."""
+    eos = tokenizer.eos_token_id
+    (output,) = engine.generate(prompts[0], replace(GREEDY, logit_bias={eos: 1e4}, stop_token_ids=[eos], ignore_eos=ignore))
+    assert (output.finish_reason, output.stop_reason) == ("stop", eos if ignore else None)
 
 
 def test_max_tokens(engine, prompts, expected) -> None:
@@ -155,6 +177,14 @@ def test_stop_strings_that_do_not_end_it(engine, tokenizer, prompts, expected) -
     assert events[-1].output.finish_reason == "length"
     early = replace(GREEDY, stop=stop, min_tokens=GREEDY.max_tokens)
     assert engine.generate(prompts[0], early)[0].text == text
+
+
+def test_a_stop_string_that_ends_in_the_last_token_of_the_minimum(engine, tokenizer, prompts, expected) -> None:
+    """It comes too early, as in vLLM; one that ends in the token after it counts."""
+    text, stop = stop_text(tokenizer, expected[0])
+    count = len(engine.generate(prompts[0], replace(GREEDY, stop=stop))[0].token_ids)
+    assert engine.generate(prompts[0], replace(GREEDY, stop=stop, min_tokens=count))[0].text == text
+    assert engine.generate(prompts[0], replace(GREEDY, stop=stop, min_tokens=count - 1))[0].stop_reason == stop
 
 
 # -- what cannot be served: said clearly, and nothing else is touched
