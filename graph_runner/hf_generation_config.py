@@ -160,6 +160,7 @@ _REFUSED: dict[str, Callable[[Any], bool]] = IN_LOCKSTEP | {
     "penalty_alpha": lambda v: v == 0,
     "assistant_ensemble_weight": _never,  # lossy speculation
     "is_assistant": lambda v: not v,  # stops early, at an uncertain token
+    "cache_implementation": lambda v: v != "quantized",  # of the others, none changes numbers
     # further outputs
     "output_attentions": lambda v: not v,
     "output_hidden_states": lambda v: not v,
@@ -177,7 +178,7 @@ _ACCEPTED = {
     # the prompt is given; encoder-decoder models are refused elsewhere
     "pad_token_id", "bos_token_id", "decoder_start_token_id",
     # speed only: caches, chunking, compilation, and speculation that gives the same distribution
-    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size",
+    "use_cache", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size",
     "compile_config", "disable_compile", "continuous_batching_config", "use_mtp", "speculation_type",
     "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
     "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind",

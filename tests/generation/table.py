@@ -75,9 +75,10 @@ FIELDS: dict[str, Row] = {
                       num_beams=3, **SCORES),
     "use_mtp": same(_ASSISTED, use_mtp=False),
     "use_cache": same("the engine caches in any case", use_cache=False),
-    "cache_implementation": same(f"{_SPEED}; \"paged\" goes to generate_batch, which runs on the engine",
+    "cache_implementation": same(f"{_SPEED}, but for \"quantized\", which falls back; \"paged\" goes to generate_batch, "
+                                 "which runs on the engine",
                                  cache_implementation="dynamic"),
-    "cache_config": same(_SPEED, cache_config={"backend": "quanto"}),
+    "cache_config": same("acts with the \"quantized\" cache only, which falls back", cache_config={"backend": "quanto"}),
     "max_cache_len": same(_SPEED, max_cache_len=64),
     "temperature": same("", True, do_sample=True, temperature=3.0, **SCORES),
     "top_k": same("50 by default, as in transformers", True, do_sample=True, top_k=3, temperature=3.0, **SCORES),

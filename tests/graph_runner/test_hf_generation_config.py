@@ -61,6 +61,7 @@ REFUSED_VALUES = {
     "sequence_bias": [[[1], 0.5]], "token_healing": True, "guidance_scale": 1.5, "watermarking_config": {"bias": 2.0},
     "top_h": 0.4, "typical_p": 0.9, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "max_time": 1.0, "output_attentions": True,
     "output_hidden_states": True, "output_scores": True, "output_logits": True,
+    "cache_implementation": "quantized",
 }
 NEEDS = {
     "early_stopping": {"num_beams": 2}, "length_penalty": {"num_beams": 2}, "top_h": {"do_sample": True},
@@ -90,7 +91,7 @@ def test_values_without_effect() -> None:
     assert from_config(**defaults)[1] == []
     assert from_config(**{**defaults, "do_sample": True})[1] == []
     neutral = {"suppress_tokens": [], "begin_suppress_tokens": [], "guidance_scale": 1.0,
-               "renormalize_logits": True, "use_cache": False, "prompt_lookup_num_tokens": 3}
+               "renormalize_logits": True, "use_cache": False, "prompt_lookup_num_tokens": 3, "cache_implementation": "static"}
     assert from_config(**neutral)[1] == []
 
 
