@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from quire.graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.sampling_params import GenerateParams, SamplingParams
 
 
 def from_generation_config(generation_config: Any, prompt_length: int) -> tuple[SamplingParams, list[str]]:
@@ -51,7 +51,7 @@ def from_generation_config(generation_config: Any, prompt_length: int) -> tuple[
     values["max_tokens"] = option("max_new_tokens", from_length)
     # generate stops at the maximum, whatever the minimum
     values["min_tokens"] = min(option("min_new_tokens", max(option("min_length", 0) - prompt_length, 0)), values["max_tokens"])
-    return SamplingParams(**values), options_beyond(generation_config)
+    return GenerateParams(**values), options_beyond(generation_config)
 
 
 def options_beyond(generation_config: Any) -> list[str]:

@@ -144,7 +144,8 @@ class Request:
     ``page_keys``, ``num_keyed``, ``num_coming``, ``epoch``, ``computed_since``: see PrefixCache. ``length_kind``: how many of
     the scheduler's ``length_limits`` the request exceeds; all its keys are of that kind. ``edits``: what it asks to be done to
     its logits; ``failure``: why that failed, or None. ``adapters``: their names; None: the model's active ones.
-    ``chose_adapters``: it came with them. ``root``: what its keys and values depend on beside its tokens."""
+    ``chose_adapters``: it came with them. ``root``: what its keys and values depend on beside its tokens. ``too_early``: tokens
+    that cannot come before its ``min_tokens``, beside the ``stop_token_ids``."""
 
     request_id: int
     prompt_token_ids: list[int]
@@ -179,6 +180,7 @@ class Request:
     adapters: tuple[str, ...] | None = None
     chose_adapters: bool = False
     root: bytes = b""
+    too_early: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -348,6 +350,7 @@ def make_requests(ask: Ask, first_id: int, index: int | None, inbox: deque[Strea
     limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
     limit = min(limit, len(ids) + len(trace)) if trace else limit
     stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos or trace else eos_token_ids)
+    too_early = stops if params.as_generate else stops | eos_token_ids
     made = []
     for k in range(params.n):
         seed = params.seed if params.seed is not None else random.getrandbits(62)
@@ -360,5 +363,5 @@ def make_requests(ask: Ask, first_id: int, index: int | None, inbox: deque[Strea
         made.append(Request(
             first_id + k, ids, params, output, seed=(seed + k * 0x9E3779B9) % 2**63, stop_token_ids=stops,
             max_total_tokens=limit, inbox=inbox, detokenizer=_detokenizer_of(params, tokenizer, ids), num_scored=score_from,
-            priority=options.priority, edits=edits))
+            priority=options.priority, edits=edits, too_early=too_early))
     return made

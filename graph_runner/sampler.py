@@ -27,10 +27,10 @@ class SamplingTensors:
 
     Args:
         temperature: (B,) float32; under 1e-5 for a greedy row, whose filters are ignored.
-        top_k, top_p, min_p: (B,) int32, float32 and float32; off are 0, 1 and 0.
+        top_k, top_p, min_p: (B,) int32, float32 and float32; off are 0, 1 and 0. A negative min_p is applied after top_p.
         seed: (B,) int64.
         position: (B,) int64: index of the token to sample, the same whenever this token is sampled again.
-        any_top_k, any_top_p, any_min_p: whether a row that is not greedy has that filter.
+        any_top_k, any_top_p, any_min_p, any_late_min_p: whether a row that is not greedy has that filter; late: after top_p.
         banned: None, or (N, 2) int64: (row, token) pairs to exclude.
     """
 
@@ -44,12 +44,13 @@ class SamplingTensors:
     any_top_k: bool
     any_top_p: bool
     any_min_p: bool
+    any_late_min_p: bool = False
     banned: Tensor | None = None
 
     @property
     def any_filter(self) -> bool:
         """Whether a row that is not greedy has top_k, top_p or min_p."""
-        return self.any_top_k or self.any_top_p or self.any_min_p
+        return self.any_top_k or self.any_top_p or self.any_min_p or self.any_late_min_p
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
@@ -58,9 +59,9 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     a batch without filters is drawn by the kernel of `sample_tokens`.
 
     Greedy rows get the first of the largest logits, as from ``torch.argmax``. Other rows are drawn from ``softmax(logits /
-    temperature)`` after top_k, then top_p, then min_p, the order of vLLM and of Hugging Face's ``generate``. Tokens with logits
-    equal to the last one kept by top_k or top_p are kept too (``generate`` does so in top_k; in top_p it keeps those that its
-    sort puts first).
+    temperature)`` after min_p and top_k, then top_p, as in vLLM, or with a negative min_p after top_k, then top_p, then min_p,
+    the order of Hugging Face's ``generate``. Tokens with logits equal to the last one kept by top_k or top_p are kept too
+    (``generate`` does so in top_k; in top_p it keeps those that its sort puts first).
 
     Args:
         logits: (B, V) of any floating dtype, or ValueError is raised. -inf excludes a token. Not modified.
@@ -129,10 +130,12 @@ def draw(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece, Tensor]
     threshold = torch.full((rows,), -math.inf, dtype=torch.float32, device=logits.device)
     if params.any_top_k:
         threshold = get(_top_k_threshold, logits)(logits, params.top_k)
-    if params.any_top_p:
-        threshold = get(_top_p_threshold, logits)(logits, params.temperature, params.top_p, threshold)
     if params.any_min_p:
         threshold = get(_min_p_threshold, logits)(logits, params.temperature, params.min_p, threshold)
+    if params.any_top_p:
+        threshold = get(_top_p_threshold, logits)(logits, params.temperature, params.top_p, threshold)
+    if params.any_late_min_p:
+        threshold = get(_min_p_threshold, logits)(logits, params.temperature, -params.min_p, threshold)
     return Sampled(get(_draw_filtered, logits)(logits, *row_params, threshold), logits, threshold)
 
 
@@ -171,7 +174,7 @@ def _top_p_threshold(logits: Tensor, temperature: Tensor, top_p: Tensor, thresho
         return torch.where(x >= pivot[:, None, None], weight, 0.0).sum(-1).sum(-1)
 
     pivot = _largest_pivot(mass, top_p * mass(threshold, threshold), threshold, logits.dtype)
-    return torch.where(top_p < 1, pivot, threshold)
+    return torch.where(top_p < 1, torch.maximum(pivot, threshold), threshold)  # min_p's is no value of the dtype
 
 
 def _min_p_threshold(logits: Tensor, temperature: Tensor, min_p: Tensor, threshold: Tensor) -> Tensor:
@@ -195,7 +198,7 @@ def _largest_pivot(measure: Callable[[Tensor, Tensor], Tensor], target: Tensor, 
     Args:
         measure: (pivot (B,) float32, lower bound of the answer (B,) float32) -> (B,): the number or the probability of the
             tokens at or above the pivot; must not grow with the pivot.
-        floor: (B,) float32, values of `dtype`, which is that of the logits: float32 or a 16-bit one.
+        floor: (B,) float32, rounded to `dtype`, which is that of the logits: float32 or a 16-bit one.
     """
     bits = dtype.itemsize * 8
     step = _BITS_PER_PASS if on_gpu(floor) else 1  # uncompiled, each pivot costs a pass: measure as few as possible

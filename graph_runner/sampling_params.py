@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ClassVar
 
 _UNSUPPORTED = ("best_of", "extra_args", "output_kind", "spaces_between_special_tokens", "structured_outputs")
 #: Of which distribution log probabilities are: the model's, or the one that tokens are drawn from. vLLM's names.
@@ -39,7 +39,7 @@ class SamplingParams:
             more than 2.
         top_p: keep the smallest set of likeliest tokens whose probabilities sum to this, in (0, 1].
         top_k: number of likeliest tokens to keep; 0 or -1 keeps all. Stored as 0 for all.
-        min_p: keep tokens at least this times as likely as the likeliest, in [0, 1].
+        min_p: keep tokens at least this times as likely as the likeliest, in [0, 1]. Applied before top_p.
         seed: any integer. The same seed gives the same tokens, whatever else is in the batch. None or -1: a different
             one every time. Stored as None for -1.
         bad_words: strings that the continuation must not contain, each also after a space: the last token of each is excluded
@@ -56,7 +56,8 @@ class SamplingParams:
         stop_token_ids: tokens that end generation, in addition to the end-of-sequence token. Stored as a tuple.
         ignore_eos: continue after the end-of-sequence token.
         max_tokens: maximum number of tokens to generate, >= 1; None: up to the maximum length of a request.
-        min_tokens: no end-of-sequence token and none of stop_token_ids before this many tokens, 0 <= it <= max_tokens.
+        min_tokens: no end-of-sequence token, also with ignore_eos, and none of stop_token_ids before this many tokens,
+            0 <= it <= max_tokens.
         logprobs: log probabilities of each sampled token and of this many likeliest ones: 0 for the sampled token only, -1 for
             the whole vocabulary, at most the engine's max_logprobs. None: none.
         prompt_logprobs: the same for each token of the prompt but the first, always of the model's distribution. The prompt is
@@ -83,6 +84,7 @@ class SamplingParams:
         TypeError: a value of the wrong type, or an unknown name.
     """
 
+    as_generate: ClassVar[bool] = False  # see GenerateParams
     n: int = 1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -229,6 +231,13 @@ class SamplingParams:
         if not self.wants_logprobs:
             return 0.0
         return 1.0 if self.logprobs_mode == "raw_logprobs" or self.temperature < 1e-5 else self.temperature
+
+
+class GenerateParams(SamplingParams):
+    """Those of transformers' ``GenerationConfig``, for two rules in which ``generate`` is not as vLLM: with ``ignore_eos`` only
+    stop_token_ids cannot come before ``min_tokens``, and min_p is applied to what top_p leaves."""
+
+    as_generate = True
 
 
 def _as_tuple(name: str, value: Any, expected: str) -> tuple[Any, ...]:

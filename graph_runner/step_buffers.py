@@ -218,8 +218,9 @@ class StepBuffers:
     def _new_holder(self, request: Request) -> None:
         slot, p = request.slot, request.params
         draws = p.temperature > 0  # a greedy row takes no filters
+        min_p = -p.min_p if p.as_generate and p.top_p < 1 else p.min_p
         values = (request.seed, p.temperature, min(p.top_k, 2**31 - 1) if draws else 0, p.top_p if draws else 1.0,
-                  p.min_p if draws else 0.0, p.logprob_temperature)
+                  min_p if draws else 0.0, p.logprob_temperature)
         for (name, _, _), number in zip(_PARAMS, values, strict=True):
             self._params[name][slot] = number
         filtered = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
@@ -230,7 +231,7 @@ class StepBuffers:
         self._holder[slot] = request.pages  # last: if interrupted, all of it is done again
 
     def _banned_rows(self, a: dict[str, np.ndarray], n: int) -> np.ndarray:
-        """(n,) bool: rows that sample a token before their ``min_tokens``, which must not end them."""
+        """(n,) bool: rows that sample a token before their ``min_tokens``, which must be none that ends a sequence."""
         return (a["seq_lens"][:n] < self._may_end_at[a["row_slot"][:n]]) & (a["sample_slot"][:n] != self.dummy_slot)
 
     def upload(self, shape: BatchShape) -> None:
@@ -308,10 +309,12 @@ class StepBuffers:
             temperature=v["temperature"], top_k=v["top_k"], top_p=v["top_p"], min_p=v["min_p"], seed=v["seed"],
             position=v["sample_position"], all_greedy=not (host["temperature"][:n] > 0).any(),
             any_top_k=bool((host["top_k"][:n] > 0).any()), any_top_p=bool((host["top_p"][:n] < 1).any()),
-            any_min_p=bool((host["min_p"][:n] > 0).any()), banned=self._banned(host, batch))
+            any_min_p=bool((host["min_p"][:n] > 0).any()), any_late_min_p=bool((host["min_p"][:n] < 0).any()),
+            banned=self._banned(host, batch))
 
     def _banned(self, host: dict[str, np.ndarray], batch: ScheduledBatch) -> torch.Tensor | None:
-        """(row, token) pairs of the tokens that would end a request before its ``min_tokens``."""
+        """(row, token) pairs of the tokens that cannot come before a request's ``min_tokens``."""
         rows = np.flatnonzero(self._banned_rows(host, len(batch.rows))).tolist()
-        pairs = [(i, token) for i in rows for token in batch.rows[i].request.stop_token_ids]
+        requests = [(i, batch.rows[i].request) for i in rows]
+        pairs = [(i, token) for i, request in requests for token in request.stop_token_ids | request.too_early]
         return to_device(np.array(pairs, np.int64), self.device) if pairs else None

@@ -30,11 +30,13 @@ def sampling_tensors(params: Sequence[SamplingParams], seeds: Sequence[int], pos
         chosen = [v if d else greedy for v, d in zip(values, draws, strict=True)]
         return torch.tensor(chosen, dtype=dtype, device=device)
 
-    top_k, top_p, min_p = [min(p.top_k, 2**31 - 1) for p in params], [p.top_p for p in params], [p.min_p for p in params]
+    top_k, top_p = [min(p.top_k, 2**31 - 1) for p in params], [p.top_p for p in params]
+    min_p = [-p.min_p if p.as_generate else p.min_p for p in params]
     tensors = (column(torch.int32, top_k, 0), column(torch.float32, top_p, 1), column(torch.float32, min_p, 0))
     wrapped = [(s + 2**63) % 2**64 - 2**63 for s in seeds]
     pairs = [(row, token) for row, tokens in enumerate(banned) for token in tokens]
     return SamplingTensors(
         column(torch.float32, [p.temperature for p in params], 0), *tensors, torch.tensor(wrapped, device=device),
         torch.tensor(list(positions), dtype=torch.int64, device=device), not any(draws), bool((tensors[0] > 0).any()),
-        bool((tensors[1] < 1).any()), bool((tensors[2] > 0).any()), torch.tensor(pairs, device=device) if pairs else None)
+        bool((tensors[1] < 1).any()), bool((tensors[2] > 0).any()), bool((tensors[2] < 0).any()),
+        torch.tensor(pairs, device=device) if pairs else None)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quire import Engine, SamplingParams
+from quire.graph_runner.sampling_params import GenerateParams
 from tests.tiny import GREEDY, PROMPTS, SAMPLED, assert_idle, hf_greedy, tokens
 
 pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
@@ -113,6 +114,15 @@ def test_stop_tokens(engine, tokenizer, prompts, expected) -> None:
     # Before min_tokens it is not even chosen; from then on it ends the request.
     (output,) = engine.generate(prompts[0], replace(params, min_tokens=at + 3))
     assert output.token_ids[:at] == expected[0][:at] and token not in output.token_ids[: at + 2]
+
+
+@pytest.mark.parametrize(("of", "found"), [(SamplingParams, False), (GenerateParams, True)])
+def test_the_end_token_that_is_ignored_does_not_come_before_min_tokens(of, found, engine, tokenizer, prompts) -> None:
+    """As in vLLM; in transformers' generate only the end tokens of the call do not."""
+    eos = tokenizer.eos_token_id
+    params = of(max_tokens=4, min_tokens=3, temperature=0, ignore_eos=True, logit_bias={eos: 1e4})
+    (output,) = engine.generate(prompts[0], params)
+    assert (eos in output.token_ids[:3]) == found and output.token_ids[3] == eos
 
 
 @pytest.mark.parametrize("skip", [False, True])

@@ -7,20 +7,20 @@ from transformers import GenerationConfig
 
 from quire.graph_runner import hf_generation_config
 from quire.graph_runner.hf_generation_config import from_generation_config
-from quire.graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.sampling_params import GenerateParams
 
 
-def from_config(**options: object) -> tuple[SamplingParams, list[str]]:
+def from_config(**options: object) -> tuple[GenerateParams, list[str]]:
     return from_generation_config(GenerationConfig(**options), 10)
 
 
 def test_defaults_are_those_of_generate() -> None:
-    assert from_config() == (SamplingParams(temperature=0, max_tokens=20), [])
-    assert from_config(do_sample=True) == (SamplingParams(top_k=50, max_tokens=20), [])
+    assert from_config() == (GenerateParams(temperature=0, max_tokens=20), [])
+    assert from_config(do_sample=True) == (GenerateParams(top_k=50, max_tokens=20), [])
     empty = from_generation_config(SimpleNamespace(), 10)
-    assert empty == (SamplingParams(temperature=0, max_tokens=20), [])
+    assert empty == (GenerateParams(temperature=0, max_tokens=20), [])
     options = {"temperature": 0.7, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.5, "top_h": 0.5}
-    assert from_config(do_sample=False, **options) == (SamplingParams(temperature=0, max_tokens=20), [])
+    assert from_config(do_sample=False, **options) == (GenerateParams(temperature=0, max_tokens=20), [])
 
 
 def test_options() -> None:
@@ -29,7 +29,7 @@ def test_options() -> None:
         stop_strings=["a", "b"], eos_token_id=[5, 6], num_return_sequences=3,
     )
     assert unsupported == []
-    assert params == SamplingParams(
+    assert params == GenerateParams(
         n=3, temperature=0.7, top_k=0, top_p=0.9, min_p=0.05, max_tokens=7, min_tokens=2, stop=["a", "b"],
         stop_token_ids=[5, 6], ignore_eos=True,
     )

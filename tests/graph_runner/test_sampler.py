@@ -15,7 +15,7 @@ from quire.attn_ops.ops import sampling as draw
 from quire.attn_ops.ops.sampling import gumbel_noise, random_bits
 from quire.graph_runner import sampler
 from quire.graph_runner.sampler import sample
-from quire.graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.sampling_params import GenerateParams, SamplingParams
 from tests.sampling import GREEDY, MIXED, random_logits, sampling_tensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -28,13 +28,15 @@ def build(params: list[SamplingParams], seeds: list[int] | int = 0, positions: l
 
 
 def warped(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """(V,) scores after Hugging Face's warpers, in the order of `GenerationMixin._get_logits_processor`."""
+    """(V,) scores after Hugging Face's warpers, in the order of `GenerationMixin._get_logits_processor` or in vLLM's."""
     scores = TemperatureLogitsWarper(params.temperature)(None, row[None].float())
+    if params.min_p and not params.as_generate:
+        scores = MinPLogitsWarper(params.min_p)(None, scores)
     if params.top_k:
         scores = TopKLogitsWarper(params.top_k)(None, scores)
     if params.top_p < 1:
         scores = TopPLogitsWarper(params.top_p)(None, scores)
-    if params.min_p:
+    if params.min_p and params.as_generate:
         scores = MinPLogitsWarper(params.min_p)(None, scores)
     return scores[0]
 
@@ -165,24 +167,31 @@ def test_seed_and_position_change_the_stream() -> None:
 
 
 def keep_set(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """(B, V) bool: what the three thresholds keep."""
-    tensors = build(params)
-    threshold = sampler._top_k_threshold(logits, tensors.top_k)
-    threshold = sampler._top_p_threshold(logits, tensors.temperature, tensors.top_p, threshold)
-    threshold = sampler._min_p_threshold(logits, tensors.temperature, tensors.min_p, threshold)
+    """(B, V) bool: what the thresholds keep."""
+    threshold = sampler.draw(logits, build(params)).threshold
+    assert threshold is not None
     return (logits.float() >= threshold[:, None]) & (logits > -math.inf)
 
 
+def test_min_p_beside_top_p() -> None:
+    """vLLM has min_p first, which leaves 5 : 3 to top_p; transformers' generate has it last."""
+    logits = torch.tensor([[0.5, 0.3, 0.1, 0.1]]).log().expand(2, 4)
+    options = dict(min_p=0.5, top_p=0.6)
+    assert keep_set(logits, [SamplingParams(**options), GenerateParams(**options)]).tolist() == [
+        [True, False, False, False], [True, True, False, False]]
+
+
+@pytest.mark.parametrize("of", [SamplingParams, GenerateParams])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
-def test_filters_keep_what_hugging_face_keeps(scale: float) -> None:
+def test_filters_keep_what_hugging_face_keeps(scale: float, of: type[SamplingParams]) -> None:
     """Random rows and settings; continuous logits, so that no two are equal."""
     generator = torch.Generator().manual_seed(1)
 
     def pick(*values: float) -> float:
         return values[int(torch.randint(len(values), (), generator=generator))]
 
-    params = [SamplingParams(temperature=pick(0.3, 0.7, 1.0, 1.5), top_k=int(pick(0, 1, 2, 17, 299, 300, 5000)),
-                             top_p=pick(0.01, 0.3, 0.55, 0.9, 0.999, 1.0), min_p=pick(0.0, 0.01, 0.2, 1.0)) for _ in range(150)]
+    params = [of(temperature=pick(0.3, 0.7, 1.0, 1.5), top_k=int(pick(0, 1, 2, 17, 299, 300, 5000)),
+                 top_p=pick(0.01, 0.3, 0.55, 0.9, 0.999, 1.0), min_p=pick(0.0, 0.01, 0.2, 1.0)) for _ in range(150)]
     logits = torch.randn(len(params), 300, generator=generator) * scale
     logits[::5, 100:] = -math.inf
     kept = keep_set(logits, params)

@@ -13,7 +13,7 @@ from quire.attn_ops.kv_cache import pages_for
 from quire.graph_runner.adapters import TokenAdapters
 from quire.graph_runner.forward_mode import ForwardMode
 from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch, ScheduledRow
-from quire.graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.sampling_params import GenerateParams, SamplingParams
 from quire.graph_runner.step_buffers import BatchShape, StepBuffers
 
 PAGE, WIDTH, SLOTS = 4, 6, 8
@@ -277,6 +277,13 @@ def test_tokens_banned_before_min_tokens(base) -> None:
     assert banned(2, known=2, size=8) == [[1, 7], [1, 9]]
     assert banned(3) == []  # the fourth may end it
     assert banned(1, last=False) == []  # a chunk of a prompt, whose token is dropped
+
+
+def test_min_p_of_generate_comes_after_top_p() -> None:
+    batch = batch_of(*(row(i, 3, 1, [i + 1], params=params) for i, params in enumerate((
+        GenerateParams(top_p=0.6, min_p=0.25), SamplingParams(top_p=0.6, min_p=0.25), GenerateParams(min_p=0.25)))))
+    tensors, _ = sampling_of(buffers(), batch, BatchShape(4, 4))
+    assert tensors.min_p.tolist() == [-0.25, 0.25, 0.25, 0] and tensors.any_min_p and tensors.any_late_min_p
 
 
 # -- the block table
