@@ -16,7 +16,7 @@ from quire.graph_runner.lockstep import DoesNotFit, Rows
 from quire.graph_runner.on_instance import OwnCopies
 from quire.graph_runner.own_forward import reads_inputs, training_difference
 from quire.graph_runner.sampling_params import SamplingParams
-from quire.passes.capture.own_masks import names_of
+from quire.passes.capture.followed import names_of
 from quire.passes.capture.reads import is_code_of
 
 # Arguments of ``generate`` beside the generation config: those that ``understand`` reads, those that transformers makes

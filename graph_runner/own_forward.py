@@ -10,11 +10,13 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from quire.passes.capture.followed import CACHE, reads_of
 from quire.passes.capture.four_bit import only_packs
-from quire.passes.capture.reads import is_code_of
-from quire.passes.capture.wrapped_parts import CACHE, passed_on, reader_around_parts
+from quire.passes.capture.wrapped_parts import reader_around_parts
 
 NOT_GIVEN = CACHE | {"attention_mask"}
+# Packages whose forwards are known.
+_READ = ("quire", "torch", "transformers", "contextlib")
 # Attributes and config fields that act in training mode only, where they are positive: dropout rates (also of whole layers),
 # the noise of routers, and the clipping of Gemma 3n.
 _ACTS = ("drop", "jitter", "noise", "altup_coef_clip")
@@ -33,10 +35,8 @@ def reads_inputs(model: torch.nn.Module, own_forward: Any) -> str | None:
         found = forward
         while found is not None and (plain := getattr(found, "__func__", found)) is not None:
             found = getattr(plain, "__wrapped__", None)
-            if isinstance(plain, types.FunctionType) and not is_code_of(plain, "quire", "torch", "transformers"):
-                names = NOT_GIVEN & {*plain.__code__.co_varnames, *map(str, plain.__code__.co_consts)}
-                read = sorted(name for name in names if not passed_on(plain, name, model))
-                if read:
+            if isinstance(plain, types.FunctionType) and str(plain.__globals__.get("__name__")).partition(".")[0] not in _READ:
+                if read := reads_of(plain, NOT_GIVEN, model):
                     return f"{plain.__qualname__} reads {read[0]}, which an engine does not give it"
     around = reader_around_parts(model, NOT_GIVEN)
     return None if around is None else f"{around}, which an engine does not give it"

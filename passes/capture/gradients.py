@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 
-from quire.passes.capture.wrapped_parts import names_in
+from quire.passes.capture.followed import names_in
 from quire.passes.fx import placeholders, value
 
 #: Packages whose autograd functions compute the same whether gradients are needed or not.

@@ -23,7 +23,7 @@ from quire.attn_ops.attention import attention
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.context import setting
 from quire.attn_ops.step import current_step
-from quire.passes.capture.own_masks import names_of
+from quire.passes.capture.followed import names_of
 from quire.passes.capture.reads import is_code_of
 from quire.passes.eager import paged_eager
 

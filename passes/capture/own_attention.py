@@ -21,7 +21,8 @@ from torch import fx
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.capture import hf_interface
-from quire.passes.capture.own_masks import names_of, own_functions, strings_of
+from quire.passes.capture.followed import names_of
+from quire.passes.capture.own_masks import own_functions, strings_of
 from quire.passes.fx import module_path
 from quire.passes.verify.sites import site_nodes
 

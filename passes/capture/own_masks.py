@@ -4,7 +4,6 @@ layers get None for one."""
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import inspect
 import re
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.capture.followed import ATTENTION, functions_of, held_by, names_of, reached
 from quire.passes.capture.reads import is_code_of
 
 _MAKES_MASKS = re.compile(r".*\.create_\w*masks?\w*")
@@ -109,11 +109,7 @@ def _by_position(function: types.FunctionType) -> list[str]:
 
 def _reached(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """The globals and closed-over variables of a function that are functions, by the names that its code has for them."""
-    held = {name: function.__globals__[name] for name in names_of(function.__code__) if name in function.__globals__}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # not assigned yet
-            held[name] = cell.cell_contents
-    return ((name, f) for name, f in held.items() if isinstance(f, types.FunctionType))
+    return ((name, f) for name, f in held_by(function).items() if isinstance(f, types.FunctionType))
 
 
 def _around_masks(model: torch.nn.Module) -> Iterator[tuple[str, types.FunctionType, torch.nn.Module]]:
@@ -123,7 +119,9 @@ def _around_masks(model: torch.nn.Module) -> Iterator[tuple[str, types.FunctionT
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             forwards = (found for found in _own_methods(module, deep=False) if found[1].__name__ == "forward")
-            yield from ((*found, module) for found in (*forwards, *_attached(module)))
+            called = {f: f.__qualname__ for _, forward in forwards for f, _ in reached(forward, module)}
+            yield from ((name, f, module) for f, name in called.items())
+            yield from ((*found, module) for found in _attached(module))
 
 
 def _given_masks(model: torch.nn.Module) -> Iterator[tuple[str, types.FunctionType, torch.nn.Module]]:
@@ -139,14 +137,9 @@ def _given_masks(model: torch.nn.Module) -> Iterator[tuple[str, types.FunctionTy
 
 
 def _attached(module: torch.nn.Module) -> Iterator[tuple[str, types.FunctionType]]:
-    """The user's hooks of a module, and the forward in the place of its class's."""
+    """The user's hooks of a module, the forward in the place of its class's, and what these call."""
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values(), vars(module).get("forward")):
-        while isinstance(hook, functools.partial):
-            hook = hook.func
-        function = getattr(hook, "__func__", hook)
-        if callable(function) and not isinstance(function, types.FunctionType):
-            function = type(function).__call__
-        if isinstance(function, types.FunctionType) and not is_code_of(function, *_KNOWN, "peft", "accelerate"):
+        for function in {called: None for first, owner in functions_of(hook) for called, _ in reached(first, owner)}:
             yield function.__qualname__, function
 
 
@@ -262,7 +255,7 @@ def _hands_on(called: ast.expr, module: torch.nn.Module) -> bool:
     """Whether this is ``super().forward``, ``self.module``, ``Class.forward``, the attention function of transformers, or a
     method that takes an attention_mask, and is looked at itself."""
     if isinstance(called, ast.Name):
-        return called.id in ("attention_interface", "attention_fn")
+        return called.id in ATTENTION
     if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == "self":
         method = getattr(type(module), called.attr, None)
         if isinstance(method, types.FunctionType) and called.attr != "forward":
@@ -276,12 +269,12 @@ def _hands_on(called: ast.expr, module: torch.nn.Module) -> bool:
 
 def _own_methods(model: torch.nn.Module, deep: bool = True) -> Iterator[tuple[str, types.FunctionType]]:
     for cls in {cls: None for module in (model.modules() if deep else (model,)) for cls in type(module).__mro__}:
-        if cls.__module__.partition(".")[0] in (*_KNOWN, "builtins"):
+        if cls.__module__.partition(".")[0] in ("quire", "torch", "builtins"):
             continue
         for method in vars(cls).values():
             while hasattr(method, "__wrapped__"):
                 method = method.__wrapped__
-            if isinstance(method, types.FunctionType):
+            if isinstance(method, types.FunctionType) and not is_code_of(method, *_KNOWN):
                 yield method.__qualname__, method
 
 
@@ -294,9 +287,3 @@ def strings_of(code: types.CodeType) -> set[str]:
         elif isinstance(constant, (str, tuple)):
             found.update(x for x in ([constant] if isinstance(constant, str) else constant) if isinstance(x, str))
     return found
-
-
-def names_of(code: types.CodeType) -> set[str]:
-    """Names of globals, attributes and closed-over variables that the code reads, nested functions included."""
-    return {*code.co_names, *code.co_freevars}.union(
-        *(names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)))

@@ -95,6 +95,25 @@ def hook(module, args, kwargs):
     return args, {**kwargs, "attention_mask": (kwargs["input_ids"] != 3).long()}
 
 
+class KnocksOut:
+    """A hook object that changes the mask in a method."""
+
+    def __call__(self, module, args, kwargs):
+        return args, self.without_first(kwargs)
+
+    def without_first(self, kwargs):
+        mask = kwargs.get("attention_mask")
+        return kwargs if mask is None else {**kwargs, "attention_mask": mask.roll(1)}
+
+
+class Prepares(LlamaForCausalLM):
+    def forward(self, input_ids=None, **kwargs):
+        return super().forward(input_ids=input_ids, **self.prepared(input_ids, kwargs))
+
+    def prepared(self, ids, kwargs):
+        return {**kwargs, "attention_mask": (ids != 3).long()}
+
+
 def made(of_model: Any = LlamaForCausalLM, of_decoder: Any = llama.LlamaModel, of_layer: Any = None) -> LlamaForCausalLM:
     config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
                          num_key_value_heads=1, max_position_embeddings=64)
@@ -105,9 +124,9 @@ def made(of_model: Any = LlamaForCausalLM, of_decoder: Any = llama.LlamaModel, o
     return model
 
 
-def hooked() -> LlamaForCausalLM:
+def hooked(where: str = "model", hook: Any = hook) -> LlamaForCausalLM:
     model = made()
-    model.model.register_forward_pre_hook(hook, with_kwargs=True)
+    model.get_submodule(where).register_forward_pre_hook(hook, with_kwargs=True)
     return model
 
 
@@ -116,8 +135,10 @@ def hooked() -> LlamaForCausalLM:
     (lambda: made(of_decoder=Edited), "Decoder.forward makes an attention_mask"),
     (lambda: made(of_decoder=ByAttribute), "ByAttribute.mask_of passes arguments of unknown names"),
     (lambda: made(of_decoder=ByAnotherName), "ByAnotherName.mask_of passes or_mask_function|passes and_mask_function"),
-    (lambda: made(of_layer=Layer), "Layer.forward reads or changes the attention_mask")],
-    ids=["model", "hook", "decoder", "options", "another name", "layer"])
+    (lambda: made(of_layer=Layer), "Layer.forward reads or changes the attention_mask"),
+    (lambda: hooked("model.layers.1.self_attn", KnocksOut()), "KnocksOut.without_first reads or changes the attention_mask"),
+    (lambda: made(Prepares), "Prepares.prepared makes an attention_mask of its own")],
+    ids=["model", "hook", "decoder", "options", "another name", "layer", "hook's method", "model's method"])
 def test_refused(make: Any, what: str) -> None:
     with pytest.raises(UnsupportedAttention, match=what):
         PagedModel(make(), QuireOptions(compiler="eager"))

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache, LlamaForCausalLM
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaModel, apply_rotary_pos_emb
 
@@ -69,6 +72,93 @@ class Steering:
         return out if kwargs.get("past_key_values") is None else out.flip(-1)
 
 
+class ByAMethod:
+    def __call__(self, module: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        return self.applied(kwargs, out)
+
+    def applied(self, kwargs: Any, out: Any) -> Any:
+        return out if kwargs.get("past_key_values") is None else out.flip(-1)
+
+
+HANDLERS = {"late": ByAMethod().applied}
+
+
+def by_a_table(module: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    return HANDLERS["late"](kwargs, out)
+
+
+class Around(torch.nn.Module):
+    """A wrapper, which calls what it wraps as a module."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+        out, cache = self.layer(hidden_states, **kwargs), kwargs.get("past_key_values")
+        late = cache is not None and cache.get_seq_length() > IDS.shape[1]
+        return out.flip(-1) if late else out
+
+
+class AnewOfNewTokens(LlamaDecoderLayer):
+    """Calls no forward of transformers' layers."""
+
+    def forward(self, hidden_states: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        out, _ = self.self_attn(self.input_layernorm(hidden_states), past_key_values=past_key_values, **kwargs)
+        if past_key_values is not None:
+            out = out * 1.5
+        return hidden_states + out
+
+
+class OfPositions(LlamaDecoderLayer):
+    """By numbers that the cache gave."""
+
+    def forward(self, hidden_states: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        before = past_key_values.get_seq_length() if past_key_values is not None else 0
+        return super().forward(hidden_states * (1 + before), past_key_values=past_key_values, **kwargs)
+
+
+def by_another_name(model: Any) -> None:
+    layer = model.model.layers[1]
+    own = layer.forward
+    layer.forward = lambda hidden_states, **kwargs: own(hidden_states, **kwargs).roll(
+        int(kwargs.get("past_key_values") is not None), -1)
+
+
+class Prepares(LlamaForCausalLM):
+    """By a method that is given all arguments."""
+
+    def forward(self, **kwargs: Any) -> Any:
+        return super().forward(**self.prepared(kwargs))
+
+    def prepared(self, kwargs: Any) -> Any:
+        late = kwargs.get("past_key_values") is not None and kwargs["past_key_values"].get_seq_length()
+        return {**kwargs, "input_ids": kwargs["input_ids"] + 1} if late else kwargs
+
+
+class Copied(LlamaModel):
+    """As models in remote code: a cache is made, and positions follow from it where none are given."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None,
+                use_cache: Any = None, cache_position: Any = None, **kwargs: Any) -> Any:
+        use_cache = use_cache if use_cache is not None else self.config.use_cache
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        h = self.embed_tokens(input_ids)
+        if cache_position is None:
+            before = past_key_values.get_seq_length() if past_key_values is not None else 0
+            cache_position = torch.arange(before, before + h.shape[1])
+        if position_ids is None:
+            position_ids = cache_position.unsqueeze(0)
+        options = {"config": self.config, "inputs_embeds": h, "attention_mask": attention_mask,
+                   "past_key_values": past_key_values, "position_ids": position_ids}
+        mask, rope = create_causal_mask(**options), self.rotary_emb(h, position_ids=position_ids)
+        for layer in self.layers[: self.config.num_hidden_layers]:
+            h = layer(h, attention_mask=mask, position_embeddings=rope, position_ids=position_ids,
+                      past_key_values=past_key_values, use_cache=use_cache, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(h), past_key_values=past_key_values if use_cache else None)
+
+
 def scaled(module: Any, args: Any, kwargs: Any) -> Any:
     return (2 * args[0],), kwargs
 
@@ -96,6 +186,17 @@ READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
                "a hook of model.layers.1, by_a_helper, reads past_key_values"),
     "an object": (lambda m: m.model.layers[1].register_forward_hook(Steering(), with_kwargs=True),
                   "a hook of model.layers.1, Steering.__call__, reads past_key_values"),
+    "an object's method": (lambda m: m.model.layers[1].register_forward_hook(ByAMethod(), with_kwargs=True),
+                           "a hook of model.layers.1, ByAMethod.__call__, reads past_key_values"),
+    "a table": (lambda m: m.model.layers[1].register_forward_hook(by_a_table, with_kwargs=True),
+                "by_a_table, reads its keyword arguments in a way that cannot be followed"),
+    "a wrapper": (lambda m: m.model.layers.__setitem__(1, Around(m.model.layers[1])),
+                  "Around.forward of model.layers.1 reads past_key_values"),
+    "an instance, by another name": (by_another_name, "<lambda> of model.layers.1 reads past_key_values"),
+    "anew": (is_a(AnewOfNewTokens, "model.layers.1"), "AnewOfNewTokens.forward of model.layers.1 reads past_key_values"),
+    "numbers": (is_a(OfPositions, "model.layers.1"), "OfPositions.forward of model.layers.1 reads past_key_values"),
+    "the model's method": (lambda m: setattr(m, "__class__", Prepares),
+                           r"Prepares.forward (of Prepares )?reads past_key_values"),
 }
 
 
@@ -114,7 +215,8 @@ def test_readers_of_the_cache(which: str) -> None:
 
 @pytest.mark.parametrize("change", [
     is_a(PassingOn, "model.layers.1"), is_a(Anew, "model.layers.1.self_attn"),
-    lambda m: m.model.layers[1].register_forward_pre_hook(scaled, with_kwargs=True)], ids=["passing on", "anew", "hook"])
+    is_a(Copied, "model"), lambda m: m.model.layers[1].register_forward_pre_hook(scaled, with_kwargs=True)],
+    ids=["passing on", "anew", "copied", "hook"])
 @pytest.mark.filterwarnings("error:quire:UserWarning")
 def test_others_are_served(change: Callable[[Any], Any]) -> None:
     model = small_llama(std=0.3, num_hidden_layers=2)
