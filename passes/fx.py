@@ -108,8 +108,11 @@ def module_path(node: fx.Node) -> str:
 
 
 def is_module_tensor(node: fx.Node) -> bool:
-    """Whether a placeholder is a parameter or a buffer of the traced module."""
-    return re.search(r"_(parameters|buffers)_", node.name) is not None
+    """Whether a placeholder is a parameter or a buffer of a module, by its source: an attribute may have any name."""
+    source = source_of(node)
+    if source is None:
+        return re.search(r"_(parameters|buffers)_", node.name) is not None
+    return re.search(r"(\.|\[')_(parameters|buffers)('\])?\[", text_of(source)) is not None
 
 
 def is_stored(node: fx.Node) -> bool:

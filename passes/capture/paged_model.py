@@ -49,7 +49,7 @@ from quire.passes.capture.unserved_adapters import check_adapters_served
 from quire.passes.capture.wrapped_parts import check_wrapped_parts
 from quire.passes.compile.ahead import CompileAhead
 from quire.passes.fusions.base import FusedWeights
-from quire.passes.fx import is_module_tensor, is_stored, placeholders, source_name, value, with_own_code
+from quire.passes.fx import is_stored, placeholders, source_name, value, with_own_code
 from quire.passes.options import QuireOptions
 from quire.passes.rewrite.adapted_matrices import multiply_adapted_matrices
 from quire.passes.rewrite.own_positions import check_uncompiled
@@ -313,8 +313,10 @@ class PagedModel:
 
     @functools.cached_property
     def _other_inputs(self) -> list[fx.Node]:
-        return [node for node in placeholders(self.graph.gm.graph) if not is_module_tensor(node) and (
-            is_stored(node) or (isinstance(value(node), torch.Tensor) and not source_name(node).startswith("L[")))]
+        own = {id(x) for x in (*self.model.parameters(), *self.model.buffers())}  # not those of a module that only a hook holds
+        return [node for node in placeholders(self.graph.gm.graph) if (
+            id(self.reads.now(source_name(node))) not in own if is_stored(node)
+            else isinstance(value(node), torch.Tensor) and not source_name(node).startswith("L["))]
 
     @property
     def num_logits(self) -> int:

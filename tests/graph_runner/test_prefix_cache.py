@@ -293,6 +293,21 @@ def test_tensors_beside_parameters_and_buffers(groups) -> None:
         assert engine.runner is runner
 
 
+def test_a_module_that_only_a_hook_has(groups) -> None:
+    """A probe or an autoencoder that is no part of the model, and a tensor in an attribute whose name is like PyTorch's: pages
+    kept with the old weights are not read."""
+    changing, own = load_model(num_layers=1), torch.nn.Linear(256, 256).requires_grad_(False)
+    first = changing.model.embed_tokens
+    first.my_buffers_now = torch.ones(256)
+    first.register_forward_hook(lambda module, inputs, output: own(output) * module.my_buffers_now)
+    with Engine(changing, **OPTIONS, enable_prefix_caching=True) as engine:
+        for change in (lambda: None, lambda: own.weight.mul_(-2), lambda: setattr(own, "bias", torch.nn.Parameter(
+                torch.randn(256))), lambda: first.my_buffers_now.mul_(torch.randn(256))):
+            change()
+            expected = [hf_greedy(changing, p, 5) for p in groups[:2]]
+            assert tokens(engine.generate(groups[:2], replace(GREEDY, max_tokens=5))) == expected
+
+
 def test_an_array_of_numpy_that_a_hook_reads(groups) -> None:
     """Nobody counts its changes, so that no pages are kept."""
     changing, held = load_model(num_layers=1), {"factor": np.ones(256, np.float32)}
