@@ -15,7 +15,9 @@ whose values were read. Not compared: the values of tensors that are neither par
 from __future__ import annotations
 
 import dis
+import enum
 import functools
+import inspect
 import types
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
@@ -30,25 +32,17 @@ from quire.graph_runner.on_instance import OnInstance, class_of
 from quire.passes.capture.evaluating import only_marks
 from quire.passes.capture.hf_interface import NAME, functions_of
 from quire.passes.capture.own_masks import read_by_masks
-from quire.passes.capture.reads import is_code_of
+from quire.passes.capture.reads import IMPLEMENTATIONS, MAX_ENTRIES, METHODS, is_code_of, is_config, is_field
 from quire.passes.tensor_version import version_of as _version
 from quire.passes.verify.quantized import addresses as addresses_of
 from quire.passes.verify.quantized import kind_of
 
-_MAX_ENTRIES = 1000  # of a container and those inside it; larger ones are data, and slow to compare
 _OTHER = object()  # stands for what is not compared
 _OWN = frozenset(vars(torch.nn.Module()))  # attributes of every module; its hooks and children are compared separately
-# Methods that an instance may have in place of its class's, without effect on the forward. ``forward`` is compared separately.
-_METHODS = frozenset((*dir(torch.nn.Module), "generate", "save_pretrained"))
 # Of transformers' modules: read in training mode only, in which nothing is traced.
 _CHECKPOINTING = frozenset(("gradient_checkpointing", "_gradient_checkpointing_func"))
 # Methods of a class that every call of a module goes through.
 _CALLS = frozenset(("forward", "__call__", "__getattr__", "__getattribute__"))
-# Fields of a config without effect on the forward, some of which saving a model sets.
-_UNREAD_FIELDS = frozenset(("architectures", "auto_map", "dtype", "name_or_path", "torch_dtype", "transformers_version",
-                            "use_cache"))
-# Fields that choose an implementation; quire sets them to its own name while it traces.
-_IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_internal")
 
 
 class _Same:
@@ -58,7 +52,8 @@ class _Same:
     __slots__ = ("code", "it")
 
     def __init__(self, it: Any) -> None:
-        self.it, self.code = it, getattr(getattr(it, "__func__", it), "__code__", None)
+        function = it.__func__ if isinstance(it, (types.MethodType, staticmethod)) else it
+        self.it, self.code = it, function.__code__ if isinstance(function, types.FunctionType) else None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self.it is other.it and self.code is other.code
@@ -66,7 +61,18 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return getattr(self.it, "__qualname__", None) or f"a {type(self.it).__name__}"
+        named = isinstance(self.it, type) or inspect.isroutine(self.it)  # an object may make any attribute up
+        return (getattr(self.it, "__qualname__", None) if named else None) or f"a {type(self.it).__name__}"
+
+
+class _Typed(NamedTuple):
+    """What equals objects of other types, such as True and 1, with its type."""
+
+    kind: type
+    value: Any
+
+    def __repr__(self) -> str:
+        return repr(self.value)
 
 
 class _Tensor(NamedTuple):
@@ -83,31 +89,31 @@ class _Tensor(NamedTuple):
         return f"{self.kind[0].__name__} ({self.dtype}, {self.device}, version {self.version})"
 
 
-def _fact(value: Any, room: int = _MAX_ENTRIES) -> Any:
+def _fact(value: Any, room: int = MAX_ENTRIES) -> Any:
     """A copy of what to compare of a value, or _OTHER."""
     if is_plain(value):
-        return value if value == value else repr(value)  # nan
+        if type(value) is not str and isinstance(value, (int, float, complex, str, enum.Enum)):
+            return _Typed(type(value), value if value == value else repr(value))  # nan
+        return value
     kind = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
     if kind is not None:
         if len(value) > room:
             return _OTHER
         room //= len(value) + 1
         if kind is dict:
-            return {k: f for k, v in value.items() if is_plain(k) and (f := _fact(v, room)) is not _OTHER}
-        if kind is list or kind is tuple:
-            return kind(f for v in value if (f := _fact(v, room)) is not _OTHER)
-        return {v for v in value if is_plain(v)}
+            found: Any = {k: f for k, v in value.items() if is_plain(k) and (f := _fact(v, room)) is not _OTHER}
+        elif kind is list or kind is tuple:
+            found = kind(f for v in value if (f := _fact(v, room)) is not _OTHER)
+        else:
+            found = {v for v in value if is_plain(v)}
+        return found if type(value) is kind else _Typed(type(value), found)
     return _Same(value) if callable(value) else _OTHER
 
 
-def _is_config(name: str, value: Any) -> bool:
-    return "config" in name and name != "generation_config" and hasattr(value, "__dict__") and not callable(value)
-
-
 def _setting(name: str, value: Any) -> Any:
-    if _is_config(name, value):
+    if is_config(name, value):
         return _Same(value)
-    return _OTHER if name in _METHODS and callable(value) else _fact(value)
+    return _OTHER if name in METHODS and callable(value) else _fact(value)
 
 
 @functools.lru_cache(maxsize=256)
@@ -210,7 +216,7 @@ class ModelGuard:
         for name, module, _ in self._modules:
             _find_configs(name or type(model).__name__, module, found)
         self._configs = list(found.values())
-        self._implementations = {vars(config).get(_IMPLEMENTATIONS[0]) for _, config in self._configs} - {None, NAME}
+        self._implementations = {vars(config).get(IMPLEMENTATIONS[0]) for _, config in self._configs} - {None, NAME}
         self._elsewhere_then = self._elsewhere()
         uses: dict[int, list[tuple[str, torch.nn.Module, str]]] = defaultdict(list)
         for name, module, _ in self._modules:
@@ -309,16 +315,15 @@ class ModelGuard:
                 for what, f in functions_of(name, self._model).items()}
 
     def _is_field(self, name: str, value: Any) -> bool:
-        if name in _IMPLEMENTATIONS:
+        if name in IMPLEMENTATIONS:
             return self._read(name)
         # A trace makes no masks, so it does not read what transformers makes them of.
-        return name[0] != "_" and name not in _UNREAD_FIELDS and not name.endswith("token_id") and (
-            self._read(name) or name in self._read_by_masks)
+        return is_field(name) and (self._read(name) or name in self._read_by_masks)
 
     def _elsewhere_changed(self) -> str | None:
         """Describes a change outside any single module, or None."""
         for (where, before), (_, after) in zip(self._elsewhere_then, self._elsewhere(), strict=True):
-            for name in _IMPLEMENTATIONS:
+            for name in IMPLEMENTATIONS:
                 if NAME in (before.get(name), after.get(name)):  # another engine is tracing the model right now
                     before, after = ({k: v for k, v in facts.items() if k != name} for facts in (before, after))
             if before != after:
@@ -349,7 +354,7 @@ class ModelGuard:
         changed during the trace, or None. What was absent before does not count: a first forward may set it."""
 
         def kept(before: dict[str, Any]) -> dict[str, Any]:
-            return {k: f for k, f in before.items() if not isinstance(f, _Tensor) and k not in _IMPLEMENTATIONS
+            return {k: f for k, f in before.items() if not isinstance(f, _Tensor) and k not in IMPLEMENTATIONS
                     and (not reads or k in reads or " " in k or k in ("class", "forward"))}
 
         found = [(name or type(self._model).__name__, kept(self._then[name]), now)
@@ -382,7 +387,8 @@ class ModelGuard:
 
 
 def _is_class_default(module: torch.nn.Module, name: str, value: Any) -> bool:
-    return is_plain(value) and getattr(type(module), name, _OTHER) == value
+    default = getattr(type(module), name, _OTHER)
+    return is_plain(value) and type(default) is type(value) and default == value
 
 
 def _checkpoints(module: torch.nn.Module, name: str) -> bool:
@@ -401,6 +407,6 @@ def buffer_versions(model: torch.nn.Module) -> dict[int, int]:
 def _find_configs(where: str, holder: Any, found: dict[int, tuple[str, Any]]) -> None:
     """Add the configs among the attributes of ``holder``, and theirs, to ``found``, with their names."""
     for name, value in vars(holder).items():
-        if _is_config(name, value) and id(value) not in found:
+        if is_config(name, value) and id(value) not in found:
             found[id(value)] = f"{where}.{name}", value
             _find_configs(f"{where}.{name}", value, found)

@@ -289,6 +289,35 @@ def test_changes_that_a_glance_could_miss(change, what) -> None:
     assert guard.change() == seen(guard) == what
 
 
+class Keys(dict[str, Any]):
+    """Its attributes are its entries, so that it raises KeyError for any other."""
+
+    __getattr__ = dict.__getitem__  # type: ignore[assignment]
+
+
+def test_a_dict_with_attributes() -> None:
+    """As a config, and anywhere else."""
+    m = torch.nn.Module()
+    m.options_config, m.options = Keys(a=1.0), Keys(a=1.0)
+    guard = ModelGuard(m, addresses=False)
+    assert guard.change() is None
+    m.options_config = Keys(a=2.0)
+    assert guard.change() == "Module.options_config: a Keys -> a Keys"
+
+
+@pytest.mark.parametrize("before, after", [(True, 1), (1, 1.0), (Size.ONE, 1), ([True], [1]),
+                                           ({"a": 1}, collections.OrderedDict(a=1))])
+def test_what_is_equal_but_of_another_type(before: Any, after: Any) -> None:
+    """``is True`` and isinstance tell them apart."""
+    m = torch.nn.Module()
+    m.flag = before
+    guard = ModelGuard(m, addresses=False)
+    m.flag = after
+    assert before == after and "Module.flag: " in (guard.change() or "")
+    m.flag = before
+    assert guard.change() is None
+
+
 def test_a_list_that_holds_itself() -> None:
     m = torch.nn.Module()
     m.loop, m.scale = [1], 1.5

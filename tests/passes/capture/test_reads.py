@@ -25,8 +25,19 @@ class Asks(torch.autograd.Function):
         return x * (2.0 if ctx.needs_input_grad[1] else 0.0)
 
 
+def made_of(control: Any) -> Callable[[Any], Any]:
+    return lambda self: control.gain
+
+
+CONTROL, UNNAMED = types.SimpleNamespace(gain=0.0), dict[str, Any]()
+exec("GAIN = 0.0\ndef gain(): return GAIN", UNNAMED)
+unnamed_gain = UNNAMED["gain"]
+
+
 class Reading(nn.Module):
     """Adds as much of ``weight`` as ``read`` says of it, to be asked in the forward."""
+
+    patched, control, plain_property = made_of(CONTROL), types.SimpleNamespace(gain=0.0), property(lambda self: 0.0)
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -39,6 +50,10 @@ class Reading(nn.Module):
         self.settings, self.numbers, self.last = {"a": 1.0}, [0.0], collections.deque([torch.ones(1)])
         self.my_config, self.one = {"a": torch.ones(1)}, torch.ones(1)
         self.same = self.one
+        self.own_config = types.SimpleNamespace(pad_token_id=0, _gain=0.0, steer=types.SimpleNamespace(gain=0.0))
+        self.generation_config = types.SimpleNamespace(temperature=0.0)
+        self.table, self.half, self.flag = {f"k{i}": 0.0 for i in range(2000)}, torch.relu, True
+        self.other, self.beside = self.held, types.SimpleNamespace(weight=self.weight)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids) + position_ids[..., None] * 0.01 + self.read(self) * self.weight
@@ -83,6 +98,27 @@ READ: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tensors by the name of a config": (lambda m: sum(m.my_config.values()) - 1,
                                         lambda m: m.my_config.update(b=torch.ones(1) * 3)),
     "two names of one tensor": (lambda m: m.one - m.same, lambda m: setattr(m, "same", -m.one)),
+    "what a method of the class closes over": (lambda m: m.patched(), lambda m: setattr(CONTROL, "gain", 3.0)),
+    "an object of the class": (lambda m: m.control.gain, lambda m: setattr(Reading.control, "gain", 3.0)),
+    "an object in the place of the class's": (lambda m: m.control.gain,
+                                              lambda m: setattr(m, "control", types.SimpleNamespace(gain=-5.0))),
+    "a property of the class": (lambda m: m.plain_property,
+                                lambda m: setattr(Reading, "plain_property", property(lambda self: 3.0))),
+    "an object in a config": (lambda m: m.own_config.steer.gain, lambda m: setattr(m.own_config.steer, "gain", 3.0)),
+    "a private field of a config": (lambda m: m.own_config._gain, lambda m: setattr(m.own_config, "_gain", 3.0)),
+    "a token id of a config": (lambda m: float(m.own_config.pad_token_id), lambda m: setattr(m.own_config, "pad_token_id", 3)),
+    "a tensor that a config lacked": (lambda m: getattr(m.own_config, "vector", 0.0),
+                                      lambda m: setattr(m.own_config, "vector", torch.ones(16) * 3)),
+    "a generation config": (lambda m: m.generation_config.temperature,
+                            lambda m: setattr(m.generation_config, "temperature", 3.0)),
+    "a large dict": (lambda m: m.table["k5"], lambda m: m.table.update(k5=3.0)),
+    "a function named as a method of modules": (lambda m: m.half(m.one) - 1, lambda m: setattr(m, "half", torch.neg)),
+    "True and then 1": (lambda m: 0.0 if m.flag is True else 3.0, lambda m: setattr(m, "flag", 1)),
+    "two names of one parameter": (lambda m: (m.weight - m.beside.weight).sum(),
+                                   lambda m: setattr(m, "weight", nn.Parameter(m.weight.detach() + 1))),
+    "two names of one object": (lambda m: m.held.rows.sum() - m.other.rows.sum(),
+                                lambda m: setattr(m, "other", types.SimpleNamespace(rows=torch.ones(2, 16) * 2))),
+    "a global of code that is in no module": (lambda m: unnamed_gain(), lambda m: UNNAMED.update(GAIN=3.0)),
     "is_leaf of a result": (lambda m: 0.0 if doubled(m.weight).is_leaf else 3.0, lambda m: m.weight.requires_grad_(False)),
 }
 
