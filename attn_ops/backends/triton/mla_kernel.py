@@ -18,6 +18,8 @@ def attend_keys(highest, total, acc, query, query_rope, pos, cache, c_scale, rop
     """The running softmax over keys begin..stop. Without MASKED all rows see them, and block_n divides their number."""
     RANK_P2: tl.constexpr = next_power_of_2(TILE.rank, 16)
     ROPE_P2: tl.constexpr = next_power_of_2(TILE.rope, 16)
+    PAGE: tl.constexpr = TILE.page
+    ROW: tl.constexpr = TILE.row
     PRECISION: tl.constexpr = "ieee" if query.dtype == tl.float32 else "tf32"
     for block in tl.range(begin, stop, TILE.block_n, num_stages=TILE.stages):
         offsets = block + tl.arange(0, TILE.block_n)
@@ -26,7 +28,7 @@ def attend_keys(highest, total, acc, query, query_rope, pos, cache, c_scale, rop
             page = tl.load(table_row + offsets // TILE.page, mask=live, other=0)
         else:
             page = tl.load(table_row + offsets // TILE.page)
-        start = cache + page.to(tl.int64) * TILE.row.page + in_page(offsets, TILE.page, TILE.row)
+        start = cache + page.to(tl.int64) * TILE.row.page + in_page(offsets, PAGE, ROW)
         latent = load_rows(start, live, TILE.rank, RANK_P2, MASKED)
         rotary = load_rows(start + TILE.rank, live, TILE.rope, ROPE_P2, MASKED)
         if c_scale is not None:
