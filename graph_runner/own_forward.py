@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from quire.passes.capture.followed import CACHE, reads_of
+from quire.passes.capture.followed import CACHE, functions_of, names_in, reached, reads_of
 from quire.passes.capture.four_bit import only_packs
 from quire.passes.capture.wrapped_parts import reader_around_parts
 
@@ -45,9 +47,16 @@ def reads_inputs(model: torch.nn.Module, own_forward: Any) -> str | None:
 def training_difference(model: torch.nn.Module) -> str | None:
     """Why the model in training mode is random, or otherwise differs from evaluation mode; None: it does not.
 
-    Read from the modules in training mode: their rates, and the code of their classes where it asks for ``self.training``.
+    Read from the modules in training mode: their rates, and the code of their classes, hooks and own forwards where it asks for
+    ``training``.
     """
+    if not any(module.training for module in model.modules()):
+        return None
     for name, module in model.named_modules():
+        for around in (*module._forward_pre_hooks.values(), *module._forward_hooks.values(), vars(module).get("forward")):
+            for function, owner in functions_of(around):  # which may ask for another module's mode
+                if (asking := _asking(function, owner)) is not None and not _excused(asking, module):
+                    return f"{asking.where} asks whether it is in training mode"
         if not module.training:
             continue
         where = f"{name}." if name else ""
@@ -56,17 +65,17 @@ def training_difference(model: torch.nn.Module) -> str | None:
                 return f"{where}p is {module.p}"
         elif isinstance(module, (_NormBase, torch.nn.RReLU)):
             return f"{name} is a {type(module).__name__}, which differs in training mode"
-        elif isinstance(module, torch.nn.MultiheadAttention):
-            if module.dropout > 0:
-                return f"{where}dropout is {module.dropout}"
-        elif not type(module).__module__.startswith("torch.nn."):
+        else:
             if (found := _active(module)) is not None:
                 return f"{where}{found}"
+            if type(module).__module__.startswith("torch.nn.modules."):
+                continue
             if (found := _active(getattr(module, "config", None))) is not None:
                 return f"{where}config.{found}"
             cls: type[torch.nn.Module] = type(module)
-            if (method := _asks(cls)) is not None:  # type: ignore[arg-type]
-                return f"{method} asks whether it is in training mode"
+            for asking in _asks(cls):  # type: ignore[arg-type]
+                if not _excused(asking, module):
+                    return f"{asking.where} asks whether it is in training mode"
     return None
 
 
@@ -74,34 +83,82 @@ def _active(holder: Any) -> str | None:
     for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
         if not any(part in name for part in _ACTS) or name.startswith(_OTHER_HEADS):
             continue
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-            return f"{name} is {value}"
+        for rate in _numbers(value):
+            if rate > 0:
+                return f"{name} is {rate}"
     return None
+
+
+def _numbers(value: Any) -> list[float]:
+    """The numbers in a rate, or in a dict or list of them (PEFT's, by adapter); none where it holds anything else."""
+    if isinstance(value, (dict, torch.nn.ModuleDict)):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        each = [_numbers(x) for x in value]
+        return sum(each, []) if all(each) else []
+    if value is None or isinstance(value, torch.nn.Identity):
+        return [0]
+    rate = value.p if isinstance(value, _DropoutNd) else value
+    return [rate] if isinstance(rate, (int, float)) and not isinstance(rate, bool) else []
+
+
+class _Asking(NamedTuple):
+    """Code that asks for ``training``, and what it reads: ``names`` of any kind, ``attributes`` of objects alone."""
+
+    where: str
+    names: frozenset[str]
+    attributes: frozenset[str]
+
+
+def _excused(asking: _Asking, module: torch.nn.Module) -> bool:
+    """Whether it is known what the code asks for: it reads a rate, which is 0 (else ``_active`` finds it), or what computes the
+    same both ways."""
+    if any(part in name for name in asking.names if name.isidentifier() for part in _KNOWN):
+        return True
+    holders = (module, getattr(module, "config", None))
+    return any(_numbers(getattr(holder, name)) for name in asking.attributes if any(part in name for part in _ACTS)
+               for holder in holders if hasattr(holder, name))
 
 
 @functools.lru_cache(maxsize=1024)
-def _asks(cls: type) -> str | None:
-    """A method that reads ``training`` and nothing that says what for, as "Class.method"; None: there is none."""
+def _asks(cls: type) -> tuple[_Asking, ...]:
+    """The methods that ask for ``training``, as "Class.method"."""
+    found = list[_Asking]()
     for base in cls.__mro__:
-        if base.__module__.split(".")[0] in ("torch", "builtins", "quire") or base.__module__ == "transformers.modeling_utils":
+        package = base.__module__.partition(".")[0]
+        if (package in ("torch", "builtins", "quire") and not base.__module__.startswith("torch.nn.utils.")) \
+                or base.__module__ == "transformers.modeling_utils":
             continue
         for name, method in vars(base).items():
-            code = getattr(getattr(method, "__wrapped__", method), "__code__", None)
-            if name in ("train", "eval", "__init__") or not isinstance(code, types.CodeType):
+            plain = getattr(method, "__wrapped__", method)
+            if name in ("train", "eval", "__init__") or not isinstance(plain, types.FunctionType):
                 continue
-            names = _names(code)
-            if "training" in names and not any(part in n for n in names for part in (*_ACTS, *_KNOWN)) \
-                    and not (isinstance(method, types.FunctionType) and only_packs(method)):
-                return f"{base.__qualname__}.{name}"
+            asking = _asking(plain, None)
+            if asking is not None and not (isinstance(method, types.FunctionType) and only_packs(method)):
+                found.append(asking._replace(where=f"{base.__qualname__}.{name}"))
+    return tuple(found)
+
+
+def _asking(function: types.FunctionType, owner: Any) -> _Asking | None:
+    """What a function reads, and the user's that it calls, if it asks for ``training``."""
+    for each, _ in reached(function, owner):
+        names = names_in(each.__code__)
+        if "training" in names:
+            return _Asking(each.__qualname__, frozenset(names), frozenset(_attributes(each.__code__)))
     return None
 
 
-def _names(code: types.CodeType) -> set[str]:
-    """Global and attribute names that the code reads, those of nested functions included."""
-    names = {*code.co_names, *code.co_varnames}
+def _attributes(code: types.CodeType) -> Iterator[str]:
+    """Attributes of variables that the code reads, and strings, which may name some; not those of modules: ``F.dropout``."""
+    of_module = False
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            if not of_module:
+                yield instruction.argval
+        else:
+            of_module = instruction.opname == "LOAD_GLOBAL"
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _names(constant)
-        elif isinstance(constant, tuple):  # names of keyword arguments
-            names |= {c for c in constant if isinstance(c, str)}
-    return names
+            yield from _attributes(constant)
+        elif isinstance(constant, str):
+            yield constant

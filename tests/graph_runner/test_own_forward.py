@@ -1,0 +1,100 @@
+"""Models that compute otherwise in training mode: served as in evaluation mode, a rollout would be another policy's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from quire.graph_runner.own_forward import training_difference
+from tests.tiny import small_llama
+
+
+class Literal(LlamaMLP):
+    def forward(self, x: Any) -> Any:
+        return super().forward(F.dropout(x, 0.5, self.training))
+
+
+class OfAnotherName(LlamaMLP):
+    p = 0.5
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(F.dropout(x, self.p, self.training))
+
+
+class Noisy(LlamaMLP):
+    def forward(self, x: Any) -> Any:
+        noise = torch.randn_like(x) if self.training else 0
+        return super().forward(x + noise)
+
+
+class Rated(LlamaMLP):
+    dropout = 0.0
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(F.dropout(x, self.dropout, self.training))
+
+
+def is_a(cls: type) -> Callable[[Any], Any]:
+    return lambda model: setattr(mlp(model), "__class__", cls)
+
+
+def mlp(model: Any) -> Any:
+    return model.model.layers[0].mlp
+
+
+def hooked(model: Any) -> None:
+    mlp(model).register_forward_hook(lambda module, args, out: out * 3 if module.training else out)
+
+
+def on_the_instance(model: Any) -> None:
+    own = mlp(model).forward
+    mlp(model).forward = lambda x: own(x) * (3 if model.training else 1)
+
+
+def with_noise_at_the_embedding(model: Any) -> None:
+    """As the Trainer's ``neftune_noise_alpha``."""
+    model.get_input_embeddings().neftune_noise_alpha = 5.0
+
+
+def spectral(model: Any) -> None:
+    nn.utils.parametrizations.spectral_norm(mlp(model).down_proj)
+
+
+def adapted(cls: str, **options: float) -> Callable[[Any], Any]:
+    return lambda model: peft.get_peft_model(model, getattr(peft, cls)(target_modules=["q_proj"], r=4, **options))
+
+
+DIFFER: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a rate in the code": (is_a(Literal), "Literal.forward asks"),
+    "a rate of another name": (is_a(OfAnotherName), "OfAnotherName.forward asks"),
+    "a variable": (is_a(Noisy), "Noisy.forward asks"),
+    "a hook": (hooked, "<lambda> asks"),
+    "an instance": (on_the_instance, "<lambda> asks"),
+    "NEFTune": (with_noise_at_the_embedding, "model.embed_tokens.neftune_noise_alpha is 5.0"),
+    "spectral norm": (spectral, "_SpectralNorm.forward asks"),
+    "LoHa's rank_dropout": (adapted("LoHaConfig", rank_dropout=0.5), "q_proj.rank_dropout is 0.5"),
+    "LoKr's module_dropout": (adapted("LoKrConfig", module_dropout=0.7), "q_proj.module_dropout is 0.7"),
+}
+
+
+@pytest.mark.parametrize("which", DIFFER)
+def test_training_mode_that_changes_something(which: str) -> None:
+    model = small_llama(std=0.3, num_hidden_layers=1)
+    change, message = DIFFER[which]
+    change(model)
+    assert message in (training_difference(model.train()) or "")
+    assert training_difference(model.eval()) is None
+
+
+@pytest.mark.parametrize("change", [is_a(Rated), adapted("LoHaConfig"), adapted("LoraConfig")], ids=["zero", "LoHa", "LoRA"])
+def test_training_mode_that_changes_nothing(change: Callable[[Any], Any]) -> None:
+    model = small_llama(std=0.3, num_hidden_layers=1)
+    change(model)
+    assert training_difference(model.train()) is None
