@@ -18,12 +18,11 @@ from torch.nn import functional as F
 
 from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_store import store_latent
-from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.metadata.prefix_chunks import PrefixChunks
 from quire.attn_ops.mla import read_latent
 from quire.attn_ops.ops.merge_state import merge_state
 from quire.attn_ops.ops.varlen import MAX_DIM
-from quire.attn_ops.step import current_step
+from quire.attn_ops.step import Step, current_step
 
 Expanded = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 #: Most elements of the keys and values of a chunk of prefixes.
@@ -38,8 +37,8 @@ def expanding_pays(query_lens: np.ndarray, seq_lens: np.ndarray, rank: int, rope
 
 
 def _first_expanded(q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, seq_lens: torch.Tensor
-                    ) -> tuple[int, CommonAttentionMetadata] | None:
-    """The first row that is expanded, and all after it are, with the step's metadata; None: no row."""
+                    ) -> tuple[int, Step] | None:
+    """The first row that is expanded, and all after it are, with the step; None: no row."""
     step = current_step()
     if step is None or step.graph_key is not None or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
@@ -52,7 +51,7 @@ def _first_expanded(q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b
     nope, dims = q.shape[2] - rope, kv_b.shape[0] // q.shape[1]
     rows = np.flatnonzero(expanding_pays(meta.query_lens_cpu.numpy(), meta.seq_lens_cpu.numpy(), c.shape[1], rope, nope,
                                          dims - nope))
-    return (int(rows[0]), meta) if rows.size else None
+    return (int(rows[0]), step) if rows.size else None
 
 
 def attend(absorbed: Callable[..., torch.Tensor], expanded: Expanded, q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor,
@@ -62,14 +61,14 @@ def attend(absorbed: Callable[..., torch.Tensor], expanded: Expanded, q: torch.T
     """The paged op of MLA: the rows before the first that pays to expand by ``absorbed``, a paged op too, the others by
     ``expanded``, a function as ``ragged``. Schedule decodes first."""
     scales = () if c_scale is None or rope_scale is None else (c_scale, rope_scale)
-    if is_recording() and q.shape[0] > seq_lens.shape[0]:  # kernels are compiled ahead: those of both forms
+    if is_recording() and q.shape[0] > seq_lens.shape[0] and q.shape[2] <= MAX_DIM:  # compiled ahead: kernels of both forms
         own = _state(expanded, q, c, k_rope, kv_b, query_start_loc, query_start_loc, scale, causal=True)
         merge_state(*_state(expanded, q, c, k_rope, kv_b, query_start_loc, query_start_loc, scale, causal=False), *own)
     found = _first_expanded(q, c, k_rope, kv_b, seq_lens)
     if found is None:
         return absorbed(q, c, k_rope, kv_b, cache, slot_mapping, block_table, query_start_loc, seq_lens, prepared, *scales,
                         scale=scale)
-    row, meta = found
+    (row, step), meta = found, found[1].metadata
     token, end = int(meta.query_start_loc_cpu[row]), meta.num_actual_tokens
     # All of the step's tokens first: a sequence may read pages that another one fills in this very step.
     store_latent(c, k_rope, cache, slot_mapping, *scales)
@@ -83,23 +82,39 @@ def attend(absorbed: Callable[..., torch.Tensor], expanded: Expanded, q: torch.T
 
     if scales:  # every query attends to keys as they read back, its own included
         c, k_rope = read(slot_mapping.clamp_min(0)).split([rank, k_rope.shape[1]], dim=1)
-    out = q.new_zeros(q.shape[0], q.shape[1], kv_b.shape[0] // q.shape[1] - (q.shape[2] - k_rope.shape[1]))
+    new = slice(token, end)
+    capacity = max(meta.num_reqs - row, CHUNK_ELEMENTS // (kv_b.shape[0] + q.shape[1] * q.shape[2]))
+    starts, chunks = _prefixes(step, row, capacity, page, query_start_loc, seq_lens, block_table)
+    state = _state(expanded, q[new], c[new], k_rope[new], kv_b, starts, starts, scale, causal=True)
+    for slots, starts_k in chunks:
+        latent = read(slots)
+        part = _state(expanded, q[new], latent[:, :rank], latent[:, rank:], kv_b, starts, starts_k, scale, causal=False)
+        state = merge_state(*part, *state)
+    if end - token == len(q):
+        return state[0]
+    out = q.new_zeros(len(q), *state[0].shape[1:])
+    out[new] = state[0]
     if token:
         out[:token] = absorbed(q[:token], c[:token], k_rope[:token], kv_b, cache, slot_mapping[:token], block_table[:row],
                                query_start_loc[: row + 1], seq_lens[:row], [], *scales, scale=scale)
-    new, rows = slice(token, end), slice(row, meta.num_reqs)
-    starts = query_start_loc[row : meta.num_reqs + 1] - query_start_loc[row]
-    state = _state(expanded, q[new], c[new], k_rope[new], kv_b, starts, starts, scale, causal=True)
-    computed = meta.num_computed_tokens_cpu.numpy()[rows]
-    capacity = max(len(computed), CHUNK_ELEMENTS // (kv_b.shape[0] + q.shape[1] * q.shape[2]))
-    chunks = PrefixChunks.build(computed, q.device, capacity, seq_lens[rows] - starts.diff())
-    for i in range(chunks.num_chunks):
-        latent = read(chunks.slots(i, block_table[rows], page))
-        part = _state(expanded, q[new], latent[:, :rank], latent[:, rank:], kv_b, starts, chunks.cu_seq_lens[i], scale,
-                      causal=False)
-        state = merge_state(*part, *state)
-    out[new] = state[0]
     return out
+
+
+def _prefixes(step: Step, row: int, capacity: int, page: int, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+              block_table: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Of the B sequences from ``row`` on: (B + 1,) where the queries of each begin, and of each chunk of their prefixes the
+    slots, and (B + 1,) where those of each begin. Worked out once per step."""
+    key = ("expanded prefixes", row, capacity, page, block_table.data_ptr())
+    if key not in step.notes:
+        rows = slice(row, step.metadata.num_reqs)
+        starts = query_start_loc[row : rows.stop + 1] - query_start_loc[row]
+        computed, found = step.metadata.num_computed_tokens_cpu.numpy()[rows], []
+        if computed.any():
+            chunks = PrefixChunks.build(computed, block_table.device, capacity, seq_lens[rows] - starts.diff())
+            found = [(chunks.slots(i, block_table[rows], page), chunks.cu_seq_lens[i]) for i in range(chunks.num_chunks)]
+        step.notes[key] = starts, found
+    made: tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]] = step.notes[key]
+    return made
 
 
 def _state(expanded: Expanded, q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor,
