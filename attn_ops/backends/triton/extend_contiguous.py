@@ -158,8 +158,9 @@ def contiguous_kernel(q, keys, values, shared, query_start_loc, kv_starts, sinks
 
 
 def config(width: int, width_v: int, shared: int = 0, long: bool = False) -> ContiguousConfig:
-    """The parameters for padded head dims: the fastest of those in h200_extend.json, of expanded keys (``shared``) of those in
-    h200_expanded.json. ``long``: all programs have many keys; 128 queries that share each take half of what 64 do from L2."""
+    """The parameters for padded head dims: the fastest of those in h200_extend.json; with ``shared`` of four on an H200
+    (``benchmarks/backend_kernels.py mla --set`` compares others). ``long``: programs have many keys, and 128 queries that share
+    them read half as much as 64 do."""
     widest = max(width, width_v)
     if shared and widest > 64:
         return tuned(ContiguousConfig(128, 64, 8, 3) if long else ContiguousConfig(64, 64, 4, 2))

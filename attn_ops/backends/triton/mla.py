@@ -66,17 +66,18 @@ class MlaTile(NamedTuple):
     scale: Strides
 
 
-def config(rank: int, itemsize: int, heads: int, num_tokens: int, num_reqs: int, device: torch.device) -> MlaConfig:
+def config(rank: int, itemsize: int, heads: int, num_tokens: int, num_reqs: int, device: torch.device, codes: bool = False
+           ) -> MlaConfig:
     """The parameters. 32 latent vectors of 512+64 in bf16 are 36 KiB of shared memory. Compiled for an H200, 64 rows take 145
     of its 227 KiB, and 16 rows less than half of it: one or two programs fit on a multiprocessor. Of codes, 64 rows spill a
-    twentieth of the loop."""
+    twentieth of the loop, and 16 rows a hundredth with 64 vectors, which take up to 7 % longer than 32 there."""
     sms = host.num_sms(device)
     if itemsize == 4:
         block_m, block_n, warps, stages = 16, 16, 8, 1
     elif num_tokens > num_reqs or heads > 32:  # 64 rows are what Hopper's matrix unit takes at a time
         block_m, block_n, warps, stages = 64, 32, 8, 3
     else:
-        block_m, block_n, warps, stages = host.next_power_of_2(heads, 16), 64, 4, 2
+        block_m, block_n, warps, stages = host.next_power_of_2(heads, 16), *((32, 4, 5) if codes else (64, 4, 2))
     tiles = num_tokens * -(-heads // block_m)
     wave = max(1, min(128, (1 if block_m > 32 else 2) * sms // tiles))
     return tuned(MlaConfig(block_m, block_n, warps, stages, 64, 128, 2048 if block_m > 32 else 4096, wave))
@@ -85,7 +86,7 @@ def config(rank: int, itemsize: int, heads: int, num_tokens: int, num_reqs: int,
 @planner
 def _plan(num_tokens: int, num_reqs: int, heads: int, rank: int, dtype: torch.dtype, cache_shape: torch.Size,
           cache_strides: tuple[int, ...], scale_strides: tuple[int, ...], table_width: int, device: torch.device) -> Plan:
-    params = config(rank, dtype.itemsize, heads, num_tokens, num_reqs, device)
+    params = config(rank, dtype.itemsize, heads, num_tokens, num_reqs, device, any(scale_strides))
     blocks, per_block = host.head_blocks(heads, params.block_m)
     block_q = params.block_m // per_block
     tiles = num_tokens if block_q == 1 else num_tokens // block_q + num_reqs + 1
