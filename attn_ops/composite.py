@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -226,8 +227,22 @@ def check_every_step(name: str, parts: Iterable[AttentionBackend]) -> None:
                                        f"about the cached keys; use attention={part.name!r}")
 
 
-def check_parts(name: str, parts: Iterable[AttentionBackend]) -> None:
-    """Raises UnsupportedAttention if no device or dtype is common to all."""
+def _keeps_state(word: str, get: Callable[[str], AttentionBackend]) -> bool:
+    try:
+        found = get(word)
+    except ValueError:  # a number, or the name of a family
+        return False
+    return found.make_state is not None or found.plan is not None
+
+
+def check_parts(name: str, parts: Sequence[AttentionBackend], get: Callable[[str], AttentionBackend]) -> None:
+    """Raises UnsupportedAttention if no device or dtype is common to all, or two of the parts are made of one that has a state:
+    states go by names. ``get``: the backend of a name."""
+    mentioned = Counter(word for part in parts for word in {*re.split("[:+@=,]", part.name)})
+    for word, count in mentioned.items():
+        if count > 1 and _keeps_state(word, get):
+            raise UnsupportedAttention(f"attention={name!r}: {word} keeps a state for each step, and two of the parts have it; "
+                                       "name it once")
     for what in ("devices", "dtypes", "layouts"):
         if not frozenset.intersection(*(getattr(part.capabilities, what) for part in parts)):
             raise UnsupportedAttention(f"attention={name!r}: its backends have no {what} in common")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 import torch
 
@@ -30,8 +35,9 @@ class Registry:
         self._entries, self._loaded = entries, False
         self._backends: dict[str, AttentionBackend] = {}
         self._families: dict[str, BackendFamily] = {}
-        self._made: dict[str, AttentionBackend] = {}
+        self._made: dict[Any, AttentionBackend] = {}
         self._broken: dict[str, str] = {}
+        self._lock, self._loading = threading.RLock(), False
 
     def register(self, backend: AttentionBackend) -> AttentionBackend:
         if self._backends.get(backend.name, backend) is not backend:
@@ -41,21 +47,33 @@ class Registry:
 
     def load(self) -> tuple[dict[str, AttentionBackend], dict[str, str]]:
         """Backends by name in order of registration, and entry points that did not load, with the reason."""
-        if not self._loaded:
-            self._loaded = True
-            entries = entry_points(group="quire.backends") if self._entries is None else self._entries
-            for entry in sorted(entries, key=lambda e: e.name):
+        with self._lock:
+            if not self._loaded and not self._loading:  # a backend's module may ask while it is loaded
+                self._loading = True
                 try:
-                    found = entry.load()
-                    if isinstance(found, BackendFamily):
-                        self._families[found.name] = found
-                    else:
-                        self.register(found)
-                except Exception as error:  # a broken plug-in must not take the others down
-                    self._broken[entry.name] = f"failed to load: {type(error).__name__}: {error}"
-        return dict(self._backends), dict(self._broken)
+                    self._load()
+                    self._loaded = True
+                finally:
+                    self._loading = False
+            return dict(self._backends), dict(self._broken)
+
+    def _load(self) -> None:
+        entries = entry_points(group="quire.backends") if self._entries is None else self._entries
+        for entry in sorted(entries, key=lambda e: e.name):
+            try:
+                found = entry.load()
+                if isinstance(found, BackendFamily):
+                    self._families[found.name] = found
+                else:
+                    self.register(found)
+            except Exception as error:  # a broken plug-in must not take the others down
+                self._broken[entry.name] = f"failed to load: {type(error).__name__}: {error}"
 
     def get(self, name: str) -> AttentionBackend:
+        with self._lock:
+            return self._get(name)
+
+    def _get(self, name: str) -> AttentionBackend:
         backends, broken = self.load()
         if name in backends:
             return backends[name]
@@ -66,15 +84,25 @@ class Registry:
             close = difflib.get_close_matches(name.partition(":")[0].lower(), ["auto", *backends, *self._families], 1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise ValueError(f"unknown attention backend {name!r}{hint}; there are: auto, {listed(backends)}{forms}{why}")
-        if name not in self._made:
-            self._made[name] = family.make(name, self.get)
-        return self._made[name]
+        key = name, *_files(name)
+        if key not in self._made:
+            self._made[key] = family.make(name, self.get)
+        return self._made[key]
 
     @property
     def families(self) -> list[BackendFamily]:
         """Those that loaded."""
         self.load()
         return list(self._families.values())
+
+
+def _files(name: str) -> Iterator[tuple[str, int, int]]:
+    """The files that a name mentions, as they are now."""
+    for part in re.split("[:=,]", name):
+        with contextlib.suppress(OSError):
+            if "." in part or os.sep in part:
+                found = os.stat(part)
+                yield os.path.realpath(part), found.st_mtime_ns, found.st_size
 
 
 REGISTRY = Registry()

@@ -165,8 +165,9 @@ def _lost(file: Path, path: Path) -> str | None:
 def _converted(path: Path, model: Any) -> dict[str, torch.Tensor]:
     """The state of a second model, which transformers loads with its renaming and merging of parameters."""
     plain: Any = class_of(model)
-    other, report = plain.from_pretrained(str(path), config=model.config, dtype=next(model.parameters()).dtype,
-                                          output_loading_info=True)
+    dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # parameters of more than one: none is rounded on the way
+    other, report = plain.from_pretrained(str(path), config=model.config, dtype=dtype, output_loading_info=True)
     if unexpected := sorted(report.get("unexpected_keys") or ()):  # such as a bias, or the scales of codes
         more = f" and {len(unexpected) - 1} others" if len(unexpected) > 1 else ""
         raise CheckpointError(f"it holds the parameter {unexpected[0]!r}{more}, which {plain.__name__} has not. Give the "

@@ -307,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     args.argv = argv
     # transformers imports torchao where it is installed, which logs the extensions that it cannot load.
-    for name in ("torchao", "torch.utils._pytree", "quire.graph_runner.engine"):  # ours: failed prompts are reported at the end
+    for name in ("torchao", "torch.utils._pytree", "quire.graph_runner.calls"):  # ours: failed prompts are reported at the end
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with _logging(args.verbose):

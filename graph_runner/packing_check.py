@@ -19,7 +19,8 @@ NOTE [Two trials]: The batch runs in two ways.
   Kernels that take no float32 run in half precision; what their rounding does is measured in the same way.
 
 The model's own forward, in float32, must give what the batch gives for the first sequence, the same without positions as with
-0, 1, 2, ..., and the same for a first token with and without tokens behind it.
+0, 1, 2, ..., the same for a first token with and without tokens behind it, and where code of the user's is in it, the same with
+a KV cache (``own_cache.py``).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from quire.attn_ops.kv_cache import Layout, PagedKVCache, pages_for
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, KVScales
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step
+from quire.graph_runner.own_cache import check_own_cache
 from quire.graph_runner.step_buffers import BatchShape
 from quire.passes.capture.evaluating import ChangedWhileTraced
 from quire.passes.capture.in_float32 import EXACT, HALVES, InFloat32, exact_products
@@ -117,7 +119,7 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
         for draw in range(draws := _DRAWS_OF_EXPERTS if routed else 1):
             drawn = _Sequences.draw(paged.model, vocab_size, max_model_len, seed, again=draw)
             try:
-                return _check_in_float32(paged, step_of, routed, drawn, graph)
+                return _check_in_float32(paged, step_of, routed, drawn, graph, max_model_len)
             except UnsupportedAttention:
                 if draw == draws - 1:
                     raise
@@ -159,9 +161,9 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
 
 
 def _check_in_float32(paged: PagedModel, step_of: Callable[..., tuple[Step, torch.Tensor]], routed: bool, ids: _Sequences,
-                      graph: bool) -> torch.Tensor | None:
-    """The trial in float32, of the model's own forward and of its ``graph``. Returns logits (T, V) of the former for the first
-    sequence; None if it does not run so."""
+                      graph: bool, most: int) -> torch.Tensor | None:
+    """The trial in float32, of the model's own forward, on up to ``most`` tokens, and of its ``graph``. Returns logits (T, V)
+    of the former for the first sequence; None if it does not run so."""
     tensors = [*paged.model.parameters(), *paged.model.buffers()]
     half = next((t.dtype for t in tensors if t.dtype in HALVES), torch.bfloat16)
     own = InFloat32(half)
@@ -184,6 +186,9 @@ def _check_in_float32(paged: PagedModel, step_of: Callable[..., tuple[Step, torc
     with exact_products():
         first = ids.first.to(step_of(ids.first)[1].device)
         plain, found = _check_own_positions(paged, first, own), None
+        if plain is not None:
+            tokens = torch.cat([ids.first, ids.second, ids.changed])[:most].to(first.device)
+            check_own_cache(paged, tokens, own, _ROUNDING_OF_HALVES if own.kept else _ROUNDING[torch.float32])
         try:
             found = _compare(run, ids, routed, rounding) if graph else None
         except (UnsupportedAttention, ChangedWhileTraced):

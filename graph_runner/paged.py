@@ -315,17 +315,17 @@ def _decorate(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[
     compiled: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(forward)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or current_step() is None:
-            return forward(self, *args, **kwargs)
-        owner = self if isinstance(self, torch.nn.Module) else wrapper
+            return forward(*args, **kwargs)
+        owner = args[0] if args and isinstance(args[0], torch.nn.Module) else wrapper
         call = compiled.get(owner)
         if call is None:
             own = with_own_code(forward) if isinstance(forward, types.FunctionType) else forward
             call = compiled[owner] = torch.compile(own, backend=QuireBackend(opts), fullgraph=True)
         try:
-            return call(self, *args, **kwargs)
+            return call(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            raise unwrapped(error, self) from error
+            raise unwrapped(error, args[0] if args else None) from error
 
     return wrapper

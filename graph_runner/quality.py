@@ -16,6 +16,7 @@ from quire.attn_ops.backend import dtype_name
 from quire.attn_ops.calibration import ChannelMoments, recorder
 from quire.attn_ops.registry import plain_backend, register_backend
 from quire.graph_runner.engine import Engine
+from quire.graph_runner.loading import model_length
 from quire.graph_runner.sampling_params import SamplingParams
 
 STARTS = ("Once upon a time,", "The owl", "To make soup, you need", "Dear Anna,")  # of texts that a model writes itself
@@ -24,7 +25,9 @@ STRETCH = 512  # positions of a text that are compared; each is a step
 
 def token_texts(model: Any, tokenizer: Any, text: str | None, length: int, seed: int = 0) -> list[list[int]]:
     """Token ids, cut to ``length``: of ``text``, in parts; None: of what the model itself writes with ``seed``. Raises
-    ValueError for a text without a whole part of two tokens."""
+    ValueError for a text without a whole part of two tokens, and a length that the model has no positions for."""
+    if not 2 <= length <= (most := model_length(model, None)):
+        raise ValueError(f"texts of {length} tokens: the model takes 2 to {most}")
     if text is not None:
         ids = tokenizer(text)["input_ids"]
         parts = [ids[i : i + length] for i in range(0, len(ids), length)]
@@ -48,7 +51,8 @@ def calibrate(model: Any, tokenizer: Any, texts: Sequence[Sequence[int]], out: s
     measuring = register_backend(recorder(plain_backend(device.type), moments))
     with Engine(model, tokenizer, attention=measuring.name, enable_prefix_caching=False) as engine:
         moments.reset()  # set-up runs steps of its own
-        engine.generate([{"prompt_token_ids": list(ids)} for ids in texts], SamplingParams(max_tokens=1, temperature=0.0))
+        prompts = [{"prompt_token_ids": list(ids)[: engine.max_model_len - 1]} for ids in texts]
+        engine.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0), raise_on_error=True)
     found = {"model": type(model).__name__, "dtype": dtype_name(next(model.parameters()).dtype), "tokens": moments.tokens,
              "channels": moments.ranked()}
     Path(out).write_text(json.dumps(found) + "\n")
@@ -115,8 +119,9 @@ def _prefill(model: Any, tokenizer: Any, texts: Sequence[Sequence[int]], attenti
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1, ignore_eos=True)
     longest = max(map(len, texts))
     with Engine(model, tokenizer, attention=attention, enable_prefix_caching=False, max_num_seqs=1,
-                max_num_batched_tokens=longest, max_model_len=longest + 1, **options) as engine:
-        outputs = engine.generate([{"prompt_token_ids": list(ids)} for ids in texts], params)
+                max_num_batched_tokens=longest, max_model_len=min(longest + 1, model_length(model, None)), **options) as engine:
+        prompts = [{"prompt_token_ids": list(ids)[: engine.max_model_len - 1]} for ids in texts]  # and one token more
+        outputs = engine.generate(prompts, params, raise_on_error=True)
     found = [(ids[i], entry) for ids, output in zip(texts, outputs, strict=True)
              for i, entry in enumerate(output.prompt_logprobs or ()) if entry is not None]
     likeliest = [next(token for token, one in entry.items() if one.rank == 1) for _, entry in found]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ import torch
 from quire.graph_runner.checkpoint import read_checkpoint, save_checkpoint
 from quire.graph_runner.engine_lock import EngineLock, locked
 from quire.graph_runner.weights_group import WeightsGroup
-from quire.passes.tensor_version import has_version
+from quire.passes.tensor_version import has_version, version_of
 from quire.passes.verify.quantized import holds_codes
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,9 @@ def check_specs(model: torch.nn.Module, specs: Iterable[WeightSpec]) -> dict[str
                 "values of a checkpoint. Quantize a model with the new weights and make a new engine", name)
         if target.device.type == "meta":
             raise WeightUpdateError(f"the parameter {name!r} has no memory (it is offloaded, or on the meta device)", name)
+        if torch._debug_has_internal_overlap(target) == 1:
+            raise WeightUpdateError(f"elements of the parameter {name!r} share memory (it was made by expand): it cannot have "
+                                    "any values", name)
         if tuple(shape) != tuple(target.shape):
             raise WeightUpdateError(f"the parameter {name!r} has shape {tuple(target.shape)}, its update {tuple(shape)}", name)
         if dtype != target.dtype and not (_converts(dtype) and _converts(target.dtype)):
@@ -89,8 +92,14 @@ def _converts(dtype: torch.dtype) -> bool:
 def missing_names(model: torch.nn.Module, given: Iterable[str]) -> list[str]:
     """Names of the model that ``given`` does not cover, neither itself nor by a name tied to it."""
     state = model.state_dict(keep_vars=True)
-    covered = {id(state[name]) for name in given if name in state}
-    return [name for name, tensor in state.items() if id(tensor) not in covered]
+    covered = {_memory(state[name]) for name in given if name in state}
+    return [name for name, tensor in state.items() if _memory(tensor) not in covered]
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """What two names of one (tied) parameter have in common: the object, or its memory."""
+    address = 0 if holds_codes(tensor) or tensor.layout is not torch.strided else tensor.data_ptr()
+    return (address, tensor.dtype, tensor.shape, tensor.stride()) if address else id(tensor)
 
 
 def write(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
@@ -99,7 +108,7 @@ def write(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor
     nothing is written."""
     written = {part.untyped_storage().data_ptr() for part in targets.values()}
     ready: dict[str, torch.Tensor] = {}
-    names: dict[int, str] = {}  # of each parameter, the first
+    names: dict[Any, str] = {}  # of each parameter, the first
     for name, value in values.items():
         target = targets[name]
         try:
@@ -110,7 +119,7 @@ def write(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor
             ready[name] = value.clone() if value.untyped_storage().data_ptr() in written else value
         except RuntimeError as error:  # out of memory, too
             raise WeightUpdateError(f"the update of the parameter {name!r} could not be converted: {error}", name) from error
-        first = names.setdefault(id(target), name)
+        first = names.setdefault(_memory(target), name)
         if first != name and not torch.allclose(ready[first].to(value.device), value, rtol=0, atol=0, equal_nan=True):
             raise WeightUpdateError(f"{name!r} and {first!r} are one parameter of this model (tied weights), and their updates "
                                     "differ. Give one of them, or load a model that does not tie them", name)
@@ -130,6 +139,23 @@ def _plain(name: str, value: Any) -> torch.Tensor:
     return value
 
 
+def _check_lasting(pairs: Sequence[tuple[str, torch.Tensor]], versions: Sequence[int], targets: Mapping[str, torch.Tensor]
+                   ) -> None:
+    """Refuse tensors of an iterator that used their memory for later ones, or freed it. ``versions``: when they came."""
+    reached, before = 0, ""  # the end of memory so far, and whose it is
+    for (name, value), version in sorted(zip(pairs, versions, strict=True), key=lambda item: item[0][1].data_ptr()):
+        begin = value.data_ptr()
+        size = value.element_size() * (1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)))
+        room = value.untyped_storage().nbytes() - value.element_size() * value.storage_offset()
+        dense = value.numel() > 0 and value.is_contiguous()  # others may be columns of one matrix
+        shared = dense and begin < reached and _memory(targets[name]) != _memory(targets[before])
+        if value.numel() and room < size or shared or version_of(value) != version:
+            raise WeightUpdateError(f"the update of the parameter {name!r} was overwritten or freed when another came: give a "
+                                    "list, or copies: ((name, tensor.clone()) for name, tensor in ...)", name)
+        if dense and begin + size > reached:
+            reached, before = begin + size, name
+
+
 class WeightUpdates:
     """The calls of an engine for its weights. Each waits for the engine step in progress, and holds up the next one."""
 
@@ -146,14 +172,20 @@ class WeightUpdates:
         """Copy tensors into the parameters of these names; the others stay.
 
         Args:
-            named_tensors: (name, tensor) pairs or a mapping, names as in ``model.state_dict()``, on any device.
+            named_tensors: (name, tensor) pairs or a mapping, names as in ``model.state_dict()``, on any device. Those of an
+                iterator must keep their values when the next one comes, or be copies.
 
         Raises:
             WeightUpdateError: see ``check_specs``; nothing is written then. RuntimeError: the engine is closed.
         """
-        pairs = [(name, _plain(name, value)) for name, value in (
-            named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)]
+        given = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+        pairs, versions = list[tuple[str, torch.Tensor]](), list[int]()
+        for name, value in given:
+            pairs.append((name, _plain(name, value)))
+            versions.append(version_of(pairs[-1][1]))
         targets = check_specs(self.model, (WeightSpec(name, t.dtype, tuple(t.shape)) for name, t in pairs))
+        if not isinstance(given, Collection):
+            _check_lasting(pairs, versions, targets)
         self._write(targets, dict(pairs))
 
     @locked
@@ -262,6 +294,12 @@ class WeightUpdates:
         self._check_open()
         began = time.perf_counter()
         self.collect()
-        write(targets, values)
+        try:
+            write(targets, values)
+        except WeightUpdateError:  # nothing was written
+            raise
+        except BaseException:
+            self.scheduler.preempt_all()
+            raise
         self.scheduler.preempt_all()
         logger.info("weights: %d parameters updated in %.3f s", len(targets), time.perf_counter() - began)

@@ -42,9 +42,9 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
                          f"{cache.page_size}")
     if metadata.slot_mapping.device.type != cache.device.type:
         raise ValueError(f"the metadata is on {metadata.slot_mapping.device}, the cache on {cache.device}")
-    if metadata.max_page is not None and metadata.max_page >= cache.num_pages:
-        raise ValueError(f"the block table uses page {metadata.max_page}, but the cache has {cache.num_pages} pages, 0 to "
-                         f"{cache.num_pages - 1}; use pages of the cache, or make it with num_pages={metadata.max_page + 1}")
+    if metadata.max_page is not None and metadata.max_page >= (pages := min(cache.layer_pages)):
+        raise ValueError(f"the block table uses page {metadata.max_page}, but the cache has {pages} pages, 0 to "
+                         f"{pages - 1}; use pages of the cache, or make it with num_pages={metadata.max_page + 1}")
     current = Step(cache, metadata, "auto" if attention == "auto" else get_backend(attention), by_hand=True)
     # Sizes of traces in a step are dynamic from the start: a static trace cannot tell a window from plain causal. Numbers
     # that modules hold, such as a scale, stay constants. And hooks that are registered later make a trace of their own.

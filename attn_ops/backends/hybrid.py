@@ -29,7 +29,7 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     if at:
         return make_long(name, prefill, decode)
     parts = (decode,) if decode is prefill else (decode, prefill)
-    check_parts(name, parts)
+    check_parts(name, parts, get)
     if len(parts) > 1:
         check_every_step(name, parts)
 

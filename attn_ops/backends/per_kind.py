@@ -21,7 +21,7 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
                          "each where no backend serves all")
     chosen = {kind: get(part) for kind, _, part in pairs}
     parts = tuple({part.name: part for part in chosen.values()}.values())
-    check_parts(name, parts)
+    check_parts(name, parts, get)
 
     def serving(site: AttentionSite) -> Sequence[AttentionBackend] | str:
         kind = kind_of(site.window, site.chunk)

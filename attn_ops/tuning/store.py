@@ -6,6 +6,7 @@ content that its store does not accept, is ignored with one warning.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib.metadata
@@ -14,6 +15,8 @@ import logging
 import os
 import platform
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +33,18 @@ def cache_folder() -> Path:
     """Where measurements made on this machine are kept: $QUIRE_CACHE_DIR, else quire's folder in the XDG cache."""
     if folder := os.environ.get("QUIRE_CACHE_DIR"):
         return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+    except RuntimeError:  # no home, as of a user whom a container does not know
+        return _own_folder()
+
+
+@functools.cache
+def _own_folder() -> Path:
+    """One that only this user can write, as its files are trusted: of this process, and gone with it."""
+    folder = tempfile.mkdtemp(prefix="quire-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 @functools.cache

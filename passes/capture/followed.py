@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-CACHE = frozenset(("past_key_values", "past_key_value", "cache_position", "use_cache"))
+CACHE = frozenset(("past_key_values", "past_key_value", "layer_past", "cache_position", "use_cache"))
 #: Packages whose hooks and wrappers are known: they read none of these, or only for adapters that are refused.
 _KNOWN = ("quire", "torch", "transformers", "peft", "accelerate", "trl", "contextlib", "functools")
 #: Names that transformers' models have for the attention function that they chose.
@@ -51,12 +51,13 @@ def _unwrapped(held: Any) -> Iterator[_Code]:
         owner, held = getattr(held, "__self__", owner), getattr(held, "__func__", held)
         if not isinstance(held, types.FunctionType):
             return
-        if not _is_known(held.__globals__.get("__name__")):
+        if not is_known(held.__globals__.get("__name__")):
             yield held, owner
         held = getattr(held, "__wrapped__", None)
 
 
-def _is_known(module: Any) -> bool:
+def is_known(module: Any) -> bool:
+    """Whether a module is of one of these packages, by its name."""
     return str(module).partition(".")[0] in _KNOWN
 
 
@@ -302,9 +303,9 @@ class _Uses:
         if isinstance(held, torch.nn.Module):
             return [(function, held) for function, _ in functions_of(vars(held).get("forward", type(held).forward))]
         if isinstance(held, type):
-            return [] if _is_known(held.__module__) or dataclasses.is_dataclass(held) or held is dict else None
+            return [] if is_known(held.__module__) or dataclasses.is_dataclass(held) or held is dict else None
         module = str(getattr(held, "__module__", None) or type(held).__module__)
-        return [*_unwrapped(held)] or ([] if _is_known(module) and not module.startswith("torch") else None)
+        return [*_unwrapped(held)] or ([] if is_known(module) and not module.startswith("torch") else None)
 
     def _callees_of(self, value: ast.AST) -> list[_Code] | None:
         """The same of a variable: of a loop over modules, and of what transformers' functions and registries gave."""
@@ -327,7 +328,7 @@ class _Uses:
                 return getattr(of, value.attr)
             if isinstance(value, ast.Subscript) and isinstance(of := self._resolved(value.value), torch.nn.Module):
                 return of  # its children are modules
-            if isinstance(value, ast.Subscript) and _is_known(type(of).__module__):
+            if isinstance(value, ast.Subscript) and is_known(type(of).__module__):
                 return of  # a registry of transformers'
             if isinstance(value, ast.Call) and ast.unparse(value) == "super()":
                 return super(self.known["__class__"], self.known["self"])

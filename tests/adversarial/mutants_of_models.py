@@ -429,7 +429,7 @@ MUTANTS = [
         ("branches on a cache", "test_readers_of_the_cache[anew]",
          "            if [-all(self._keeps(statement, what) for statement in (*node.body, *node.orelse))-]{+True+}:\n"),
         ("arguments that go where they cannot be followed", "test_readers_of_the_cache[a table]",
-         'return [*_unwrapped(held)] or ([-[] if _is_known(module) and not module.startswith("torch") else None-]{+[]+})')),
+         'return [*_unwrapped(held)] or ([-[] if is_known(module) and not module.startswith("torch") else None-]{+[]+})')),
     *of("graph_runner/engine.py", "tests/graph_runner/test_engine_lock.py::{}",
         ("requests are registered under the lock", "test_no_step_comes_before_a_request_is_registered",
          "    [-@locked\n    -]def _add(")),

@@ -161,6 +161,13 @@ def test_refusals_name_the_part() -> None:
         select_backend("hybrid:absent+fast_part", [SITE], device=CPU, page_size=4)
 
 
+@pytest.mark.parametrize("name", ["full=plain_part,window=hybrid:plain_part+fast_part",
+                                  "hybrid:plain_part+full=plain_part", "full=hybrid:fast_part+plain_part,window=plain_part"])
+def test_a_state_that_two_parts_would_have(name: str) -> None:
+    with pytest.raises(UnsupportedAttention, match="plain_part keeps a state for each step, and two of the parts have it"):
+        get_backend(name)
+
+
 @pytest.mark.parametrize("name, message", [
     ("hybrid:fast_part", "write hybrid:PREFILL"), ("hybrid", "write hybrid:PREFILL"), ("hybrid:a+b+c", "write hybrid:PREFILL"),
     ("hybrid:fast_part+nobody", "unknown attention backend 'nobody'; there are: auto, fast_part"),

@@ -6,12 +6,15 @@ import dataclasses
 import re
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, BackendFamily, CudagraphSupport
 from quire.attn_ops.registry import BackendTable, all_backends, backends, get_backend, register_backend
 from quire.attn_ops.selection import select_backend
 from quire.attn_ops.tuning import attention as tuning
@@ -52,6 +55,52 @@ def test_a_broken_entry_point_is_reported_not_raised(entries) -> None:
     assert reason("magic") == "failed to load: ImportError: libmagic.so.1: cannot open shared object file"
     with pytest.raises(ValueError, match="unknown attention backend 'magic'.*magic failed to load: ImportError: libm"):
         get_backend("magic")
+
+
+def test_engines_in_several_threads_have_all_backends(entries) -> None:
+    """While one thread loads them, others wait."""
+    loading, names = threading.Event(), []
+
+    def slow():
+        loading.set()
+        time.sleep(0.2)
+        return make_backend("slow")
+
+    entries(slow=slow)
+    others = [threading.Thread(target=lambda: names.append(get_backend("slow").name)) for _ in range(3)]
+    for thread in others:
+        thread.start()
+    assert loading.wait(10)
+    for thread in others:
+        thread.join(10)
+    assert names == ["slow"] * 3
+
+
+def test_loading_that_is_interrupted_begins_again(entries) -> None:
+    tries = []
+
+    def load():
+        tries.append(1)
+        if len(tries) == 1:
+            raise KeyboardInterrupt
+        return make_backend("late")
+
+    entries(late=load)
+    with pytest.raises(KeyboardInterrupt):
+        get_backend("late")
+    assert get_backend("late").name == "late"
+
+
+def test_a_file_that_has_changed_is_read_again(entries, tmp_path) -> None:
+    """``double_sparsity`` and others are made of a file of measurements."""
+    path = tmp_path / "channels.json"
+    entries(filed=lambda: BackendFamily("filed", "filed:FILE", make=lambda name, get: make_backend(
+        f"of_{Path(name.partition(':')[2]).read_text()}")))
+    path.write_text("one")
+    first = get_backend(f"filed:{path}")
+    assert get_backend(f"filed:{path}") is first and first.name == "of_one"
+    path.write_text("another")
+    assert get_backend(f"filed:{path}").name == "of_another"
 
 
 def test_unknown_name(empty) -> None:

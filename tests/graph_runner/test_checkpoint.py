@@ -86,3 +86,13 @@ def test_the_language_model_of_one_with_images(tmp_path: Path) -> None:
     config.write_text(json.dumps({"model_type": "llava", "text_config": {**text, "rms_norm_eps": 0.5}}))
     with pytest.raises(CheckpointError, match="its config has rms_norm_eps=0.5"):
         read_checkpoint(tmp_path, model)
+
+
+def test_a_head_in_float32_is_not_rounded(tmp_path: Path) -> None:
+    """A body in bfloat16, of a checkpoint in float32 whose experts transformers merges."""
+    sizes = {**LLAMA, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "head_dim": 8}
+    saved = make("Qwen3Moe", sizes)
+    saved.save_pretrained(tmp_path)
+    model = make("Qwen3Moe", sizes).to(torch.bfloat16)
+    model.lm_head.float()
+    assert torch.equal(read_checkpoint(tmp_path, model)["lm_head.weight"], saved.lm_head.weight)

@@ -140,3 +140,12 @@ def test_engine_of_a_decorated_module(fusions) -> None:
         params = SamplingParams(temperature=0, max_tokens=10)
         assert tokens(engine.generate(prompts, params)) == expected
     assert_unchanged(model, before)
+
+
+def test_a_function_whose_arguments_have_names() -> None:
+    @quire.paged
+    def total(input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return input_ids + position_ids
+
+    row = torch.ones(1, 3, dtype=torch.int64)
+    assert torch.equal(total(input_ids=row, position_ids=row), 2 * row)

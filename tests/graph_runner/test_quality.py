@@ -51,6 +51,22 @@ def drift(capsys: pytest.CaptureFixture[str], names: list[str], *options: str) -
     return [float(line.rpartition(" ")[2]) for line in lines]
 
 
+@pytest.mark.parametrize("length", ["0", "1", "5000"])
+def test_lengths_that_the_model_has_not(length: str, tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["calibrate", "--out", str(tmp_path / "x")], ["quality", "--prefill", "--attention", "torch_native"]):
+        assert cli.main([*command, "--length", length]) == 2
+        assert f"texts of {length} tokens: the model takes 2 to" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_text_as_long_as_the_model(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, out = tmp_path / "text", tmp_path / "channels.json"
+    text.write_text("Once upon a time, there was a fox who liked soup. " * 100)
+    assert cli.main(["calibrate", "--text", str(text), "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["tokens"] > 500
+    assert cli.main(["quality", "--prefill", "--text", str(text), "--attention", "torch_native"]) == 0
+
+
 @pytest.mark.slow
 def test_the_commands(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     """Few keys change the model's log probabilities; all keys leave them. So it is in a sparse prefill."""

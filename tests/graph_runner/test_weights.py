@@ -81,6 +81,29 @@ def test_from_tensors(engine) -> None:
     serves_what_the_model_says(engine)
 
 
+def in_one_buffer(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    buffer = torch.empty(max(w.numel() for w in weights.values()))
+    for name, weight in weights.items():
+        yield name, buffer[: weight.numel()].view(weight.shape).copy_(weight)
+
+
+def freed(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As gathered parts of a sharded model are."""
+    for name, weight in weights.items():
+        whole = weight.clone()
+        yield name, whole
+        whole.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("given", [in_one_buffer, freed])
+def test_an_iterator_whose_tensors_do_not_last(engine, given) -> None:
+    before, said = snapshot(engine), tokens(engine.generate(IDS, GREEDY))
+    with pytest.raises(quire.WeightUpdateError, match="overwritten or freed when another came: give a list, or copies"):
+        engine.update_weights_from_tensors(given(other_weights(engine.model)))
+    assert_old(engine, before, said)
+    engine.update_weights_from_tensors(iter(before.items()))  # each its own memory, and what is tied
+
+
 def test_running_requests_go_on_with_the_new_weights(engine) -> None:
     """Their next token is what the new model gives for their tokens so far: no key of the old weights is read."""
     [i] = engine.add_request(IDS[0], quire.SamplingParams(temperature=0, max_tokens=14, ignore_eos=True))
@@ -287,6 +310,20 @@ def test_two_values_for_a_tied_parameter() -> None:
         assert error.value.name == "head.weight" and torch.equal(model.embed.weight, old) and model.mix.weight.any()
         engine.update_weights_from_tensors({"embed.weight": new, "head.weight": new.clone()})
         assert torch.equal(model.head.weight, new)
+
+
+def test_two_values_for_one_memory() -> None:
+    """Tied by another Parameter of the same memory; and elements that share memory, of which no value can be written."""
+    model = nn.Module()
+    model.a = nn.Linear(2, 3, bias=False)
+    model.b = nn.Parameter(model.a.weight.detach())
+    targets = check_specs(model, [WeightSpec(name, torch.float32, (3, 2)) for name in ("a.weight", "b")])
+    with pytest.raises(quire.WeightUpdateError, match="are one parameter"):
+        write(targets, {"a.weight": torch.zeros(3, 2), "b": torch.ones(3, 2)})
+    assert missing_names(model, ["b"]) == []
+    model.register_buffer("one", torch.ones(1).expand(4))
+    with pytest.raises(quire.WeightUpdateError, match="'one' share memory"):
+        check_specs(model, [WeightSpec("one", torch.float32, (4,))])
 
 
 def test_a_value_that_cannot_be_converted() -> None:

@@ -291,6 +291,14 @@ def test_a_page_past_the_cache(cache) -> None:
         pass
 
 
+def test_a_page_past_those_of_a_layer() -> None:
+    cache = quire.PagedKVCache(num_layers=2, num_pages=64, layer_pages=[64, 8], page_size=PAGE, num_kv_heads=2, head_dim=16,
+                               dtype=torch.float32, device="cpu")
+    metadata = quire.CommonAttentionMetadata.build([1], [1], [[20]], page_size=PAGE)
+    with pytest.raises(ValueError, match="uses page 20, but the cache has 8 pages"), quire.step(cache, metadata):
+        raise AssertionError("entered")
+
+
 @pytest.mark.parametrize("way", [pytest.param(routed, marks=pytest.mark.slow), decorated], ids=lambda f: f.__name__)
 def test_wrong_token_count(way) -> None:
     model, call = way()

@@ -245,6 +245,19 @@ def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert tuning.STORE.user_file == tmp_path / ".cache" / "quire" / "attention.json"
 
 
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a container that does not know the user: an engine starts, and trusts no folder of others."""
+    for name in ("QUIRE_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", unknown)
+    folder = tuning.STORE.user_file.parent
+    assert folder.stat().st_mode & 0o077 == 0 and tuning.STORE.user_file.parent == folder
+
+
 def test_the_shipped_file_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
     shipped = Path(tuning.__file__).parent / "attention.json"
     with caplog.at_level(logging.WARNING):

@@ -1,0 +1,102 @@
+"""Code of the user's that computes something else where there is a KV cache, in ways that are not read: seen by running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
+
+import quire
+
+SERVED: dict[str, Any] = dict(attention="torch_native", compiler="eager", num_pages=40, max_num_seqs=4, max_model_len=60)
+
+
+def llama(kind: type[LlamaForCausalLM] = LlamaForCausalLM) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = kind(LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                             intermediate_size=32)).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+class Base:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.run(args, kwargs)
+
+
+class Steer(Base):
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cache = kwargs.get("past_key_values")
+        if cache is not None and cache.get_seq_length() > 8:
+            return (args[0].flip(-1), *args[1:]), kwargs
+        return None
+
+
+def by_a_call_that_is_inherited() -> nn.Module:
+    model = llama()
+    model.model.layers[1].register_forward_pre_hook(Steer(), with_kwargs=True)
+    return model
+
+
+def by_position() -> nn.Module:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, cache, *rest = args
+        return (hidden if cache is None or cache.get_seq_length() < 8 else hidden.flip(-1), cache, *rest)
+
+    model.transformer.h[1].register_forward_pre_hook(hook)
+    return model
+
+
+class OfTheOutput(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits * (2.0 if len(out) > 1 else 1.0)
+        return out
+
+
+def by_the_output() -> nn.Module:
+    return llama(OfTheOutput)
+
+
+@pytest.mark.parametrize("make", [by_a_call_that_is_inherited, by_position, by_the_output])
+def test_what_differs_with_a_cache_is_refused(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(quire.UnsupportedAttention, match="something else where it has a KV cache"):
+        quire.Engine(make(), **SERVED)
+
+
+class Scaled(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits * 0.5
+        return out
+
+
+class WithoutCache(LlamaForCausalLM):
+    """Computes all tokens it is given, and leaves a cache empty."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        hidden = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        return CausalLMOutput(logits=self.lm_head(hidden))
+
+
+@pytest.mark.parametrize("kind", [Scaled, WithoutCache])
+def test_what_does_not_is_served(kind: type[LlamaForCausalLM]) -> None:
+    model = llama(kind)
+    row = [3, 4, 5, 6, 7, 8, 9]
+    with quire.Engine(model, **SERVED) as engine:
+        (found,) = engine.generate([row], quire.SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    with torch.no_grad():
+        for _ in range(8):
+            row.append(int(model(input_ids=torch.tensor([row]), use_cache=False).logits[0, -1].argmax()))
+    assert [*found.token_ids] == row[7:]
