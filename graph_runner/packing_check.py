@@ -168,6 +168,8 @@ def _check_in_float32(paged: PagedModel, step_of: Callable[..., tuple[Step, torc
     half = next((t.dtype for t in tensors if t.dtype in HALVES), torch.bfloat16)
     own = InFloat32(half)
     kept: set[str] = set()
+    # Where activations are quantized, a last bit moves one by a whole step.
+    quantized = any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors)
 
     def run(*sequences: torch.Tensor, reordered: bool = False) -> list[torch.Tensor]:
         step, row = step_of(*sequences)
@@ -188,7 +190,8 @@ def _check_in_float32(paged: PagedModel, step_of: Callable[..., tuple[Step, torc
         plain, found = _check_own_positions(paged, first, own), None
         if plain is not None:
             tokens = torch.cat([ids.first, ids.second, ids.changed])[:most].to(first.device)
-            check_own_cache(paged, tokens, own, _ROUNDING_OF_HALVES if own.kept else _ROUNDING[torch.float32])
+            coarse = own.kept or quantized
+            check_own_cache(paged, tokens, own, _ROUNDING_OF_HALVES if coarse else _ROUNDING[torch.float32])
         try:
             found = _compare(run, ids, routed, rounding) if graph else None
         except (UnsupportedAttention, ChangedWhileTraced):
@@ -197,8 +200,6 @@ def _check_in_float32(paged: PagedModel, step_of: Callable[..., tuple[Step, torc
             logger.warning("packing check: the model does not run in float32, so a leak below %d %% may not be seen: %s: %s",
                            round(100 * _ROUNDING_OF_HALVES), type(error).__name__, error)
         if found is not None and plain is not None and not own.kept:
-            # Where activations are quantized, a last bit moves one by a whole step.
-            quantized = any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors)
             limit = (_ROUNDING_OF_HALVES if quantized else _ROUNDING[torch.float32]) * found.effect
             _check_own_forward(found, plain, max(limit, rounding(found) if kept else 0.0))
         if plain is not None and graph:

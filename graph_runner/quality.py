@@ -26,7 +26,8 @@ STRETCH = 512  # positions of a text that are compared; each is a step
 def token_texts(model: Any, tokenizer: Any, text: str | None, length: int, seed: int = 0) -> list[list[int]]:
     """Token ids, cut to ``length``: of ``text``, in parts; None: of what the model itself writes with ``seed``. Raises
     ValueError for a text without a whole part of two tokens, and a length that the model has no positions for."""
-    if not 2 <= length <= (most := model_length(model, None)):
+    most = model_length(model, None)
+    if not 2 <= length <= most:
         raise ValueError(f"texts of {length} tokens: the model takes 2 to {most}")
     if text is not None:
         ids = tokenizer(text)["input_ids"]

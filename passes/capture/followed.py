@@ -261,7 +261,7 @@ class _Uses:
             elif attribute in ("get", "pop", "setdefault") and self._is_all(of) and call.args and self._is_other(call.args[0]):
                 self._allow(of)
             return
-        given = [each for each in (*call.args, *call.keywords) if self._held_in(each)]
+        given = [each for each in (*call.args, *call.keywords) if self._handed(each)]
         if not given:
             return
         callees = self._callees(call.func)
@@ -281,11 +281,11 @@ class _Uses:
         parameters, code = parameters_of(function.__code__)[owner is not None :], function.__code__
         given = set[str]()
         for i, each in enumerate(call.args):
-            if self._held_in(each):
+            if self._handed(each):
                 given.add(parameters[i] if i < len(parameters) and not isinstance(each, ast.Starred) else
                           rest_of(code, inspect.CO_VARARGS))
         for keyword in call.keywords:
-            if keyword.arg and self._held_in(keyword.value):
+            if keyword.arg and self._handed(keyword.value):
                 given.add(keyword.arg if keyword.arg in code.co_varnames else rest_of(code, inspect.CO_VARKEYWORDS))
         return reads_of(function, self.names, owner, given - {""}, depth=self.depth - 1)
 
@@ -358,6 +358,12 @@ class _Uses:
     def _held_in(self, value: ast.AST) -> str:
         return next((what for part in ast.walk(value) if (what := self._held(part))), "")
 
+    def _handed(self, value: ast.AST) -> str:
+        """The same of what a call is given, without what a call of known code in it was given: results do not hold it."""
+        if isinstance(value, ast.Call) and self._callees(value.func) == []:
+            return ""
+        return self._held(value) or next((what for part in ast.iter_child_nodes(value) if (what := self._handed(part))), "")
+
     def _left_in(self, value: ast.AST) -> str:
         return next((what for part in ast.walk(value) if (what := self._left(part))), "")
 
@@ -402,7 +408,7 @@ class _Uses:
 
     def _from_followed(self, value: ast.AST) -> bool:
         return isinstance(value, ast.Call) and bool(self._callees(value.func)) and any(
-            map(self._held_in, (*value.args, *value.keywords)))
+            map(self._handed, (*value.args, *value.keywords)))
 
     def _keeps(self, statement: ast.AST, what: str) -> bool:
         """Whether a statement of a branch that depends on the cache does nothing but update or make it, or warn. Variables that
