@@ -111,6 +111,8 @@ SECTIONS = {
             "passes/verify/test_lengths::test_an_engine_serves_up_to_that_length",
             "passes/verify/test_lengths::test_a_longer_step_by_hand_is_refused",
             "passes/verify/test_lengths::test_uncompiled_steps_are_refused")),
+        Row("code of a user's that does something else with a KV cache, in ways that reading does not show", "refused by the "
+            "trial", ("graph_runner/test_own_cache::test_what_differs_with_a_cache_is_refused",)),
         Row("a path of its own for one token", "refused by the trial", (
             "graph_runner/test_packing_check::test_another_path_for_one_token",)),
         Row("longrope into a buffer of another dtype; by another sum", "exact; refused", (
