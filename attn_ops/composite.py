@@ -236,9 +236,10 @@ def _keeps_state(word: str, get: Callable[[str], AttentionBackend]) -> bool:
 
 
 def check_parts(name: str, parts: Sequence[AttentionBackend], get: Callable[[str], AttentionBackend]) -> None:
-    """Raises UnsupportedAttention if no device or dtype is common to all, or two of the parts, pairs among them, have one that
-    keeps a state: states of a pair's parts go by their names. ``get``: the backend of a name."""
-    words = ({*re.split("[:+@]", part.name)} if part.name.startswith("hybrid:") else {part.name} for part in parts)
+    """Raises UnsupportedAttention if no device or dtype is common to all, or two of the parts have one that keeps a state:
+    states of what a pair, or kinds of layers, are made of go by their names. ``get``: the backend of a name."""
+    words = ({*re.split("[:+@=,]", part.name)} if part.name.startswith("hybrid:") or "=" in part.name else {part.name}
+             for part in parts)
     for word, count in Counter(word for each in words for word in each).items():
         if count > 1 and _keeps_state(word, get):
             raise UnsupportedAttention(f"attention={name!r}: {word} keeps a state for each step, and two of the parts have it; "
