@@ -100,7 +100,7 @@ def _files(name: str) -> Iterator[tuple[str, int, int]]:
     """The files that a name mentions, as they are now."""
     for part in re.split("[:=,]", name):
         with contextlib.suppress(OSError):
-            if "." in part or os.sep in part:
+            if os.path.isfile(part):
                 found = os.stat(part)
                 yield os.path.realpath(part), found.st_mtime_ns, found.st_size
 

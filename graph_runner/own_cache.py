@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.capture.evaluating import ChangedWhileTraced, evaluating
 from quire.passes.capture.followed import functions_of, is_known
 from quire.passes.capture.in_float32 import InFloat32
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.capture.results import logits_of
+from quire.passes.verify.sites import text_config
 
 logger = logging.getLogger(__name__)
 STEPS = 3  # of one token each, behind the others
@@ -33,39 +33,32 @@ def has_users_code(model: torch.nn.Module) -> bool:
 
 
 @torch.no_grad()
-def check_own_cache(paged: PagedModel, ids: torch.Tensor, mode: InFloat32, rounding: float) -> None:
-    """Refuse a model whose forward computes something else with a cache. ``ids`` (T,): of a sequence; ``rounding``: what may be
-    rounding, as a share of the largest logit. A model that does not run so, or leaves the cache empty, is served as it is
-    without one."""
+def both_ways(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Logits (T, V) of the model's own forward of ids (T,), without a cache and with one. None: no code of the user's is in it,
+    it does not run so, or it leaves the cache empty, and is served as it is without one."""
     model: Any = paged.model
-    if paged.config is None or getattr(paged.config, "use_cache", None) is not True or len(ids) <= STEPS \
+    if paged.config is None or getattr(text_config(paged.config), "use_cache", True) is False or len(ids) <= STEPS \
             or not has_users_code(model):
-        return
-    ends, found = range(len(ids) - STEPS, len(ids) + 1), list[torch.Tensor]()
+        return None
+    found, seen = list[torch.Tensor](), 0
     try:
         from transformers import DynamicCache
 
-        cache, positions, seen = DynamicCache(config=paged.config), torch.arange(len(ids), device=ids.device)[None], 0
+        cache, positions = DynamicCache(config=paged.config), torch.arange(len(ids), device=ids.device)[None]
         with mode:
             plain = paged.by_itself(ids, positions[0]).float()
         with evaluating(model), mode:
-            for end in ends:
+            for end in range(len(ids) - STEPS, len(ids) + 1):
                 mask = torch.ones(1, end, dtype=torch.int64, device=ids.device)
                 out = model(input_ids=ids[None, seen:end], position_ids=positions[:, seen:end], attention_mask=mask,
                             past_key_values=cache, use_cache=True)
-                if cache.get_seq_length() != end:
-                    return  # it has none, or one of its own
+                if not cache.get_seq_length():
+                    return None
                 found.append(logits_of(out)[0, -(end - seen):].float())
                 seen = end
     except ChangedWhileTraced:
         raise
     except Exception as error:
         logger.info("packing check: the model does not run with a cache: %s: %s", type(error).__name__, error)
-        return
-    largest = plain.abs().nan_to_num(nan=0.0, posinf=0.0).max().item()
-    gap = (torch.cat(found) - plain).abs().nan_to_num(nan=0.0).max().item()
-    if gap > rounding * largest:
-        raise UnsupportedAttention(
-            f"{type(model).__name__} computes something else where it has a KV cache: the logits of {len(ids)} tokens differ "
-            f"by {gap / largest:.2g} of the largest from those without one. A forward, hook or wrapper of your own asks for it "
-            "or for what comes with it; quire computes as without a cache. Do the same in both cases.")
+        return None
+    return plain, torch.cat(found)

@@ -39,7 +39,7 @@ from quire.attn_ops.kv_cache import Layout, PagedKVCache, pages_for
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, KVScales
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step
-from quire.graph_runner.own_cache import check_own_cache
+from quire.graph_runner.own_cache import both_ways
 from quire.graph_runner.step_buffers import BatchShape
 from quire.passes.capture.evaluating import ChangedWhileTraced
 from quire.passes.capture.in_float32 import EXACT, HALVES, InFloat32, exact_products
@@ -190,8 +190,7 @@ def _check_in_float32(paged: PagedModel, step_of: Callable[..., tuple[Step, torc
         plain, found = _check_own_positions(paged, first, own), None
         if plain is not None:
             tokens = torch.cat([ids.first, ids.second, ids.changed])[:most].to(first.device)
-            coarse = own.kept or quantized
-            check_own_cache(paged, tokens, own, _ROUNDING_OF_HALVES if coarse else _ROUNDING[torch.float32])
+            _check_own_cache(paged, tokens, own, quantized)
         try:
             found = _compare(run, ids, routed, rounding) if graph else None
         except (UnsupportedAttention, ChangedWhileTraced):
@@ -308,6 +307,21 @@ def _check_own_positions(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) 
                 f"{most / max(_largest(own), 1e-30):.2g} of the largest from those without position_ids. quire gives a model "
                 "the positions of each token in its sequence, from 0.")
     return plain
+
+
+def _check_own_cache(paged: PagedModel, ids: torch.Tensor, mode: InFloat32, quantized: bool) -> None:
+    """Refuse a model with code of the user's that computes something else where there is a KV cache."""
+    if (found := both_ways(paged, ids, mode)) is None:
+        return
+    plain, cached = found
+    limit = (_ROUNDING_OF_HALVES if mode.kept or quantized else _ROUNDING[torch.float32]) * _largest(plain)
+    most = _gap(cached, plain).max().item()
+    if most > limit:
+        raise UnsupportedAttention(
+            f"{type(paged.model).__name__} computes something else where it has a KV cache: the logits of {len(ids)} tokens "
+            f"differ by {most / max(_largest(plain), 1e-30):.2g} of the largest from those without one. A forward, hook or "
+            "wrapper of your own asks for it or for what comes with it; quire computes as without a cache. Do the same in both "
+            "cases.")
 
 
 def _check_one_token(paged: PagedModel, ids: torch.Tensor, plain: torch.Tensor, mode: InFloat32) -> None:

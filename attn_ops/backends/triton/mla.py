@@ -70,7 +70,7 @@ def config(rank: int, itemsize: int, heads: int, num_tokens: int, num_reqs: int,
            ) -> MlaConfig:
     """The parameters. 32 latent vectors of 512+64 in bf16 are 36 KiB of shared memory. Compiled for an H200, 64 rows take 145
     of its 227 KiB, and 16 rows less than half of it: one or two programs fit on a multiprocessor. Of codes, 64 rows spill a
-    twentieth of the loop, and 16 rows a hundredth with 64 vectors, which take up to 7 % longer than 32 there."""
+    twentieth of the loop, and 16 rows a hundredth with 64 vectors, so that they keep 32."""
     sms = host.num_sms(device)
     if itemsize == 4:
         block_m, block_n, warps, stages = 16, 16, 8, 1
