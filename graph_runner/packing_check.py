@@ -314,9 +314,9 @@ def _check_own_cache(paged: PagedModel, ids: torch.Tensor, mode: InFloat32, quan
     if (found := both_ways(paged, ids, mode)) is None:
         return
     plain, cached = found
-    limit = (_ROUNDING_OF_HALVES if mode.kept or quantized else _ROUNDING[torch.float32]) * _largest(plain)
+    rounding = _ROUNDING_OF_HALVES if mode.kept or quantized else _ROUNDING[torch.float32]
     most = _gap(cached, plain).max().item()
-    if not most <= limit:
+    if most > rounding * _largest(plain):
         raise UnsupportedAttention(
             f"{type(paged.model).__name__} computes something else where it has a KV cache: the logits of {len(ids)} tokens "
             f"differ by {most / max(_largest(plain), 1e-30):.2g} of the largest from those without one. A forward, hook or "
