@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,10 +21,11 @@ from quire.passes.capture.followed import names_of
 from quire.passes.capture.reads import is_code_of
 
 # Arguments of ``generate`` beside the generation config: those that ``understand`` reads, those that transformers makes
-# processors and criteria of, and those without effect on the result.
+# processors and criteria of, and those without effect on the result. ``output_...``: read with the config, or for training.
 _READ = frozenset(("input_ids", "inputs", "attention_mask", "position_ids", "generation_config", "streamer", "synced_gpus"))
 _MAKE_PROCESSORS = frozenset(("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"))
-_NO_EFFECT = frozenset(("tokenizer", "negative_prompt_ids", "negative_prompt_attention_mask"))  # beside their option
+_NO_EFFECT = frozenset(("tokenizer", "negative_prompt_ids", "negative_prompt_attention_mask",  # beside their option
+                        "output_attentions", "output_hidden_states", "output_router_logits"))
 # transformers' classes that the engine's sampling stands for.
 _STOOD_FOR = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "MaxLengthCriteria",
               "EosTokenCriteria", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor")
@@ -91,14 +93,16 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
     own, base = model.generation_config, given.get("generation_config")
     try:
         config, rest = model._prepare_generation_config(base, **{k: v for k, v in kwargs.items() if k not in _READ})
-        other = sorted(k for k, v in rest.items() if v is not None and k not in _MAKE_PROCESSORS | _NO_EFFECT
-                       and not k.startswith("output_"))
-        if other:
+        if other := sorted(k for k, v in rest.items() if v is not None and k not in _MAKE_PROCESSORS | _NO_EFFECT):
             return f"quire does not have the arguments {other}"
         odd = any(not _of_integers(getattr(config, name, None)) for name in _INTEGERS)
         if not odd and all(v is None for v in (given.get("max_length"), getattr(base, "max_length", None), own.max_length)):
-            config.max_length = None  # 20 by default, which counts new tokens, and not those of the prompt
+            # 20 by default, which counts new tokens, and not those of the prompt; but no more than there are positions
+            config.max_length = min(ids.shape[1] + 20, getattr(model.config, "max_position_embeddings", None) or sys.maxsize)
+        if config.top_k is None:
+            config.top_k = 0  # asked for: what nobody said is 50 by now
         params, names = (None, options_beyond(config)) if odd else from_generation_config(config, ids.shape[1])
+        eos = [] if config.eos_token_id is None else torch.as_tensor(config.eos_token_id).flatten().tolist()
     except (TypeError, ValueError) as error:
         return str(error)
     if config.cache_implementation == "paged":
@@ -107,10 +111,9 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
         return f"quire does not have {', '.join(refused)}"
     if "num_beams" in names and "streamer" in given:
         return "beams have no tokens to stream before the search ends"
-    mask, pad, eos = given.get("attention_mask"), config.pad_token_id, config.eos_token_id
+    mask, pad = given.get("attention_mask"), config.pad_token_id
     if mask is not None and mask.shape != ids.shape:
         return f"the attention_mask has shape {tuple(mask.shape)}, the ids {tuple(ids.shape)}"
-    eos = [] if eos is None or odd else [eos] if isinstance(eos, int) else [int(e) for e in eos]
     if mask is None and pad is not None and pad not in eos and bool((ids == pad).any()):
         mask = ids != pad  # transformers infers the mask so
     keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()

@@ -7,6 +7,7 @@ import copy
 import functools
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -125,6 +126,10 @@ def test_generation_config(no_warnings, plain, model, batch) -> None:
     assert same(plain, model, ids, max_new_tokens=150, eos_token_id=None).shape[1] == ids.shape[1] + 150
     assert same(plain, model, ids, generation_config=GenerationConfig(eos_token_id=12), max_new_tokens=NEW)[0, -1] == 12
     assert model.generation_config.max_new_tokens == 256  # untouched
+    wide = {name: nn.functional.pad(x, (1014 - x.shape[1], 0)) for name, x in batch.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using the model-agnostic default")
+        assert same(plain, model, **wide, max_new_tokens=None).shape[1] == 1024  # 20 more, or the model's positions
 
 
 def test_sampling_follows_torch_manual_seed(no_warnings, model, batch) -> None:
@@ -263,6 +268,20 @@ def test_numbers_as_transformers_reads_them(no_warnings, options, plain, model, 
     same(plain, model, **batch, **{"max_new_tokens": 5, **options})
 
 
+def test_an_end_token_behind_a_prompt_is_no_padding(no_warnings, plain, model, batch) -> None:
+    """A turn of a chat ends so; the answer would be to the chat without it."""
+    ids = torch.cat([batch.input_ids[2:], torch.tensor([[0]])], 1)  # which pads, too
+    for options in (dict(max_new_tokens=5, eos_token_id=torch.tensor([0])), dict(max_new_tokens=np.int64(5))):
+        same(plain, model, ids, **options)
+
+
+def test_no_top_k_if_that_is_asked_for(no_warnings, model, batch) -> None:
+    options = dict(max_new_tokens=1, do_sample=True, temperature=100.0)
+    rows = batch.input_ids[2:].repeat(200, 1)
+    assert len(model.generate(rows, **options)[:, -1].unique()) <= 50
+    assert len(model.generate(rows, **options, top_k=None)[:, -1].unique()) > 100
+
+
 def test_other_options_beside_such_numbers(plain, model, batch) -> None:
     """They count as ever."""
     options = dict(max_new_tokens=3, eos_token_id=torch.tensor([12]), output_hidden_states=True, return_dict_in_generate=True)
@@ -302,6 +321,7 @@ def test_an_empty_batch_is_transformers_own_affair(plain, model) -> None:
     (dict(num_return_sequences=2), "because Greedy methods .* do not support `num_return_sequences`"),
     (dict(max_length=3, max_new_tokens=None), "max_length=3 counts the prompt's tokens too"),
     (dict(not_an_argument=3), r"quire does not have the arguments \['not_an_argument'\]"),
+    (dict(output_score=True), r"quire does not have the arguments \['output_score'\]"),
     (dict(do_sample=True, temperature=0.0), "do_sample=True with temperature=0.0; for the likeliest tokens set"),
 ])
 def test_what_transformers_refuses_it_still_refuses(options, message, plain, model, batch, monkeypatch) -> None:
