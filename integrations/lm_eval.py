@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 
 from quire.graph_runner.engine import Engine
@@ -98,8 +99,9 @@ class QuireLM(HFLM):
                 return super().generate_until(requests, disable_tqdm=disable_tqdm)
             prompts.append(ids[0].tolist())
             stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+            seed = None if asked.greedy else int(torch.randint(2**62, ()).item())  # by lm-eval's torch_random_seed
             # HFLM looks for them in texts with special tokens, and returns texts without.
-            params.append(replace(asked, stop=[text for text in (*until, *stop) if text], skip_special_tokens=False))
+            params.append(replace(asked, stop=[text for text in (*until, *stop) if text], skip_special_tokens=False, seed=seed))
             stops.append(until)
         outputs = self.engine.generate(prompts, params, use_tqdm=not disable_tqdm, raise_on_error=True)
         texts = []
@@ -123,7 +125,7 @@ class QuireLM(HFLM):
         """A task's ``options`` for ``count`` new tokens, with the model's generation config where they say nothing, as in its
         ``generate``; None for what a request of an engine does not have."""
         config = copy.deepcopy(getattr(self.model, "generation_config", None)) or GenerationConfig()
-        if any(not hasattr(config, name) for name in options):
+        if "max_length" in options or any(not hasattr(config, name) for name in options):
             return None
         for name, value in options.items():
             setattr(config, name, value)

@@ -38,6 +38,9 @@ def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
     engine, args = engine_of(model), trainer.args
     if engine is None:
         raise ValueError("the trainer's model is not paged; make the trainer with model=quire.paged(model)")
+    if getattr(trainer, "tools", None):
+        raise ValueError("rollout_func renders no tools, and returns no completions after their calls; leave it out, and the "
+                         "trainer's own rollouts are paged, those after calls too")
     more = args.generation_kwargs or {}
     if own := sorted(more.keys() & {"n", "seed", "logprobs", "logprobs_mode"}):
         raise ValueError(f"rollout_func sets {', '.join(own)} itself; leave it out of generation_kwargs")

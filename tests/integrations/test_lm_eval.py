@@ -165,3 +165,18 @@ def test_the_models_generation_config(config, changes) -> None:
     if changes:
         assert expected != texts(hflm)
     assert texts(lambda model: QuireLM(model, load_tokenizer(), **OPTIONS), **config) == expected
+
+
+def test_a_task_that_samples() -> None:
+    """Its texts follow lm-eval's torch_random_seed, on an engine that has served others before; and a max_length counts."""
+    def texts(lm: Any, seed: int = 0, **options: Any) -> list[str]:
+        torch.manual_seed(seed)
+        asked = {"until": ["zzz"], "max_gen_toks": 12, **options}
+        return lm.generate_until([Instance("generate_until", {}, (PROMPTS[0], asked), i) for i in range(2)], disable_tqdm=True)
+
+    lm, sampled = QuireLM(model_of(1), load_tokenizer(), **OPTIONS), dict(do_sample=True, temperature=1.5)
+    first = texts(lm, **sampled)
+    assert first == texts(lm, **sampled) != texts(lm, 1, **sampled) and first[0] != first[1]
+    hflm = HFLM(model_of(1), tokenizer=load_tokenizer(), backend="causal", batch_size=1)
+    assert texts(lm, max_length=9) == texts(hflm, max_length=9) != texts(hflm)
+    lm.close()

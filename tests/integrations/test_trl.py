@@ -150,3 +150,13 @@ def test_a_rollout_of_a_model_that_is_not_paged() -> None:
                               accelerator=SimpleNamespace(unwrap_model=lambda model: model))
     with pytest.raises(ValueError, match="the trainer's model is not paged; make the trainer with model=quire.paged"):
         rollout_func(["a"], trainer)
+
+
+def test_a_rollout_with_tools() -> None:
+    """The policy would never hear of them."""
+    model = quire.paged(load_model(num_layers=1), num_pages=40, max_num_seqs=4, max_model_len=64, cudagraph_capture_sizes=[])
+    trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(unwrap_model=lambda model: model), tools=[share_of_e],
+                              args=SimpleNamespace(generation_kwargs=None))
+    with pytest.raises(ValueError, match="rollout_func renders no tools, .* the trainer's own rollouts are paged"):
+        rollout_func([[{"role": "user", "content": "a"}]], trainer)
+    model.generate.close()
