@@ -12,6 +12,7 @@ import copy
 import logging
 import operator
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -61,7 +62,7 @@ def engine_options(config: Any, num_pages: int | None = None, workload_hints: An
     that ``quire.paged`` was given. ``workload_hints``: by which transformers sizes its cache. Raises ValueError for a field
     that quire does not have."""
     if workload_hints is not None:
-        logger.warning("workload_hints has no effect in quire, which takes its sizes from the continuous_batching_config")
+        logger.info("workload_hints has no effect in quire, which takes its sizes from the continuous_batching_config")
     found: dict[str, Any] = {}
     refused = []
     for field in fields(config):
@@ -112,7 +113,8 @@ class Manager:
         if unlimited and config.max_length is not None:
             logger.warning("max_length=%s has no effect in continuous batching, as in transformers; set max_new_tokens",
                            config.max_length)
-        config.max_new_tokens = 1 if unlimited else config.max_new_tokens
+        config.max_new_tokens = sys.maxsize if unlimited else config.max_new_tokens  # no less than the minimum
+        config.min_length = None  # which counts the prompt's tokens
         params, refused = for_requests(config, 0)
         if params.stop:
             refused.append("stop_strings")
@@ -226,6 +228,10 @@ class Manager:
         if isinstance(input_ids, str):
             raise TypeError(f"add_request and generate_batch take token ids, got the text {input_ids[:40]!r}; tokenize it")
         engine, prompt = self._get_engine(), [int(token) for token in input_ids]
+        config = self.generation_config
+        if config.min_length and config.min_new_tokens is None:
+            most = engine.max_model_len if params.max_tokens is None else params.max_tokens
+            params = replace(params, min_tokens=min(max(config.min_length - len(prompt), 0), most))
         with self._changed:
             if self._stop:  # nothing would run it
                 logger.warning("the manager was stopped and takes no requests until start(): one of %d tokens is dropped",

@@ -143,6 +143,23 @@ def test_repetition_penalty(model, prompts) -> None:
         assert output.generated_tokens != hf_greedy(load_model(num_layers=1), prompt, 9, eos_token_id=0)
 
 
+def test_minimum_lengths(model, prompts) -> None:
+    """As in ``generate``, where min_length counts the prompt; a text that has enough tokens would go on behind its end."""
+    plain, prompt = load_model(num_layers=1), prompts[0]
+    options = dict(max_new_tokens=9, pad_token_id=0, eos_token_id=hf_greedy(plain, prompt, 1)[0])
+    lengths = []
+    for length in (len(prompt) + 3, len(prompt) - 1, 100):
+        config = GenerationConfig(**options, min_length=length)
+        (got,) = model.generate_batch([prompt], config).values()
+        assert got.generated_tokens == plain.generate(torch.tensor([prompt]), config)[0, len(prompt) :].tolist()
+        lengths.append(len(got.generated_tokens))
+    assert lengths[1] == 1 < lengths[0] <= lengths[2] == 9
+    config = GenerationConfig(pad_token_id=0, eos_token_id=options["eos_token_id"], min_new_tokens=3)  # and no maximum
+    (got,) = model.generate_batch([prompt], config).values()
+    want = plain.generate(torch.tensor([prompt]), config, max_new_tokens=200)[0, len(prompt) :].tolist()
+    assert got.generated_tokens == want and 3 <= len(want) < 200
+
+
 @pytest.mark.parametrize(("generation", "config", "message"), [
     (dict(no_repeat_ngram_size=2), {}, "quire does not have no_repeat_ngram_size in continuous batching; model.generate does"),
     (dict(stop_strings=["a"]), {}, "quire does not have stop_strings in continuous batching"),
@@ -175,7 +192,9 @@ def test_what_has_no_effect_is_logged(model, caplog) -> None:
     assert "max_blocks_per_request=3 has no effect" in caplog.text
     model.init_continuous_batching(GenerationConfig(max_length=10))
     assert "max_length=10 has no effect in continuous batching, as in transformers; set max_new_tokens" in caplog.text
-    model.init_continuous_batching(GenerationConfig(**GREEDY), ContinuousBatchingConfig(max_memory_percent=0.5), {"rows": 3})
+    with caplog.at_level("INFO", "quire"):  # no warning: transformers' own generate_batch gives hints in each call
+        config = ContinuousBatchingConfig(max_memory_percent=0.5)
+        model.init_continuous_batching(GenerationConfig(**GREEDY), config, {"rows": 3})
     assert "max_memory_percent=0.5 has no effect in quire, where num_pages is set" in caplog.text
     assert "workload_hints has no effect" in caplog.text
     caplog.clear()
