@@ -107,7 +107,8 @@ def test_torch_native(dtype: torch.dtype) -> None:
                                           ("KV cache float8_e4m3fn", torch.float16)])
 def test_triton(check: str, dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
-    assert not failed(get_backend("triton"), dtype=dtype, only=f"MLA: {check}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert not failed(get_backend("triton"), device=device, dtype=dtype, only=f"MLA: {check}")
 
 
 def broken(change: Callable[[dict[str, Any]], Any]) -> AttentionBackend:

@@ -17,6 +17,7 @@ from quire.attn_ops.ops import tree
 from quire.attn_ops.ops.tree import build_tree_mask, tree_attention, tree_attention_state, tree_positions
 from tests.attn_ops.cases import make_backend, run_check
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the kernel: in Triton's interpreter where there is no GPU
 SITE = AttentionSite(layer=0, num_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=16, dtype=torch.float32, scale=0.25)
 
 
@@ -58,13 +59,13 @@ def test_mask_and_positions() -> None:
 def states(dtype: torch.dtype, group: int, dims: tuple[int, int], softcap: float | None, launcher) -> None:
     generator = torch.Generator().manual_seed(0)
     lens, pad = [5, 0, 40, 1], 3
-    start = torch.tensor([0, *lens]).cumsum(0).int()
+    start = torch.tensor([0, *lens], device=DEVICE).cumsum(0).int()
     tokens = sum(lens) + pad
-    q, k, v = (torch.randn(tokens, heads, dim, generator=generator).to(dtype)
+    q, k, v = (torch.randn(tokens, heads, dim, generator=generator).to(DEVICE, dtype)
                for heads, dim in ((2 * group, dims[0]), (2, dims[0]), (2, dims[1])))
     for x in (q, k, v):
         x[sum(lens):] = math.nan
-    mask = torch.rand(tokens, 40, generator=generator) < 0.4
+    mask = torch.rand(tokens, 40, generator=generator).to(DEVICE) < 0.4
     mask[1] = False  # sees nothing
     out, lse = launcher(q, k, v, start, mask, scale=0.3, softcap=softcap)
     wide = [x.double() for x in (q, k, v)]
@@ -89,9 +90,10 @@ def test_what_a_draft_does_not_see_is_not_read(bad: float, dtype: torch.dtype) -
     """Not even times zero: a draft that overflows spoils the drafts that see it, in the columns where it does."""
     pytest.importorskip("triton")
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(40, heads, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(40, heads, 16, generator=generator).to(DEVICE, dtype) for heads in (4, 2, 2))
     k[3, 1], v[5, 0, 2], v[38, 1, 7] = bad, bad, bad
-    start, mask = torch.tensor([0, 40]).int(), torch.rand(40, 40, generator=generator) < 0.4
+    start = torch.tensor([0, 40], dtype=torch.int32, device=DEVICE)
+    mask = torch.rand(40, 40, generator=generator).to(DEVICE) < 0.4
     mask.fill_diagonal_(True)
     out, lse = tree.tree_attention_state_triton(q, k, v, start, mask, scale=0.3, softcap=None)
     expected, total = tree.tree_attention_state_eager(q, k, v, start, mask, scale=0.3, softcap=None)
