@@ -6,8 +6,12 @@ where there is a cache. ``passes/capture/followed.py`` reads the code for that; 
 
 from __future__ import annotations
 
+import abc
+import functools
 import logging
-from typing import Any
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Generic
 
 import torch
 
@@ -16,20 +20,36 @@ from quire.passes.capture.followed import functions_of, is_known
 from quire.passes.capture.in_float32 import InFloat32
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.capture.results import logits_of
-from quire.passes.verify.sites import text_config
 
 logger = logging.getLogger(__name__)
 STEPS = 3  # of one token each, behind the others
+_BARE = (object, abc.ABC, Generic)
 
 
-def has_users_code(model: torch.nn.Module) -> bool:
-    """Whether a module's class, its forward or a hook may be the user's."""
+def has_users_code(model: torch.nn.Module, asked: Callable[[Any], bool] = lambda held: True) -> bool:
+    """Whether a module's class, its forward, a hook or a function that it holds may be the user's. ``asked``: of hooks, and of
+    forwards on instances, whether they may be."""
     if torch.nn.modules.module._has_any_global_hook():
         return True
     classes = {type(module) for module in model.modules()}
-    return any(not is_known(cls.__module__) for each in classes for cls in each.__mro__ if cls is not object) or any(
+    return any(not is_known(cls.__module__) for each in classes for cls in each.__mro__ if cls not in _BARE) or any(
         functions_of(each.forward) or functions_of(each.__call__) for each in classes) or any(
-        "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        any(map(asked, around_forward(module))) or any(map(functions_of, functions_held(module))) for module in model.modules())
+
+
+def around_forward(module: torch.nn.Module) -> Iterator[Any]:
+    """The hooks of a module, and the forward in the place of its class's."""
+    yield from module._forward_pre_hooks.values()
+    yield from module._forward_hooks.values()
+    if "forward" in vars(module):
+        yield vars(module)["forward"]
+
+
+def functions_held(module: torch.nn.Module) -> Iterator[Any]:
+    """The functions among a module's attributes: an activation, say."""
+    for held in vars(module).values():
+        if isinstance(held, (types.FunctionType, types.MethodType, functools.partial)):
+            yield held
 
 
 @torch.no_grad()
@@ -37,28 +57,37 @@ def both_ways(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) -> tuple[to
     """Logits (T, V) of the model's own forward of ids (T,), without a cache and with one. None: no code of the user's is in it,
     it does not run so, or it leaves the cache empty, and is served as it is without one."""
     model: Any = paged.model
-    if paged.config is None or getattr(text_config(paged.config), "use_cache", True) is False or len(ids) <= STEPS \
-            or not has_users_code(model):
+    if paged.config is None or len(ids) <= STEPS or not has_users_code(model):
         return None
-    found, seen = list[torch.Tensor](), 0
     try:
-        from transformers import DynamicCache
-
-        cache, positions = DynamicCache(config=paged.config), torch.arange(len(ids), device=ids.device)[None]
         with mode:
-            plain = paged.by_itself(ids, positions[0]).float()
+            plain = paged.by_itself(ids, torch.arange(len(ids), device=ids.device)).float()
         with evaluating(model), mode:
-            for end in range(len(ids) - STEPS, len(ids) + 1):
-                mask = torch.ones(1, end, dtype=torch.int64, device=ids.device)
-                out = model(input_ids=ids[None, seen:end], position_ids=positions[:, seen:end], attention_mask=mask,
-                            past_key_values=cache, use_cache=True)
-                if not cache.get_seq_length():
-                    return None
-                found.append(logits_of(out)[0, -(end - seen):].float())
-                seen = end
+            found = logits_with_cache(model, ids, STEPS)
     except ChangedWhileTraced:
         raise
     except Exception as error:
         logger.info("packing check: the model does not run with a cache: %s: %s", type(error).__name__, error)
         return None
-    return plain, torch.cat(found)
+    return None if len(found) <= STEPS else (plain, torch.cat(found).float())
+
+
+def logits_with_cache(model: Any, ids: torch.Tensor, steps: int) -> list[torch.Tensor]:
+    """Logits (T, V) of the model's own forward of ids (T,), for each of its calls with one cache: of all tokens but the last
+    ``steps``, and of each of these; NaN where a call has emptied the cache. The first call alone, if it leaves it empty. Raises
+    what the forward raises."""
+    from transformers import DynamicCache
+
+    cache, positions = DynamicCache(config=model.config), torch.arange(len(ids), device=ids.device)[None]
+    found, seen = list[torch.Tensor](), 0
+    for end in range(len(ids) - steps, len(ids) + 1):
+        mask = torch.ones(1, end, dtype=torch.int64, device=ids.device)
+        out = model(input_ids=ids[None, seen:end], position_ids=positions[:, seen:end], attention_mask=mask,
+                    past_key_values=cache, use_cache=True)
+        found.append(logits_of(out)[0, -(end - seen):])
+        if not cache.get_seq_length():
+            if not seen:
+                break
+            found[-1] = torch.full_like(found[-1], float("nan"))
+        seen = end
+    return found

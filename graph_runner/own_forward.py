@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from quire.passes.capture.followed import CACHE, functions_of, names_in, reached, reads_of
+from quire.graph_runner.own_cache import around_forward, functions_held
+from quire.passes.capture.followed import CACHE, functions_of, is_known, names_in, reached, reads_of
 from quire.passes.capture.four_bit import only_packs
 from quire.passes.capture.wrapped_parts import reader_around_parts
 
@@ -52,8 +54,9 @@ def training_difference(model: torch.nn.Module) -> str | None:
     """
     if not any(module.training for module in model.modules()):
         return None
+    everywhere = (*torch_module._global_forward_pre_hooks.values(), *torch_module._global_forward_hooks.values())
     for name, module in model.named_modules():
-        for around in (*module._forward_pre_hooks.values(), *module._forward_hooks.values(), vars(module).get("forward")):
+        for around in (*around_forward(module), *functions_held(module), *everywhere):
             for function, owner in functions_of(around):  # which may ask for another module's mode
                 if (asking := _asking(function, owner)) is not None and not _excused(asking, module):
                     return f"{asking.where} asks whether it is in training mode"
@@ -81,12 +84,15 @@ def training_difference(model: torch.nn.Module) -> str | None:
 
 def _active(holder: Any) -> str | None:
     for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
-        if not any(part in name for part in _ACTS) or name.startswith(_OTHER_HEADS):
-            continue
-        for rate in _numbers(value):
+        for rate in _numbers(value) if _may_act(name) else ():
             if rate > 0:
                 return f"{name} is {rate}"
     return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_act(name: str) -> bool:
+    return any(part in name for part in _ACTS) and not name.startswith(_OTHER_HEADS)
 
 
 def _numbers(value: Any) -> list[float]:
@@ -116,8 +122,9 @@ def _excused(asking: _Asking, module: torch.nn.Module) -> bool:
     if any(part in name for name in asking.names if name.isidentifier() for part in _KNOWN):
         return True
     holders = (module, getattr(module, "config", None))
-    return any(_numbers(getattr(holder, name)) for name in asking.attributes if any(part in name for part in _ACTS)
-               for holder in holders if hasattr(holder, name))
+    rates = [_numbers(getattr(holder, name)) for name in asking.attributes if any(part in name for part in _ACTS)
+             for holder in holders if hasattr(holder, name)]
+    return any(rates) and not any(rate > 0 for each in rates for rate in each)  # of a class or a property, too
 
 
 @functools.lru_cache(maxsize=1024)
@@ -130,13 +137,29 @@ def _asks(cls: type) -> tuple[_Asking, ...]:
                 or base.__module__ == "transformers.modeling_utils":
             continue
         for name, method in vars(base).items():
-            plain = getattr(method, "__wrapped__", method)
-            if name in ("train", "eval", "__init__") or not isinstance(plain, types.FunctionType):
+            if name in ("train", "eval", "__init__"):
                 continue
-            asking = _asking(plain, None)
-            if asking is not None and not (isinstance(method, types.FunctionType) and only_packs(method)):
-                found.append(asking._replace(where=f"{base.__qualname__}.{name}"))
+            for plain in _functions_in(method):
+                asking = _asking(plain, None)
+                if asking is not None and not (isinstance(method, types.FunctionType) and only_packs(method)):
+                    found.append(asking._replace(where=f"{base.__qualname__}.{name}"))
     return tuple(found)
+
+
+def _functions_in(method: Any) -> Iterator[types.FunctionType]:
+    """The functions of a class's attribute: of a method, a property, and the user's that wrap one."""
+    if isinstance(method, property):
+        for part in (method.fget, method.fset):
+            yield from _functions_in(part)
+        return
+    held = getattr(method, "func", getattr(method, "__func__", method))  # of a cached_property, a staticmethod
+    seen = set[int]()
+    while held is not None and id(held) not in seen:
+        seen.add(id(held))
+        wrapped = getattr(held, "__wrapped__", None)
+        if isinstance(held, types.FunctionType) and (wrapped is None or not is_known(held.__globals__.get("__name__"))):
+            yield held
+        held = wrapped
 
 
 def _asking(function: types.FunctionType, owner: Any) -> _Asking | None:
@@ -146,6 +169,14 @@ def _asking(function: types.FunctionType, owner: Any) -> _Asking | None:
         if "training" in names:
             return _Asking(each.__qualname__, frozenset(names), frozenset(_attributes(each.__code__)))
     return None
+
+
+def asks_for_mode(function: types.FunctionType, owner: Any) -> str | None:
+    """The name of a function that asks for ``training`` for what is no rate that it may have been given."""
+    asking = _asking(function, owner)
+    if asking is None or any(part in name for name in asking.names for part in (*_KNOWN, *_ACTS)):
+        return None
+    return asking.where
 
 
 def _attributes(code: types.CodeType) -> Iterator[str]:

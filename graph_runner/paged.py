@@ -32,7 +32,8 @@ from quire.graph_runner.continuous import Manager, engine_options
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.hf_generate import Job, own_method, prompts_of, understand
 from quire.graph_runner.on_instance import SAMPLING, OnInstance, OwnCopies, restore_attribute, set_own_copies
-from quire.graph_runner.paged_forward import PagedForward
+from quire.graph_runner.own_training import differs_in_training
+from quire.graph_runner.paged_forward import PagedForward, own_forward
 from quire.graph_runner.whole_logits import difference, limits_of, whole_logits
 from quire.passes.backend import QuireBackend
 from quire.passes.capture.errors import unwrapped
@@ -186,6 +187,8 @@ class PagedGenerate(OnInstance):
         call = understand(self.model, given, self._original, getattr(forward, "original", forward), lambda: self.engine)
         if isinstance(call, str):
             return self._fall_back(call, args, kwargs)
+        if (differs := self._in_training(given.get("inputs", given.get("input_ids")))) is not None:
+            return self._fall_back(differs, args, kwargs)
         if call.note is not None:
             self._warn(call.note)
         if call.job is not None:
@@ -194,6 +197,15 @@ class PagedGenerate(OnInstance):
             if call.instead is None:
                 return self._plain(*args, **kwargs)
             return _with_prompts(self._plain(**call.instead), given.get("inputs", given.get("input_ids")))
+
+    def _in_training(self, ids: torch.Tensor) -> str | None:
+        """Why the model in training mode gives something else, by running it (``own_training.py``); None: it does not."""
+        if not any(module.training for module in self.model.modules()):
+            return None
+        engine = self.engine
+        with engine.lock.hold(), own_forward(self.model):  # no other thread sees the modes meanwhile
+            found = differs_in_training(self.model, ids, engine.runner.paged.reads.values())
+        return None if found is None else f"the model is in training mode, and {found} (paged: after model.eval())"
 
     def _warn(self, message: str, stacklevel: int = 3) -> None:
         if message not in self.warned:
@@ -261,6 +273,8 @@ class PagedGenerate(OnInstance):
                 ids, engine = given["input_ids"], self.engine
             except (RuntimeError, ValueError) as error:  # the plain forward needs none
                 why = self._unserved = str(error)
+        if why is None:
+            why = self._in_training(ids)
         if why is None and (why := limits_of(engine, ids)) is None:
             try:
                 return whole_logits(engine, ids)

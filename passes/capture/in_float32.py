@@ -60,7 +60,7 @@ class InFloat32(TorchDispatchMode):
             return NotImplemented  # it takes itself apart, and its parts come here
         if func is sample_tokens_op:
             return args[0].new_zeros(len(args[0]), dtype=torch.int64)
-        if _is_view(func) or func in _MOVES or any(_is_half(t) for t in _written(func, args, kwargs)):
+        if _is_view(func) or func in _MOVES or any(_is_half(t) for t in written(func, args, kwargs)):
             out = func(*args, **kwargs)
             return out if _is_view(func) else _map(_widened, out)
         wide_args, wide_kwargs = _map(_widened, (args, kwargs))
@@ -124,7 +124,7 @@ def _is_view(func: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
     for at, name in _writes(func):
         given = args[at] if at < len(args) else kwargs.get(name)
         yield from given if isinstance(given, (list, tuple)) else (given,)

@@ -113,6 +113,10 @@ SECTIONS = {
             "passes/verify/test_lengths::test_uncompiled_steps_are_refused")),
         Row("code of a user's that does something else with a KV cache, in ways that reading does not show", "refused by the "
             "trial", ("graph_runner/test_own_cache::test_what_differs_with_a_cache_is_refused",)),
+        Row("`generate` in training mode, in which code of a user's does something else", "falls back, by reading or a trial", (
+            "graph_runner/test_own_forward::test_training_mode_that_changes_something",
+            "graph_runner/test_own_training::test_what_differs_in_training_mode",
+            "graph_runner/test_own_training::test_generate_in_training_mode")),
         Row("a path of its own for one token", "refused by the trial", (
             "graph_runner/test_packing_check::test_another_path_for_one_token",)),
         Row("longrope into a buffer of another dtype; by another sum", "exact; refused", (

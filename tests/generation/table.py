@@ -190,11 +190,12 @@ def page() -> str:
         "logits processors and stopping criteria that transformers makes. The whole batch must then fit in the engine at once.",
         "Rows with equal prompts share the prompt's pages; beams share all pages that they have in common, and only a partial",
         "last page is copied.", "",
-        "These calls always fall back: a model in training mode with dropout, `torch.autocast`, a model class with generation",
-        "methods of its own or a forward that reads the mask or the cache, hooks and forwards around its parts that do,",
-        "embeddings as input, sequences longer than the engine's `max_model_len`, and those that grow past longrope's",
-        "`original_max_position_embeddings`, but for classes that compute them again there, as Phi-3's does. They run in the",
-        "model's own dtype, also where the engine has another one (`quire.paged(model, dtype=...)`).", "",
+        "These calls always fall back: a model in training mode with dropout or code of yours that computes otherwise then,",
+        "`torch.autocast`, a model class with generation methods of its own or a forward that reads the mask or the cache,",
+        "hooks and forwards around its parts that do, embeddings as input, sequences longer than the engine's",
+        "`max_model_len`, and those that grow past longrope's `original_max_position_embeddings`, but for classes that",
+        "compute them again there, as Phi-3's does. They run in the model's own dtype, also where the engine has another one",
+        "(`quire.paged(model, dtype=...)`).", "",
         f"Of {len(rows)} fields {share:.0%} are *same*. Of these, {sum(row.acts for row in rows)} change the result of a call",
         "by themselves, and are tested with values that do; the others concern speed, memory, or other fields.", ""]
     for title, table in (("Fields of GenerationConfig", FIELDS), ("Arguments of generate", ARGUMENTS)):

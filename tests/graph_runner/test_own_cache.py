@@ -69,7 +69,15 @@ def by_the_output() -> nn.Module:
     return llama(OfTheOutput)
 
 
-@pytest.mark.parametrize("make", [by_a_call_that_is_inherited, by_position, by_the_output])
+def with_the_config_of_a_trainer() -> nn.Module:
+    """``generate`` caches whatever the model's config says: it has a config of its own."""
+    model = by_a_call_that_is_inherited()
+    model.config.use_cache = False
+    assert model.generation_config.use_cache
+    return model
+
+
+@pytest.mark.parametrize("make", [by_a_call_that_is_inherited, by_position, by_the_output, with_the_config_of_a_trainer])
 def test_what_differs_with_a_cache_is_refused(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(quire.UnsupportedAttention, match="something else where it has a KV cache"):
         quire.Engine(make(), **SERVED)

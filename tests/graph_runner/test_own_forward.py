@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,39 @@ class Rated(LlamaMLP):
         return super().forward(F.dropout(x, self.dropout, self.training))
 
 
+class OfTheClass(Rated):
+    dropout = 0.5
+
+
+class ByAProperty(Rated):
+    @property
+    def dropout(self) -> float:  # type: ignore[override]
+        return 0.5
+
+
+class Asked(LlamaMLP):
+    @property
+    def scale(self) -> int:
+        return 3 if self.training else 1
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * self.scale
+
+
+def tripled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(self: Any, x: Any) -> Any:
+        return forward(self, x) * (3 if self.training else 1)
+
+    return run
+
+
+class Wrapped(LlamaMLP):
+    @tripled
+    def forward(self, x: Any) -> Any:
+        return super().forward(x)
+
+
 def is_a(cls: type) -> Callable[[Any], Any]:
     return lambda model: setattr(mlp(model), "__class__", cls)
 
@@ -75,6 +109,10 @@ DIFFER: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a rate in the code": (is_a(Literal), "Literal.forward asks"),
     "a rate of another name": (is_a(OfAnotherName), "OfAnotherName.forward asks"),
     "a variable": (is_a(Noisy), "Noisy.forward asks"),
+    "a rate of the class": (is_a(OfTheClass), "Rated.forward asks"),
+    "a rate by a property": (is_a(ByAProperty), "Rated.forward asks"),
+    "a property": (is_a(Asked), "Asked.scale asks"),
+    "a wrapper": (is_a(Wrapped), "Wrapped.forward asks"),
     "a hook": (hooked, "<lambda> asks"),
     "an instance": (on_the_instance, "<lambda> asks"),
     "NEFTune": (with_noise_at_the_embedding, "model.embed_tokens.neftune_noise_alpha is 5.0"),
