@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import functools
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from quire.graph_runner.admission import QueueFull
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 #: Seconds after which ``generate`` shows a progress bar on a terminal.
 BAR_AFTER = 2.0
 _ADDED_AT_ONCE = 64  # prompts under one hold of the lock: each hold sets a signal handler, and other threads wait meanwhile
-_SCORING = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_eos=True)
+_SCORING = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_eos=True, logprobs=0)
 
 
 @dataclass(frozen=True)
@@ -307,7 +308,8 @@ class EngineCalls:
               ) -> list[Score]:
         """Log probabilities of given continuations, one for each prompt; nothing is generated.
 
-        The LM head runs on the continuations' tokens only. Prompts that begin equally are computed once.
+        The LM head runs on the continuations' tokens only. Prompts that begin equally are computed once. The last token of a
+        continuation is not computed, so that prompt and continuation may have one token more than ``max_model_len``.
 
         Args:
             prompts: as for ``generate``.
@@ -325,15 +327,18 @@ class EngineCalls:
         asks = []
         for prompt, continuation, own in zip(first, second, each_of("adapters", adapter, len(first)), strict=True):
             before, ids = self._joined(prompt, continuation)
-            asks.append(Ask(ids, _SCORING, RequestOptions(score_from=before, adapter=own).check()))
+            if len(ids) > self.limits.max_model_len + 1:
+                raise ValueError(f"prompt and continuation have {len(ids)} tokens, and {self.limits.max_model_len + 1} can be "
+                                 "scored: one more than max_model_len, or than what the model or the KV cache holds")
+            params = replace(_SCORING, trace_decode_token_ids=ids[-1:])  # with the log probability that it has
+            asks.append(Ask(ids[:-1], params, RequestOptions(score_from=before, adapter=own).check()))
         outputs = self._run(asks, True, use_tqdm)
         return [_score(outputs[i], ask.options.score_from or 0) for i, ask in enumerate(asks)]
 
     def _joined(self, prompt: Prompt, continuation: Prompt) -> tuple[int, list[int]]:
         """The number of tokens of the prompt, and the tokens of both."""
-        limits = self.limits
-        ids = functools.partial(token_ids_of, tokenizer=self.tokenizer, vocab_size=limits.vocab_size,
-                                max_model_len=limits.max_model_len)
+        ids = functools.partial(token_ids_of, tokenizer=self.tokenizer, vocab_size=self.limits.vocab_size,
+                                max_model_len=sys.maxsize)
         before = ids(prompt)
         if not isinstance(continuation, str):
             if not len(continuation):
@@ -366,8 +371,8 @@ def _close_after(events: Generator[StreamEvent, None, None], done: asyncio.Futur
 
 
 def _score(output: RequestOutput, start: int) -> Score:
-    found = (output.prompt_logprobs or [])[start:]
-    ids = output.prompt_token_ids[start:]
+    found = [*(output.prompt_logprobs or [])[start:], *(output.logprobs or [])]
+    ids = [*output.prompt_token_ids[start:], *output.token_ids]
     entries = [entry[token] for token, entry in zip(ids, found, strict=True) if entry is not None]
     return Score(ids, [e.logprob for e in entries], [e.rank for e in entries])
 

@@ -340,9 +340,10 @@ def make_requests(ask: Ask, first_id: int, index: int | None, inbox: deque[Strea
     if ask.refused is not None:
         raise ask.refused
     params, options = params_of(ask.params), ask.options.check()
-    ids = token_ids_of(ask.prompt, tokenizer, limits.vocab_size, limits.max_model_len, params.truncate_prompt_tokens)
+    score_from = options.score_from
+    longest = limits.max_model_len + (score_from is not None)  # the token that ends a score is not computed
+    ids = token_ids_of(ask.prompt, tokenizer, limits.vocab_size, longest, params.truncate_prompt_tokens)
     check_logprobs(params, limits)
-    longest, score_from = limits.max_model_len, options.score_from
     if score_from is None:
         score_from = len(ids) if params.prompt_logprobs is None else 1
     _check_scored(ids[score_from:], limits)

@@ -66,7 +66,7 @@ class QuireLM(HFLM):
 
     @property
     def max_length(self) -> int:
-        return min(super().max_length, self.engine.max_model_len - 2)  # HFLM scores one token more than it computes
+        return min(super().max_length, self.engine.max_model_len)
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False,
                               override_bs: int | None = None) -> list[tuple[float, bool]]:

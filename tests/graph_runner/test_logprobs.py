@@ -139,7 +139,7 @@ def test_memory_does_not_grow_with_the_prompt(engine, prompts, monkeypatch) -> N
     assert len(output.prompt_logprobs) == 280 and max(len(r.logits) for r in seen) <= 50 + 8
     seen.clear()
     engine.score(prompts[3], [5, 6, 7])
-    assert [len(r.logits) for r in seen] == [1 + 3]
+    assert [len(r.logits) for r in seen] == [1 + 2]  # that of the last is its row's
 
 
 def test_scores(engine, model, prompts, tokenizer) -> None:
@@ -160,6 +160,21 @@ def test_scores(engine, model, prompts, tokenizer) -> None:
     both = tokenizer(text + more)["input_ids"]
     assert engine.score(text, more)[0].token_ids == both[len(tokenizer(text)["input_ids"]) :]
     assert_idle(engine)
+
+
+def test_scores_up_to_the_models_length(model) -> None:
+    """Windows of a perplexity fill a model, and the last token of each is only asked for. With one token less the perplexity is
+    another than that of other evaluations."""
+    long = [3 + i * 7 % 90 for i in range(65)]
+    with Engine(model, **{**OPTIONS, "max_model_len": 64}) as engine:
+        for at in (1, 40, 64):
+            (score,) = engine.score(long[:at], long[at:])
+            logits = logits_of(model, long[:-1])[at - 1 :].double()
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(long[at:])[:, None])[:, 0]
+            assert score.token_ids == long[at:] and score.logprobs == pytest.approx(expected.tolist(), abs=TOLERANCE)
+        with pytest.raises(ValueError, match="prompt and continuation have 66 tokens, and 65 can be scored: one more than max"):
+            engine.score(long, [5])
+        assert_idle(engine)
 
 
 def test_scores_of_text(engine, tokenizer, monkeypatch) -> None:

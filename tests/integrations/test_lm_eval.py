@@ -19,7 +19,7 @@ from quire.graph_runner.model_runner import ModelRunner
 from quire.integrations.lm_eval import QuireLM
 from tests.tiny import PROMPTS, assert_idle, load_model, load_tokenizer
 
-OPTIONS = dict(num_pages=80, max_num_seqs=8, max_model_len=130, cudagraph_capture_sizes=[])
+OPTIONS = dict(num_pages=80, max_num_seqs=8, max_model_len=128, cudagraph_capture_sizes=[])
 TEXTS = [" ".join(PROMPTS), PROMPTS[3] * 6, "A"]
 
 
