@@ -70,6 +70,7 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
     real = dict(zip(placeholders(gm.graph), inputs, strict=True))
     emitted = len(site_nodes(gm.graph))
 
+    erase_dead(gm.graph, list(gm.graph.nodes))  # a mean of attention weights that nobody reads, say
     raised, refusals = raise_sdpa(gm, {node.name: x for node, x in real.items()})
     erase_dead(gm.graph, list(gm.graph.nodes))
     sites = [site_of(node) for node in site_nodes(gm.graph)]

@@ -35,6 +35,7 @@ from quire.passes.fake_values import compute_value
 from quire.passes.fx import ancestors, constant, erase_dead, evaluate, module_path, sdpa_arguments, symbolic, target_name, value
 from quire.passes.rewrite import raise_written
 from quire.passes.rewrite.einsum_products import multiply_einsums
+from quire.passes.rewrite.in_place_scores import change_scores_out_of_place
 from quire.passes.verify.mask_proof import MaskKind, MaskProver, Refusal
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tupl
     those of the proof, which holds for sequences of up to ``gm.meta["quire_mask_length"]`` tokens (None: any). ``inputs``: real
     tensors of placeholders by node name, for masks made from stored buffers."""
     raised, refusals = 0, {}
+    change_scores_out_of_place(gm.graph)
     multiply_einsums(gm.graph)
     written = {raise_written.insert(each): each for each in raise_written.find(gm.graph)}
     nodes = find_sdpa(gm.graph)

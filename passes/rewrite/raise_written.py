@@ -5,7 +5,8 @@ q and k to that with v: numbers that scale the scores, masks (``+ mask``, ``wher
 a batch of one, softmax over keys, dropout, and casts to dtypes that hold q's numbers, behind softmax v's: others round. Each
 step must have no other reader and change nothing in place. ``insert`` puts a call of F.scaled_dot_product_attention with the
 same result beside the chain; ``raise_sdpa`` proves its mask, and only then puts it in the chain's place. What is not such a
-chain stays as it is, and is refused later: it mixes tokens. Products by torch.einsum are matmul by now: ``einsum_products.py``.
+chain stays as it is, and is refused later: it mixes tokens. Products by torch.einsum are matmul by now, and what could be is
+out of place: ``einsum_products.py``, ``in_place_scores.py``.
 
 The weight of a key that a mask hides is 0 either way: its score is at -inf, or half the least number of the scores' dtype or
 less is added or takes its place, and the query sees a key, itself under every mask that is proven (``verify/mask_proof.py``).

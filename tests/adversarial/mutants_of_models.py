@@ -112,6 +112,11 @@ MUTANTS = [
         ("repeated keys that are changed in place", "test_repeated_keys_are_peeled_and_others_are_not |"
          " adversarial/test_practice::test_attention_is_served[repeated, values scaled in place-decorator]",
          "[-or is_changed(at) or is_changed(data)-]")),
+    *of("passes/rewrite/in_place_scores.py", "tests/passes/rewrite/test_in_place_scores.py::{}",
+        ("scores in place: no older view is read afterwards", "test_the_same_numbers_out_of_place[through_a_view-0]",
+         "outdated = [-name not in changed-]{+False+}"),
+        ("scores in place: the dtype stays", "test_the_same_numbers_out_of_place[in_half-0]",
+         "is_tensor(others[0])[- and torch.result_type(value(x), value(others[0])) == value(x).dtype-])")),
     *of("passes/rewrite/raise_written.py", "tests/passes/rewrite/test_raise_written.py::{}",
         ("written-out attention: softmax over keys", "test_refused[over_queries]",
          "[-and dim in (-1, value(scores).dim() - 1)-]"),
