@@ -93,7 +93,8 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
     own, base = model.generation_config, given.get("generation_config")
     try:
         config, rest = model._prepare_generation_config(base, **{k: v for k, v in kwargs.items() if k not in _READ})
-        if other := sorted(k for k, v in rest.items() if v is not None and k not in _MAKE_PROCESSORS | _NO_EFFECT):
+        if other := sorted(k for k, v in rest.items() if v is not None and k not in _MAKE_PROCESSORS | _NO_EFFECT
+                           and not _all_text(model, k, v, ids)):
             return f"quire does not have the arguments {other}"
         odd = any(not _of_integers(getattr(config, name, None)) for name in _INTEGERS)
         if not odd and all(v is None for v in (given.get("max_length"), getattr(base, "max_length", None), own.max_length)):
@@ -160,6 +161,14 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
     params = replace(params, ignore_eos=True, detokenize=False)  # the end tokens are among the stop_token_ids
     return Served(Job(ids, prompts, params, pad if pad is not None else (eos[0] if eos else 0), streamer,
                       bool(config.return_dict_in_generate)), note)
+
+
+def _all_text(model: Any, name: str, value: Any, ids: torch.Tensor) -> bool:
+    """Whether the argument says that all tokens are text, which processors of images say beside every text."""
+    of_images = name in ("mm_token_type_ids", "moe_mm_token_type_ids") or (
+        name == "token_type_ids" and getattr(model.config, "model_type", None) in ("gemma3", "gemma3n"))  # elsewhere embedded
+    return of_images and name in inspect.signature(type(model).forward).parameters and isinstance(value, torch.Tensor) and (
+        value.shape == ids.shape and not bool(value.any()))
 
 
 def _outgrown(model: Any, engine: Engine, prompts: list[list[int]], most: int | None) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, GenerationMixin
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, GenerationConfig, GenerationMixin
 
 import quire
 from tests.generation.table import ARGUMENTS, DIFFERENT, FALLS_BACK, FIELDS, PAGE, SAME, Recorder, Row, page
@@ -124,3 +124,31 @@ def test_the_pipeline_with_a_chat(models, tokenizer) -> None:
             texts.append([pipe(chat, max_new_tokens=8, do_sample=False),
                           pipe(list(PROMPTS[:2]), max_new_tokens=8, do_sample=False, return_full_text=False)])
     assert texts[0] == texts[1] and texts[0][0][0]["generated_text"][-1]["role"] == "assistant"
+
+
+def test_what_a_processor_of_images_gives_beside_text() -> None:
+    """A chat without an image with Gemma 3, by the lines of its model card."""
+    text = dict(vocab_size=90, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+                num_key_value_heads=2, sliding_window=8, initializer_range=0.5, max_position_embeddings=64)
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+                  patch_size=14)
+    torch.manual_seed(0)
+    plain = Gemma3ForConditionalGeneration(Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=9)).eval()
+    model = quire.paged(copy.deepcopy(plain), num_pages=40, max_num_seqs=4, cudagraph_capture_sizes=[])
+    ids, mask = torch.arange(20, 40).reshape(2, 10), torch.ones(2, 10, dtype=torch.long)
+    mask[0, :3] = 0
+    given = dict(input_ids=ids, attention_mask=mask, token_type_ids=torch.zeros_like(ids), max_new_tokens=8)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*not paged.*")
+        for more in ({}, dict(repetition_penalty=1.3)):
+            assert torch.equal(model.generate(**given, **more), plain.generate(**given, **more))
+    image = torch.zeros_like(ids)
+    image[:, 4:8] = 1
+    with pytest.warns(UserWarning, match=r"quire does not have the arguments \['token_type_ids'\]"):
+        got = model.generate(**given | dict(token_type_ids=image))
+    assert torch.equal(got, plain.generate(**given | dict(token_type_ids=image)))
+    for of in (plain, model):  # which has no images
+        with pytest.raises(ValueError, match="mm_token_type_ids"):
+            of.generate(ids, mm_token_type_ids=torch.zeros_like(ids))
+    model.generate.close()
