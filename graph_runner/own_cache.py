@@ -16,7 +16,7 @@ from typing import Any, Generic
 import torch
 
 from quire.passes.capture.evaluating import ChangedWhileTraced, evaluating
-from quire.passes.capture.followed import functions_of, is_known
+from quire.passes.capture.followed import functions_of, held_by, is_known, reached
 from quire.passes.capture.in_float32 import InFloat32
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.capture.results import logits_of
@@ -50,6 +50,25 @@ def functions_held(module: torch.nn.Module) -> Iterator[Any]:
     for held in vars(module).values():
         if isinstance(held, (types.FunctionType, types.MethodType, functools.partial)):
             yield held
+
+
+def may_be_users(held: Any) -> bool:
+    """Whether a hook, or a forward on an instance, or what it is made of, may be the user's."""
+    if isinstance(held, functools.partial):
+        return any(may_be_users(each) for each in (held.func, *held.args, *held.keywords.values())
+                   if callable(each) and not isinstance(each, (type, torch.nn.Module)))
+    if isinstance(held, (types.FunctionType, types.MethodType)):
+        return bool(functions_of(held))
+    known = held.__module__ if isinstance(held, types.BuiltinFunctionType) else type(held).__module__
+    return not is_known(known) or bool(functions_of(held))
+
+
+def users_around(model: torch.nn.Module) -> list[Any]:
+    """The hooks of modules, and forwards on instances, that may be the user's; and the switches that they may read."""
+    around = [held for module in model.modules() for held in around_forward(module) if may_be_users(held)]
+    read = [held for each in around for first, owner in functions_of(each) for function, its in reached(first, owner)
+            for held in (its, *held_by(function).values()) if not isinstance(held, types.ModuleType)]
+    return around + [x for held in read for x in (held, *getattr(held, "__dict__", {}).values()) if isinstance(x, bool)]
 
 
 @torch.no_grad()

@@ -13,10 +13,8 @@ get is a difference too, and they get back what they held.
 from __future__ import annotations
 
 import contextlib
-import functools
 import pickle
 import random
-import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,10 +22,10 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.graph_runner.own_cache import has_users_code, logits_with_cache
+from quire.graph_runner.own_cache import has_users_code, logits_with_cache, may_be_users
 from quire.graph_runner.own_forward import asks_for_mode, training_difference
 from quire.passes.capture.evaluating import ChangedWhileTraced, evaluating
-from quire.passes.capture.followed import functions_of, is_known
+from quire.passes.capture.followed import functions_of
 from quire.passes.capture.in_float32 import written
 
 _TOKENS = 8  # of the call's first row
@@ -49,7 +47,7 @@ def differs_in_training(model: torch.nn.Module, ids: torch.Tensor, read: Mapping
     for function, owner in functions:
         if (where := asks_for_mode(function, owner)) is not None:
             return f"{where} asks whether it is in training mode"
-    if not functions and not has_users_code(model, _may_be_users):
+    if not functions and not has_users_code(model, may_be_users):
         return None
     if (read_so := training_difference(model)) is not None:  # again: another thread's trial may have set modes before
         return read_so
@@ -82,17 +80,6 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest difference; infinite where one is NaN or infinite alone, and the other is not so."""
     same = (a == b) | (a.isnan() & b.isnan())
     return (a.double() - b.double()).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf")).max().item()
-
-
-def _may_be_users(held: Any) -> bool:
-    """Whether a hook, or a forward on an instance, or what it is made of, may be the user's."""
-    if isinstance(held, functools.partial):
-        return any(_may_be_users(each) for each in (held.func, *held.args, *held.keywords.values())
-                   if callable(each) and not isinstance(each, (type, torch.nn.Module)))
-    if isinstance(held, (types.FunctionType, types.MethodType)):
-        return bool(functions_of(held))
-    known = held.__module__ if isinstance(held, types.BuiltinFunctionType) else type(held).__module__
-    return not is_known(known) or bool(functions_of(held))
 
 
 def _watched(model: torch.nn.Module, row: torch.Tensor) -> list[torch.Tensor] | str:

@@ -30,8 +30,9 @@ from quire.graph_runner import lockstep
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.continuous import Manager, engine_options
 from quire.graph_runner.engine import Engine
-from quire.graph_runner.hf_generate import Job, own_method, prompts_of, understand
+from quire.graph_runner.hf_generate import Job, Served, own_method, prompts_of, understand
 from quire.graph_runner.on_instance import SAMPLING, OnInstance, OwnCopies, restore_attribute, set_own_copies
+from quire.graph_runner.own_cache import users_around
 from quire.graph_runner.own_training import differs_in_training
 from quire.graph_runner.paged_forward import PagedForward, own_forward
 from quire.graph_runner.whole_logits import difference, limits_of, whole_logits
@@ -125,6 +126,7 @@ class PagedGenerate(OnInstance):
         self.warned: set[str] = set()
         self._making = threading.RLock()  # threads that share the model share its engine
         self._unserved: str | None = None  # why no engine can be made of the model
+        self._refused: tuple[list[Any], str] = [], ""  # hooks with which it was not served last, and why
         self._class_generate: Callable[..., Any] = getattr(type(model), "generate")  # noqa: B009
         functools.update_wrapper(self, self._class_generate)
 
@@ -158,8 +160,8 @@ class PagedGenerate(OnInstance):
         return {name: self.__dict__[name] for name in ("model", "_asked", "_options", "_original", "warned")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _engine=None, _unserved=None, warned=set(state["warned"]), _making=threading.RLock(),
-                             _class_generate=type(state["model"]).generate)
+        self.__dict__.update(state, _engine=None, _unserved=None, _refused=([], ""), warned=set(state["warned"]),
+                             _making=threading.RLock(), _class_generate=type(state["model"]).generate)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """The arguments of a call by name; None if they do not fit transformers' generate, which then raises."""
@@ -183,8 +185,18 @@ class PagedGenerate(OnInstance):
         given = self._bound(args, kwargs)
         if given is None:
             return self._fall_back("its arguments do not fit the signature of generate", args, kwargs)
-        forward = vars(self.model).get("forward")
-        call = understand(self.model, given, self._original, getattr(forward, "original", forward), lambda: self.engine)
+        forward, hooks = vars(self.model).get("forward"), users_around(self.model)
+        if hooks and hooks == self._refused[0]:  # without another trace
+            return self._fall_back(self._refused[1], args, kwargs)
+        try:
+            call = understand(self.model, given, self._original, getattr(forward, "original", forward), lambda: self.engine)
+            if hooks and isinstance(call, Served):
+                self._follow(self.engine)
+        except (UnsupportedAttention, RuntimeError) as error:
+            if not hooks or not any(isinstance(e, UnsupportedAttention) for e in (error, error.__cause__)):
+                raise
+            self._refused = hooks, f"the model has hooks, or forwards of its own around parts, and with them {error}"
+            return self._fall_back(self._refused[1], args, kwargs)
         if isinstance(call, str):
             return self._fall_back(call, args, kwargs)
         if (differs := self._in_training(given.get("inputs", given.get("input_ids")))) is not None:
@@ -197,6 +209,12 @@ class PagedGenerate(OnInstance):
             if call.instead is None:
                 return self._plain(*args, **kwargs)
             return _with_prompts(self._plain(**call.instead), given.get("inputs", given.get("input_ids")))
+
+    def _follow(self, engine: Engine) -> None:
+        """Take in now how the model has changed, and not in the next step, whose errors end the call."""
+        with engine.lock.hold():
+            if not (engine._closed or engine.runner.editor.in_processor):
+                engine._follow(everything=True)
 
     def _in_training(self, ids: torch.Tensor) -> str | None:
         """Why the model in training mode gives something else, by running it (``own_training.py``); None: it does not."""

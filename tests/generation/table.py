@@ -171,6 +171,8 @@ ARGUMENTS: dict[str, Row] = {
     "custom_generate": back("the caller's own loop runs", custom_generate=lambda model, input_ids, **kwargs: input_ids),
     "tokenizer": same("for stop_strings and token_healing"),
     "inputs_embeds": back("a prompt is token ids"),
+    "mm_token_type_ids": same("all 0, for text, as processors of images give them; so `token_type_ids` of Gemma 3. Others "
+                              "fall back"),
     "past_key_values": back("the engine's keys and values are in its pages"),
 }
 
@@ -192,10 +194,10 @@ def page() -> str:
         "last page is copied.", "",
         "These calls always fall back: a model in training mode with dropout or code of yours that computes otherwise then,",
         "`torch.autocast`, a model class with generation methods of its own or a forward that reads the mask or the cache,",
-        "hooks and forwards around its parts that do, embeddings as input, sequences longer than the engine's",
-        "`max_model_len`, and those that grow past longrope's `original_max_position_embeddings`, but for classes that",
-        "compute them again there, as Phi-3's does. They run in the model's own dtype, also where the engine has another one",
-        "(`quire.paged(model, dtype=...)`).", "",
+        "hooks and forwards around its parts that do, or that an engine refuses as they record or read values on the host,",
+        "embeddings as input, sequences longer than the engine's `max_model_len`, and those that grow past longrope's",
+        "`original_max_position_embeddings`, but for classes that compute them again there, as Phi-3's does. They run in the",
+        "model's own dtype, also where the engine has another one (`quire.paged(model, dtype=...)`).", "",
         f"Of {len(rows)} fields {share:.0%} are *same*. Of these, {sum(row.acts for row in rows)} change the result of a call",
         "by themselves, and are tested with values that do; the others concern speed, memory, or other fields.", ""]
     for title, table in (("Fields of GenerationConfig", FIELDS), ("Arguments of generate", ARGUMENTS)):

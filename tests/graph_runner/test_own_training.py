@@ -16,8 +16,8 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
 import quire
-from quire.graph_runner.own_cache import has_users_code
-from quire.graph_runner.own_training import _may_be_users, differs_in_training
+from quire.graph_runner.own_cache import has_users_code, may_be_users
+from quire.graph_runner.own_training import differs_in_training
 from tests.tiny import small_llama
 
 IDS = torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
@@ -204,6 +204,6 @@ def test_models_without_code_of_the_users_pay_nothing() -> None:
     peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", r=4))
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable()
-    assert not has_users_code(model, _may_be_users)
+    assert not has_users_code(model, may_be_users)
     model.model.layers[0].register_forward_hook(lambda module, args, out: out)
-    assert has_users_code(model, _may_be_users)
+    assert has_users_code(model, may_be_users)

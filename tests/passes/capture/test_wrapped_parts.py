@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaModel, apply_rotary_pos_emb
 
 import quire
+from quire.graph_runner.live_model import LiveModel
 from quire.graph_runner.own_forward import reads_inputs
 from tests.tiny import small_llama
 
@@ -224,6 +226,51 @@ def test_others_are_served(change: Callable[[Any], Any]) -> None:
     expected = model.generate(IDS, max_new_tokens=6, do_sample=False)
     quire.paged(model, **OPTIONS)
     assert torch.equal(model.generate(IDS, max_new_tokens=6, do_sample=False), expected)
+
+
+class Recorder:
+    """As tools that look into models leave them."""
+
+    def __init__(self, on: bool = True) -> None:
+        self.on, self.seen = on, list[Any]()
+
+    def __call__(self, module: Any, args: Any, out: Any) -> None:
+        if self.on:
+            self.seen.append(out)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_generate_with_a_hook_that_records(first: bool, monkeypatch: Any) -> None:
+    """It falls back while the hook is there and records, with one trace, and has all that it recorded."""
+    model = small_llama(std=0.3, num_hidden_layers=2)
+    run = functools.partial(model.generate, IDS, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    expected = run()
+    quire.paged(model, **OPTIONS)
+    paged = functools.partial(model.generate, IDS, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    if not first:
+        assert torch.equal(paged(), expected)
+    traces = list[Any]()
+    monkeypatch.setattr(LiveModel, "_trace", lambda self, own=LiveModel._trace: traces.append(0) or own(self))
+    recorder = Recorder()
+    hook = model.model.layers[0].register_forward_hook(recorder)
+    with pytest.warns(UserWarning, match="has hooks, .* and with them .*changes what outlives the call: "):
+        assert torch.equal(paged(), expected)
+    assert len(recorder.seen) == 6
+    assert torch.equal(paged(), expected)
+    assert (len(recorder.seen), len(traces)) == (12, 1)
+    recorder.on = False
+    assert torch.equal(paged(), expected)
+    hook.remove()
+    assert torch.equal(paged(), expected)
+    assert (len(recorder.seen), len(traces)) == (12, 3)
+
+
+def test_what_hooks_are_not_to_blame_for_is_an_error() -> None:
+    model = small_llama(std=0.3)
+    model.config._attn_implementation_internal = "unheard of"
+    quire.paged(model, **OPTIONS)
+    with pytest.raises(quire.UnsupportedAttention, match="unheard of"):
+        model.generate(IDS, max_new_tokens=6, do_sample=False)
 
 
 def test_a_shard_of_a_parameter() -> None:
