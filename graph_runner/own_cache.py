@@ -10,7 +10,7 @@ import abc
 import functools
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic
 
 import torch
@@ -64,11 +64,15 @@ def may_be_users(held: Any) -> bool:
 
 
 def users_around(model: torch.nn.Module) -> list[Any]:
-    """The hooks of modules, and forwards on instances, that may be the user's; and the switches that they may read."""
-    around = [held for module in model.modules() for held in around_forward(module) if may_be_users(held)]
-    read = [held for each in around for first, owner in functions_of(each) for function, its in reached(first, owner)
+    """The hooks of modules, and forwards on instances, that may be the user's."""
+    return [held for module in model.modules() for held in around_forward(module) if may_be_users(held)]
+
+
+def switches_of(hooks: Sequence[Any]) -> list[bool]:
+    """What is on or off of all that hooks may read."""
+    read = [held for each in hooks for first, owner in functions_of(each) for function, its in reached(first, owner)
             for held in (its, *held_by(function).values()) if not isinstance(held, types.ModuleType)]
-    return around + [x for held in read for x in (held, *getattr(held, "__dict__", {}).values()) if isinstance(x, bool)]
+    return [x for held in read for x in (held, *getattr(held, "__dict__", {}).values()) if isinstance(x, bool)]
 
 
 @torch.no_grad()

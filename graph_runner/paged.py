@@ -32,7 +32,7 @@ from quire.graph_runner.continuous import Manager, engine_options
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.hf_generate import Job, Served, own_method, prompts_of, understand
 from quire.graph_runner.on_instance import SAMPLING, OnInstance, OwnCopies, restore_attribute, set_own_copies
-from quire.graph_runner.own_cache import users_around
+from quire.graph_runner.own_cache import switches_of, users_around
 from quire.graph_runner.own_training import differs_in_training
 from quire.graph_runner.paged_forward import PagedForward, own_forward
 from quire.graph_runner.whole_logits import difference, limits_of, whole_logits
@@ -186,7 +186,7 @@ class PagedGenerate(OnInstance):
         if given is None:
             return self._fall_back("its arguments do not fit the signature of generate", args, kwargs)
         forward, hooks = vars(self.model).get("forward"), users_around(self.model)
-        if hooks and hooks == self._refused[0]:  # without another trace
+        if self._refused[1] and hooks + switches_of(hooks) == self._refused[0]:  # without another trace
             return self._fall_back(self._refused[1], args, kwargs)
         try:
             call = understand(self.model, given, self._original, getattr(forward, "original", forward), lambda: self.engine)
@@ -195,7 +195,8 @@ class PagedGenerate(OnInstance):
         except (UnsupportedAttention, RuntimeError) as error:
             if not hooks or not any(isinstance(e, UnsupportedAttention) for e in (error, error.__cause__)):
                 raise
-            self._refused = hooks, f"the model has hooks, or forwards of its own around parts, and with them {error}"
+            why = f"the model has hooks, or forwards of its own around parts, and with them {error}"
+            self._refused = hooks + switches_of(hooks), why
             return self._fall_back(self._refused[1], args, kwargs)
         if isinstance(call, str):
             return self._fall_back(call, args, kwargs)
