@@ -222,15 +222,26 @@ def _scaled(found: Written, factor: Any, divides: bool) -> Written | None:
 def _chosen(node: fx.Node, condition: Any, scores: Any, low: Any, holds: bool) -> Written | None:
     """The chain up to ``node``, which puts the number ``low`` in the place of scores where the condition ``holds`` or not. It
     must hide them whatever they are: one that is added to them is a bias, one that replaces them is not."""
-    number = _number(low)
-    if isinstance(low, fx.Node) and (place := _CONSTANTS.get(torch_name(low))) is not None and len(low.args) > place:
-        changed = not value(low).is_floating_point() or any(torch_name(u) not in ("where", "masked_fill") for u in low.users)
-        number = math.nan if changed else _number(low.args[place])
+    number = _filling(low)
     if not is_tensor(condition) or not number <= torch.finfo(value(node).dtype).min / 2:
         return None
     if (found := _then(node, scores)) is not None:
         found.masks.append((value(node).dtype, condition, *((number, 0.0) if holds else (0.0, number))))
     return found
+
+
+def _filling(low: Any) -> float:
+    """``_number`` of what takes the place of scores, which may be a tensor made of it."""
+    if isinstance(low, fx.Node) and (place := _CONSTANTS.get(torch_name(low))) is not None and len(low.args) > place:
+        changed = not value(low).is_floating_point() or any(torch_name(u) not in ("where", "masked_fill") for u in low.users)
+        return math.nan if changed else _number(low.args[place])
+    return _number(low)
+
+
+def filled_with(node: fx.Node) -> float | None:
+    """The number below 0 that a step puts in the place of scores; None if it does nothing of that kind."""
+    name, rest = torch_name(node), node.args[1:]
+    return min((x for x in map(_filling, rest) if x < 0), default=None) if name in ("where", "masked_fill") else None
 
 
 def _product(node: fx.Node, name: str) -> Written | None:

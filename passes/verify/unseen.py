@@ -8,7 +8,7 @@ import re
 from torch import fx
 
 from quire.passes.fx import argument, module_path, target_name, torch_name, value, written_by
-from quire.passes.rewrite.raise_written import stopped_at
+from quire.passes.rewrite.raise_written import filled_with, stopped_at
 
 #: Operations of torch that attend, and the modules that call them.
 _WHOLE = {
@@ -20,6 +20,9 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+), in .*\n *(.*)')
 def unseen(graph: fx.Graph) -> str:
     """Why no attention was found in ``graph``, and what to do."""
     for node in graph.nodes:
+        if node.op == "call_function" and target_name(node) == "flex_attention":
+            return (f"flex_attention ({_place(node)}) attends by functions of the user's, score_mod and mask_mod, which quire "
+                    "does not read. Call F.scaled_dot_product_attention with is_causal=True, or a mask made of position_ids")
         if node.op == "call_function" and target_name(node) in _WHOLE:
             kind = _WHOLE[target_name(node)]
             return (f"{kind} ({_place(node)}) attends in one operation, {target_name(node)}, into which quire does not look. "
@@ -45,6 +48,9 @@ def _step(node: fx.Node) -> str:
         dim = argument(node, 1, "dim")
         last = dim in (-1, value(node).dim() - 1)
         return f"softmax to {value(node).dtype}" if last else f"softmax over dimension {dim} (the keys are the last)"
+    if (low := filled_with(node)) is not None and len(node.users) == 1:
+        return (f"{name} by {low:g}, which a lower score would outweigh (-math.inf hides a key, and so does "
+                f"torch.finfo({value(node).dtype}).min)")
     return name
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.capture.paged_model import PagedModel
@@ -64,7 +65,19 @@ def key_heads(q, k, v, see):
     return (torch.einsum("bhid,bgjd->bhij", q, k) + hidden(see)).softmax(-1) @ v
 
 
+def not_low(q, k, v, see):
+    return (q @ k.mT).masked_fill(~see, -1e9).softmax(-1) @ v
+
+
+def chosen(q, k, v, see):
+    return torch.where(see, q @ k.mT, torch.tensor(-1e4)).softmax(-1) @ v
+
+
+OUTWEIGHED = ", which a lower score would outweigh (-math.inf hides a key, and so does torch.finfo(torch.float32).min)"
+
+
 @pytest.mark.parametrize("attend, step", [
+    (not_low, f"masked_fill by -1e+09{OUTWEIGHED}"), (chosen, f"where by -10000{OUTWEIGHED}"),
     (capped, "tanh"), (over_queries, "softmax over dimension -2 (the keys are the last)"), (one_more, "pad"),
     (rounded, "softmax to torch.bfloat16"), (transposed, "mT"), (read_twice, "softmax, whose result is read 2 times"),
     (linear, "mul"), (key_heads, "einsum")])
@@ -96,6 +109,14 @@ def test_layers_of_torch_are_named(layer: nn.Module, name: str) -> None:
     graph = trace(Tiny(Whole(layer)).eval())
     with pytest.raises(UnsupportedAttention, match=rf"no attention was found: {name} \(layers.0.inner; File .*nn.Linear for q"):
         _ = graph.sites
+
+
+def test_flex_attention_is_named() -> None:
+    def attend(q, k, v, see):
+        return flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: torch.where(i >= j, score, -math.inf))
+
+    with pytest.raises(UnsupportedAttention, match=r"no attention was found: flex_attention \(layers.0; File .* Call F.sca"):
+        _ = trace(Tiny(Written(attend)).eval()).sites
 
 
 def test_a_scale_by_the_length_is_named_and_not_the_mask_behind_it() -> None:
