@@ -199,6 +199,22 @@ class AttentionCapabilities:
 
 
 @dataclass(frozen=True)
+class ExpandedPart:
+    """How a backend attends to MLA's expanded keys and values (``attn_ops/mla_prefill.py``) in steps of another backend.
+
+    Args:
+        takes: (site, device) -> whether its kernels take the heads of a site.
+        rule: (site, name of the other backend) -> the PrefillRule of both (``attn_ops/tuning/prefill.py``), or None.
+        make: (device) -> its state for one engine or step: ``begin()`` -> the ``mla_prefill.Faster`` of a step,
+            ``try_short(site)`` runs a short prompt.
+    """
+
+    takes: Callable[[AttentionSite, torch.device], bool]
+    rule: Callable[[AttentionSite, str], Any]
+    make: Callable[[torch.device], Any]
+
+
+@dataclass(frozen=True)
 class PrefillPart:
     """How a backend serves the prompts of some steps, beside another that serves their decodes and all other steps
     (``attn_ops/long_prefill.py``).
@@ -210,12 +226,14 @@ class PrefillPart:
             batch: their keys and values are stored, and their rows of the result hold anything.
         begin: (sites, device, seconds) -> None: start to compile what ``ready`` will wait for; optional.
         kv_dtypes: quantized caches of layers without a window that it serves by copies of the keys in the queries' dtype.
+        expanded: for MLA layers, which the other backend serves; optional.
     """
 
     ready: Callable[[Sequence[AttentionSite], torch.device, float], str | None]
     make_state: Callable[..., Any]
     begin: Callable[[Sequence[AttentionSite], torch.device, float], None] | None = None
     kv_dtypes: frozenset[torch.dtype] = frozenset()
+    expanded: ExpandedPart | None = None
 
 
 @dataclass(frozen=True)
@@ -312,6 +330,14 @@ class AttentionBackend:
 
     def bytes_beside(self, site: AttentionSite, page_size: int) -> int:
         return 0 if self.page_bytes is None else self.page_bytes(site, page_size)
+
+    def takes_prompts(self, site: AttentionSite, *, device: torch.device, **cache: Any) -> bool:
+        """Whether it may serve the site's prompts beside another backend; of MLA, expanded keys and values, whatever the cache
+        is. ``cache``: arguments of ``AttentionCapabilities.reasons_against``."""
+        if site.latent is None:
+            return not self.capabilities.reasons_against(site, device=device, **cache)
+        expanded = None if self.prefill is None else self.prefill.expanded
+        return expanded is not None and expanded.takes(site, device)
 
     def prepared(self, *tables: Any) -> list[Tensor]:
         """What ``prepare`` makes of the tables and the page size; [] without it."""

@@ -9,7 +9,8 @@ PLAN_US;
   them compiled while it starts, in other processes and for a limited time; nothing is compiled in a step.
 
 Sequences of one token at the head of such a step (decodes) stay with REST where it takes a part of a batch. Without times, or
-without PREFILL's package, all steps are REST's.
+without PREFILL's package, all steps are REST's. Of MLA layers REST serves every step, and PREFILL may attend to the keys and
+values that REST expands (``ExpandedPart``).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from quire.attn_ops.composite import Composite, CompositeCapabilities, check_eve
 from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.mla_prefill import FASTER
 from quire.attn_ops.ops.rope import rope_kv_write
 from quire.attn_ops.step import Step, StepLimits, current_step, running
 from quire.attn_ops.tuning import prefill as tuning
@@ -46,7 +48,7 @@ FAILURES = 3  # steps in a row whose planning fails, after which no further one 
 def kind_of(site: AttentionSite) -> Kind:
     """What the op sees of a site."""
     return (site.num_heads, site.num_kv_heads, site.head_dim, site.head_dim_v, site.dtype, site.scale, site.window,
-            site.softcap, site.chunk, site.sinks)
+            site.softcap, site.chunk, site.sinks, site.latent)
 
 
 @dataclass
@@ -61,6 +63,7 @@ class State:
         starts: address of the batch's query_start_loc: a layer may run on a part of the batch.
         failures: steps in a row whose planning failed, but for those that were too large.
         prepared: what REST prepared for the decodes, by the address of their block table.
+        expanded: PREFILL's, for MLA layers that it may serve.
     """
 
     parts: dict[str, Any]
@@ -73,6 +76,7 @@ class State:
     failures: int = 0
     prepared: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     step: weakref.ref[Step] | None = None
+    expanded: Any = None
 
     def prompts(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The part of a batch that PREFILL would serve."""
@@ -132,7 +136,7 @@ class LongPrefill(Composite):
             return []
         if self._copies(cache.get("kv_dtype")):
             sites, cache = [s for s in sites if s.window is None], {**cache, "kv_dtype": None}
-        return [s for s in sites if not self.prefill.capabilities.reasons_against(s, device=device, **cache)]
+        return [s for s in sites if self.prefill.takes_prompts(s, device=device, **cache)]
 
     def _copies(self, kv_dtype: torch.dtype | None) -> bool:
         """Whether PREFILL reads such a cache by copies in the dtype of the queries."""
@@ -156,6 +160,10 @@ class LongPrefill(Composite):
         return why
 
     def _try(self, site: AttentionSite, device: torch.device) -> None:
+        if site.latent is not None:
+            with torch.no_grad():
+                self._make_expanded(device).try_short(site)
+            return
         cache = PagedKVCache.for_sites([site], num_pages=2, page_size=16, device=device)
         metadata = CommonAttentionMetadata.build([2], [2], [[1]], page_size=16, device=device)
         step = Step(cache, metadata, attention=self.prefill)
@@ -199,8 +207,17 @@ class LongPrefill(Composite):
         if why := self.ready(sites, cache.device):
             self._give_up(state, why)
             return False
-        self._make_prefill(state.parts, [s for s in sites if kind_of(s) in state.rules], cache, limits)
+        served = [s for s in sites if kind_of(s) in state.rules]
+        if dense := [s for s in served if s.latent is None]:
+            self._make_prefill(state.parts, dense, cache, limits)
+        if len(dense) < len(served):
+            state.expanded = self._make_expanded(cache.device)
         return True
+
+    def _make_expanded(self, device: torch.device) -> Any:
+        part = self.prefill.prefill
+        assert part is not None and part.expanded is not None
+        return part.expanded.make(device)
 
     def _make_prefill(self, states: dict[str, Any], sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits
                       ) -> None:
@@ -238,13 +255,16 @@ class LongPrefill(Composite):
         if not serving or not self._complete(state):
             return
         step.states.update(state.parts)
-        if self.prefill.plan is not None:
+        dense = any(state.rules[kind][0].latent is None for kind in serving)
+        if self.prefill.plan is not None and dense:
             try:
                 self.prefill.plan(metadata, step)
             except Exception as error:  # nothing has run yet: REST can serve the step
                 self._failed_plan(state, error)
                 return
         state.failures = 0
+        if any(state.rules[kind][0].latent is not None for kind in serving):
+            step.notes[FASTER] = state.expanded.begin()
         state.serving, state.decodes = serving, leading_ones(query_lens) if state.split else 0
         state.starts, state.step = metadata.query_start_loc.data_ptr(), weakref.ref(step)
 
@@ -256,7 +276,7 @@ class LongPrefill(Composite):
             return None
         k_cache, v_cache, sinks = tensors[0], tensors[1], tensors[8]
         kind = (q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3], q.dtype, options["scale"], options["window"],
-                options["softcap"], options["chunk"], sinks is not None)
+                options["softcap"], options["chunk"], sinks is not None, None)
         return state if kind in state.serving else None
 
     def op(self, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> torch.Tensor:
@@ -297,7 +317,8 @@ class LongPrefill(Composite):
                       seq_lens: np.ndarray) -> tuple[float, float]:
         """``AttentionBackend.without_graph``: REST may have a way of its own for what PREFILL does not serve."""
         won, with_graph, without = state.won(query_lens, seq_lens), 0.0, 0.0
-        rules = state.rules if won else {}
+        # MLA's graphs hold the absorbed form, which is REST's to judge.
+        rules = {kind: rule for kind, rule in state.rules.items() if rule[0].latent is None} if won else {}
         for kind, (site, layers, rule) in rules.items():
             of = work(site, *state.prompts(query_lens, seq_lens))
             with_graph += layers * (rule.graph or rule.rest).us(of)
@@ -313,7 +334,8 @@ class LongPrefill(Composite):
         if not self._able([site], device) or device in self.failed:
             return self.rest.serves(site)
         later = self.prefill.available(device) is None and self.ready([site], device) is not None
-        return (f"{self.rest.serves(site)}, long prompts {self.prefill.serves(site)}"
+        prompts = self.prefill.serves(site) if site.latent is None else f"expanded for {self.prefill.name}"
+        return (f"{self.rest.serves(site)}, long prompts {prompts}"
                 + " once its kernels are compiled" * later)
 
 

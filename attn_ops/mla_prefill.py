@@ -6,6 +6,8 @@ DeepSeek's sizes. That rule counts products; it is not measured.
 
 The step's own keys are expanded and attended to causally, then the tokens before it, in chunks of bounded size, to all; the
 parts are merged by their log-sum-exp. The sizes of prefixes are the host's, so steps that run as a CUDA graph stay absorbed.
+
+A step may bring another backend's attention to expanded keys (FASTER in its notes; ``attn_ops/long_prefill.py``).
 """
 
 from __future__ import annotations
@@ -25,8 +27,14 @@ from quire.attn_ops.ops.varlen import MAX_DIM
 from quire.attn_ops.step import Step, current_step
 
 Expanded = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+#: Of B sequences: the slots of a chunk's tokens, (B + 1,) where those of each begin, and (B,) how many, on the host.
+Chunk = tuple[torch.Tensor, torch.Tensor, np.ndarray]
 #: Most elements of the keys and values of a chunk of prefixes.
 CHUNK_ELEMENTS = 1 << 26
+#: The note of a step with another backend's attention to expanded keys: a ``Faster``.
+FASTER = "expanded attention"
+#: (query_lens, key_lens) of B sequences, on the host -> what attends as ``ragged`` does; None: it does not take such lengths.
+Faster = Callable[[np.ndarray, np.ndarray], Expanded | None]
 
 
 def expanding_pays(query_lens: np.ndarray, seq_lens: np.ndarray, rank: int, rope: int, nope: int, dim_v: int) -> np.ndarray:
@@ -85,10 +93,13 @@ def attend(absorbed: Callable[..., torch.Tensor], expanded: Expanded, q: torch.T
     new = slice(token, end)
     capacity = max(meta.num_reqs - row, CHUNK_ELEMENTS // (kv_b.shape[0] + q.shape[1] * q.shape[2]))
     starts, chunks = _prefixes(step, row, capacity, page, query_start_loc, seq_lens, block_table)
-    state = _state(expanded, q[new], c[new], k_rope[new], kv_b, starts, starts, scale, causal=True)
-    for slots, starts_k in chunks:
+    faster: Faster = step.notes.get(FASTER, lambda *lens: None)
+    lens = meta.query_lens_cpu.numpy()[row : meta.num_reqs]
+    state = _state(faster(lens, lens) or expanded, q[new], c[new], k_rope[new], kv_b, starts, starts, scale, causal=True)
+    for slots, starts_k, key_lens in chunks:
         latent = read(slots)
-        part = _state(expanded, q[new], latent[:, :rank], latent[:, rank:], kv_b, starts, starts_k, scale, causal=False)
+        part = _state(faster(lens, key_lens) or expanded, q[new], latent[:, :rank], latent[:, rank:], kv_b, starts, starts_k,
+                      scale, causal=False)
         state = merge_state(*part, *state)
     if end - token == len(q):
         return state[0]
@@ -101,9 +112,9 @@ def attend(absorbed: Callable[..., torch.Tensor], expanded: Expanded, q: torch.T
 
 
 def _prefixes(step: Step, row: int, capacity: int, page: int, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-              block_table: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Of the B sequences from ``row`` on: (B + 1,) where the queries of each begin, and of each chunk of their prefixes the
-    slots, and (B + 1,) where those of each begin. Worked out once per step."""
+              block_table: torch.Tensor) -> tuple[torch.Tensor, list[Chunk]]:
+    """Of the B sequences from ``row`` on: (B + 1,) where the queries of each begin, and the chunks of their prefixes. Worked
+    out once per step."""
     key = ("expanded prefixes", row, capacity, page, block_table.data_ptr())
     if key not in step.notes:
         rows = slice(row, step.metadata.num_reqs)
@@ -111,9 +122,10 @@ def _prefixes(step: Step, row: int, capacity: int, page: int, query_start_loc: t
         computed, found = step.metadata.num_computed_tokens_cpu.numpy()[rows], []
         if computed.any():
             chunks = PrefixChunks.build(computed, block_table.device, capacity, seq_lens[rows] - starts.diff())
-            found = [(chunks.slots(i, block_table[rows], page), chunks.cu_seq_lens[i]) for i in range(chunks.num_chunks)]
+            found = [(chunks.slots(i, block_table[rows], page), chunks.cu_seq_lens[i], chunks.lens[i])
+                     for i in range(chunks.num_chunks)]
         step.notes[key] = starts, found
-    made: tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]] = step.notes[key]
+    made: tuple[torch.Tensor, list[Chunk]] = step.notes[key]
     return made
 
 

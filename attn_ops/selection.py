@@ -117,7 +117,7 @@ def select_backend(name: str | Mapping[str, str] | AttentionBackend, sites: Sequ
         if decision.backend in pairs.values():
             return chosen
         for_some = [b for b in candidates if b.op is not None and not b.available(device)
-                    and any(not b.capabilities.reasons_against(site, device=device, **cache) for site in sites)]
+                    and any(b.takes_prompts(site, device=device, **cache) for site in sites)]
         return _with_long_prefill(chosen, for_some, device, measured)
     if auto and against and (by_kind := _by_kind(sites, device, cache)) is not None:
         return replace(by_kind, passed_over=against)
@@ -153,7 +153,7 @@ def _with_long_prefill(chosen: Selection, others: Sequence[AttentionBackend], de
     for other in others:
         if other is rest or other.prefill is None or rest.every_step or other.every_step:
             continue
-        rules = [rule for site in chosen.sites if not other.capabilities.reasons_against(site, device=device, **cache)
+        rules = [rule for site in chosen.sites if other.takes_prompts(site, device=device, **cache)
                  and (rule := prefill_tuning.rule(other, rest, site, device=device, **cache)) is not None and rule.ever]
         if rules:
             found.append((min(rule.prefill.per_operation for rule in rules), other.name, rules[0], len(rules)))

@@ -8,6 +8,8 @@
 kernels    decode of 1 to 128 sequences of 1k, 8k and 32k tokens, with a window of 4096 at 32k, and prefills; heads as in
            Llama 3 8B: 32 of queries, 8 of keys, 128 dimensions
 mla        the op on the latent cache with both products with kv_b, 16 and 128 heads of DeepSeek's sizes
+expanded   attention to MLA's expanded keys, which long prompts take (``attn_ops/mla_prefill.py``): a prompt's own, or ("after")
+           those of a prefix alone
 composite  hybrid, two_batch and cascade beside what they are made of; cascade also with prefixes that all sequences share.
            ``overlap``: the share of kernel time during which another kernel ran, from a profile
 sparse     approximate decoding at 32k beside dense: double_sparsity with 16 label channels (random ones: the time does not
@@ -37,6 +39,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from quire.attn_ops.attention import AttentionSite, Latent
@@ -58,6 +61,7 @@ COMPILE = 150.0  # seconds at most for kernels that are compiled ahead
 SYSTEMS = {
     "kernels": "triton,trtllm_mha,flashinfer,flex_attention",
     "mla": "triton,flashinfer_mla",
+    "expanded": "triton,flashinfer",
     "composite": "triton,flashinfer,hybrid:flashinfer+triton,two_batch:triton,cascade:triton@1",
     "sparse": "triton,double_sparsity:2048:0:16,double_sparsity:2048:0:all,dual_chunk:8192:1024",
 }
@@ -92,6 +96,10 @@ def shapes(piece: str, divide: int, heads: list[int]) -> list[Shape]:
     if piece == "mla":
         some = [*(decode(b, c * k) for c in (1, 8, 32) for b in (1, 8, 32, 64, 128)), prefill(1, 4 * k), prefill(8, k),
                 prefill(1, 8 * k), prefill(1, 8 * k, 8 * k), prefill(1, 2 * k, 30 * k)]
+        return [replace(shape, name=f"{shape.name} H={h}", heads=h) for h in heads for shape in some]
+    if piece == "expanded":
+        some = [prefill(1, k), prefill(8, k), *(prefill(1, n * k) for n in (4, 8, 16)), prefill(1, 2 * k, 8 * k),
+                prefill(1, 8 * k, 8 * k)]
         return [replace(shape, name=f"{shape.name} H={h}", heads=h) for h in heads for shape in some]
     if piece == "composite":
         mixed = Shape("extend", f"mixed 63x1,{k // 2}", (*(1,) * 63, k // 2), (2 * k,) * 64)
@@ -214,6 +222,30 @@ def latent(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, Any
     return {"us": timing.us, "how": timing.how, "bytes": size, "flops": absorbed_flops(shape) if decodes else flops}
 
 
+def expanded(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Time and operations of attention to expanded keys, the keys of all heads put together where the kernel needs that."""
+    heads, made, rope = shape.heads, {"dtype": args.dtype, "device": args.device}, LATENT.rope
+    query_lens = np.array(shape.query_lens)
+    before = np.array(shape.seq_lens) - query_lens
+    causal, key_lens = not before.any(), before if before.any() else query_lens
+    site = AttentionSite(layer=0, num_heads=heads, num_kv_heads=heads, head_dim=NOPE + rope, head_dim_v=DIM_V, dtype=args.dtype,
+                         scale=(NOPE + rope)**-0.5, latent=LATENT)
+    part = get_backend(system).prefill
+    if system == "triton":
+        attend = kernel_module("backends.triton.extend_contiguous").attend_to_expanded
+    elif part is not None and part.expanded is not None and part.expanded.takes(site, args.device):
+        attend = part.expanded.make(args.device).begin()(query_lens, key_lens)
+    else:
+        raise ValueError(f"{system} has no kernel for expanded keys of these heads here")
+    q, kv, k_rope = (torch.randn(*size, **made) for size in (
+        (query_lens.sum(), heads, NOPE + rope), (key_lens.sum(), heads * (NOPE + DIM_V)), (key_lens.sum(), rope)))
+    starts = [torch.tensor([0, *lens], device=args.device).cumsum(0).int() for lens in (query_lens, key_lens)]
+    timing = timed(lambda i: attend(q, kv, k_rope, *starts, scale=site.scale, causal=causal), args.device)
+    seen = query_lens * (query_lens + 1) // 2 if causal else query_lens * key_lens
+    return {"us": timing.us, "how": timing.how, "flops": int(2 * seen.sum() * heads * (NOPE + rope + DIM_V)),
+            "bytes": sum(x.numel() * x.element_size() for x in (q, kv, k_rope)) + 2 * heads * DIM_V * int(query_lens.sum())}
+
+
 @dataclass(frozen=True)
 class Task:
     """A row to measure, in any process."""
@@ -239,14 +271,15 @@ def measured(task: Task) -> dict[str, Any]:
         tuned = plan.overridden(kernel_module("backends.triton.mla").MlaConfig if decodes else
                                 kernel_module("backends.triton.extend_contiguous").ContiguousConfig, **params)
     with tuned:
-        return (latent if args.piece == "mla" else attention)(task.shape, task.system, args)
+        return {"mla": latent, "expanded": expanded}.get(args.piece, attention)(task.shape, task.system, args)
 
 
 def compile_ahead(systems: list[str], args: argparse.Namespace, until: float) -> dict[str, list[threading.Thread]]:
     """Threads in which small batches run through each backend, one process for each: FlashInfer compiles a module for each kind
     of batch at its first use, for a minute, and keeps it on disk."""
-    heads = args.heads[0] if args.piece == "mla" else HEADS
-    small = [decode(1, 64), prefill(1, 64), *([decode(1, 64, window=32)] if args.piece == "kernels" else [])]
+    heads = args.heads[0] if args.piece in ("mla", "expanded") else HEADS
+    small = [prefill(1, 64), *([decode(1, 64)] if args.piece != "expanded" else []),
+             *([decode(1, 64, window=32)] if args.piece == "kernels" else [])]
 
     def run(task: Task) -> None:
         worker = Worker(measured)
@@ -283,8 +316,8 @@ def table(files: list[Path]) -> str:
 
 
 def main() -> int:
-    parser = script(__doc__, None, heads=([16, 128], "of mla"), set=("", "of mla: launch parameters of triton's, as "
-                    "block_n=64,stages=2: MlaConfig's of decodes, ContiguousConfig's of prefills"),
+    parser = script(__doc__, None, heads=([16, 128], "of mla and expanded"), set=("", "of these: launch parameters of triton's "
+                    "as block_n=64,stages=2: MlaConfig's of decodes, ContiguousConfig's of prefills"),
                     room=(0, "tokens that the block table has room for, as an engine's has"),
                     divide=(1, "divide the lengths by this, for a dry run"),
                     retry=(False, "measure rows with an error again"), limit=(120.0, "seconds for one row"))

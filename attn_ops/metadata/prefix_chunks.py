@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 MAX_CHUNK_CAPACITY = 128 * 1024
+TILE = 128  # kernels that read keys in tiles of so many attend to chunks that end with one faster, and together
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class PrefixChunks:
     """All chunks of a batch's prefixes; n chunks, B sequences.
 
     Args:
-        chunk_len: tokens per sequence and chunk.  num_tokens: per chunk, on the host.
+        chunk_len: tokens per sequence and chunk.
+        lens: (n, B) int32, on the host: ``seq_lens``.  num_tokens: per chunk.
         starts, seq_lens: (n, B) int32, device: first token of each sequence's part, and its length, perhaps 0.
         cu_seq_lens: (n, B + 1) int32, device: prefix sums of seq_lens.
     """
@@ -26,11 +28,16 @@ class PrefixChunks:
     starts: torch.Tensor
     seq_lens: torch.Tensor
     cu_seq_lens: torch.Tensor
-    num_tokens: list[int]
+    lens: np.ndarray
+
+    @property
+    def num_tokens(self) -> list[int]:
+        found: list[int] = self.lens.sum(axis=1).tolist()
+        return found
 
     @property
     def num_chunks(self) -> int:
-        return len(self.num_tokens)
+        return len(self.lens)
 
     @classmethod
     def build(cls, prefix_lens: Sequence[int] | np.ndarray, device: torch.device | str = "cpu",
@@ -43,16 +50,17 @@ class PrefixChunks:
         if rows > capacity:
             raise ValueError(f"{rows} sequences do not fit into chunks of {capacity} tokens; raise the capacity")
         chunk_len = capacity // max(rows, 1)
+        chunk_len -= chunk_len % TILE if chunk_len > TILE else 0
         _, lens = get_prefix_chunk_seq_lens(prefix, -(-int(prefix.max(initial=0)) // chunk_len), chunk_len)
         total = torch.from_numpy(prefix).to(device) if on_device is None else on_device.int()
         begin = torch.arange(len(lens), dtype=torch.int32, device=device)[:, None] * chunk_len
         part = (total - begin).clamp(0, chunk_len)
         sums = F.pad(part.cumsum(1, dtype=torch.int32), (1, 0))
-        return cls(chunk_len, begin.expand(-1, rows), part, sums, lens.sum(axis=1).tolist())
+        return cls(chunk_len, begin.expand(-1, rows), part, sums, lens)
 
     def slots(self, chunk: int, block_table: torch.Tensor, page_size: int) -> torch.Tensor:
         """(num_tokens[chunk],) int64: the slots of a chunk's tokens, sequence after sequence, without a wait for the device."""
-        total, lens = self.num_tokens[chunk], self.seq_lens[chunk].long()
+        total, lens = int(self.lens[chunk].sum()), self.seq_lens[chunk].long()
         row = torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens, output_size=total)
         position = torch.arange(total, device=lens.device) + (self.starts[chunk] - self.cu_seq_lens[chunk][:-1]).long()[row]
         return block_table[row, position // page_size].long() * page_size + position % page_size

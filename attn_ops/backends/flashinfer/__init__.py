@@ -35,7 +35,8 @@ from quire.attn_ops.backend import (
     UnsupportedAttention,
     define_paged_op,
 )
-from quire.attn_ops.backends.flashinfer.contiguous import OwnKeys
+from quire.attn_ops.backends.flashinfer.contiguous import OwnKeys, loadable
+from quire.attn_ops.backends.flashinfer.expanded import PART
 from quire.attn_ops.backends.flashinfer.modules import begin, ready
 from quire.attn_ops.backends.flashinfer.state import FlashInferState
 from quire.attn_ops.kv_quant import FIXED_SCALE_KV_DTYPES, QUANTIZED_KV_DTYPES, is_fixed
@@ -60,14 +61,6 @@ def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
     if NAME not in step.states:
         raise RuntimeError("flashinfer: no state; set step.states['flashinfer'] = make_state(sites, cache, limits)")
     step.states[NAME].plan(metadata, step)
-
-
-def loadable(x: Tensor) -> Tensor:
-    """``x`` (T, H, D), or a copy of it: FlashInfer takes no gradient, and loads 16 bytes of a head at a time."""
-    size, x = x.element_size(), x.detach() if x.requires_grad else x
-    token, head, number = x.stride()
-    aligned = number == 1 and min(token, head) > 0 and not any(n % 16 for n in (x.data_ptr(), token * size, head * size))
-    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def paged_attention(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
@@ -128,6 +121,7 @@ BACKEND = AttentionBackend(
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
     make_state=FlashInferState, plan=plan, plans_windows=True,
-    prefill=PrefillPart(ready, functools.partial(FlashInferState, prompts_only=True), begin, QUANTIZED_KV_DTYPES),
+    prefill=PrefillPart(ready, functools.partial(FlashInferState, prompts_only=True), begin, QUANTIZED_KV_DTYPES,
+                        PART),
     priority={"cuda": 20}, packages=("flashinfer-python", "triton"),
 )

@@ -25,6 +25,14 @@ from quire.attn_ops.metadata import CommonAttentionMetadata, split_prefill_chunk
 from quire.attn_ops.ops.merge_state import merge_state_triton
 
 
+def loadable(x: torch.Tensor) -> torch.Tensor:
+    """``x`` (T, H, D), or a copy of it: FlashInfer takes no gradient, and loads 16 bytes of a head at a time."""
+    size, x = x.element_size(), x.detach() if x.requires_grad else x
+    token, head, number = x.stride()
+    aligned = number == 1 and min(token, head) > 0 and not any(n % 16 for n in (x.data_ptr(), token * size, head * size))
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+
+
 @dataclass(eq=False)
 class Contiguous:
     """A plan that is run as one for pages is: copies, then attends. ``wrapper``: FlashInfer's

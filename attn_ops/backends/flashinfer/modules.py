@@ -3,7 +3,7 @@
 FlashInfer compiles a module per (dtype, head dim, windowed or not, capped or not) with nvcc at its first use, which takes a
 minute or more, and keeps it in ~/.cache/flashinfer; the package flashinfer-jit-cache has many compiled. ``ready`` is asked
 before a step needs one. As a program, ``python -m quire.attn_ops.backends.flashinfer.modules`` compiles those on its
-standard input, {"seconds": at most, "modules": [[kernels, dtype, head dim, windowed, capped], ...]}.
+standard input, {"seconds": at most, "modules": [[kernels, dtype, head dim, windowed, capped, head dim of values], ...]}.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ class Module(NamedTuple):
     dim: int
     windowed: bool
     capped: bool
+    dim_v: int = 0  # 0: dim
 
     @classmethod
     def of(cls, site: AttentionSite, device: torch.device) -> Module:
         hopper = torch.cuda.get_device_properties(device).major == HOPPER
         return cls("fa3" if hopper else "fa2", dtype_name(site.dtype), site.head_dim, site.window is not None,
-                   bool(site.softcap))
+                   bool(site.softcap), 0 if site.head_dim_v == site.head_dim else site.head_dim_v)
 
     def spec(self) -> Any:
         """FlashInfer's description of the module, which names its files. Compiles nothing."""
@@ -52,7 +53,8 @@ class Module(NamedTuple):
 
         dtype = getattr(torch, self.dtype)
         return gen_batch_prefill_module(  # 0: no rotary embedding inside; False: no sums in fp16
-            self.kernels, dtype, dtype, dtype, torch.int32, self.dim, self.dim, 0, self.windowed, self.capped, False)
+            self.kernels, dtype, dtype, dtype, torch.int32, self.dim, self.dim_v or self.dim, 0, self.windowed, self.capped,
+            False)
 
 
 def up_to_date(spec: Any) -> bool:
@@ -108,7 +110,8 @@ def ready(sites: Sequence[AttentionSite], device: torch.device, seconds: float) 
 
 
 def described(modules: Iterable[Module]) -> str:
-    return "; ".join(f"{m.dtype} x {m.dim}" + ", window" * m.windowed + ", softcap" * m.capped for m in sorted(modules))
+    return "; ".join(f"{m.dtype} x {m.dim}" + f"/{m.dim_v}" * bool(m.dim_v) + ", window" * m.windowed + ", softcap" * m.capped
+                     for m in sorted(modules))
 
 
 class Build:

@@ -163,19 +163,21 @@ class Ragged:
             raise RuntimeError("no such kernel")
         for tensor in (qo_indptr, kv_indptr):
             assert tensor.dtype == torch.int32 and tensor.device.type == "cpu" and tensor[0] == 0
-        assert causal and window_left == -1 and kv_data_type == q_data_type and len(qo_indptr) == len(kv_indptr)
-        self.starts, self.shape = (qo_indptr, kv_indptr), (num_qo_heads, num_kv_heads, head_dim_qk)
+        assert window_left == -1 and kv_data_type == q_data_type and len(qo_indptr) == len(kv_indptr)
+        self.starts, self.causal = (qo_indptr, kv_indptr), causal
+        self.shape = num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk
         self.options = dict(scale=sm_scale, window=None, softcap=logits_soft_cap or None)
         self.plans = getattr(self, "plans", 0) + 1
 
     def run(self, q, k, v, *, out=None, lse=None, return_lse=False):
-        heads, kv_heads, dim = self.shape
-        assert q.shape == out.shape == (self.starts[0][-1], heads, dim) and out.is_contiguous()
-        assert k.shape == v.shape == (self.starts[1][-1], kv_heads, dim) and all(map(loads, (q, k, v)))
+        heads, kv_heads, dim, dim_v = self.shape
+        (tokens, keys), group = (x[-1] for x in self.starts), heads // kv_heads
+        assert q.shape == (tokens, heads, dim) and out.shape == (tokens, heads, dim_v) and out.is_contiguous()
+        assert k.shape == (keys, kv_heads, dim) and v.shape == (keys, kv_heads, dim_v) and all(map(loads, (q, k, v)))
         assert not any(x.requires_grad for x in (q, k, v)) and (lse is not None) == return_lse
-        found, own_lse = varlen_attention_eager(q, k, v, *self.starts, causal=True, **self.options)
+        found, own_lse = varlen_attention_eager(q, k, v, *self.starts, causal=self.causal, **self.options)
         out.copy_(found)
-        (queries, keys), group = (x.tolist() for x in self.starts), heads // kv_heads
+        queries, keys = (x.tolist() for x in self.starts)
         for begin, end, first, last in zip(queries, queries[1:], keys, keys[1:], strict=False):
             if end > begin and self.backend == "fa3":
                 behind = v[last : last + (first - last) % 128]

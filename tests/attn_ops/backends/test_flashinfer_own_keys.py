@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from quire.attn_ops.backends import flashinfer
-from quire.attn_ops.backends.flashinfer import BACKEND, loadable, routes
-from quire.attn_ops.backends.flashinfer.contiguous import OwnKeys
+from quire.attn_ops.backends.flashinfer import BACKEND, routes
+from quire.attn_ops.backends.flashinfer.contiguous import OwnKeys, loadable
 from quire.attn_ops.backends.flashinfer.routes import Way
 from quire.attn_ops.kernels import gather_kv
 from quire.attn_ops.step import Step, StepLimits, running
