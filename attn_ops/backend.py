@@ -204,13 +204,13 @@ class ExpandedPart:
 
     Args:
         takes: (site, device) -> whether its kernels take the heads of a site.
-        rule: (site, name of the other backend) -> the PrefillRule of both (``attn_ops/tuning/prefill.py``), or None.
+        time: PrefillTime (``attn_ops/tuning/prefill.py``) of it.
         make: (device) -> its state for one engine or step: ``begin()`` -> the ``mla_prefill.Faster`` of a step,
             ``try_short(site)`` runs a short prompt.
     """
 
     takes: Callable[[AttentionSite, torch.device], bool]
-    rule: Callable[[AttentionSite, str], Any]
+    time: Any
     make: Callable[[torch.device], Any]
 
 
@@ -284,6 +284,7 @@ class AttentionBackend:
             host. Engines may run a step without its graph where that takes less.
         scratch_bytes: (sites, device, tokens) -> bytes, at most, that its op takes for a step without a CUDA graph whose
             sequences have ``tokens`` tokens, and not for one of padding alone, by which engines measure.
+        expanded_time: PrefillTime of its own attention to MLA's expanded keys, for the heads with which it was measured.
     """
 
     name: str
@@ -317,6 +318,7 @@ class AttentionBackend:
     without_graph: Callable[[Sequence[AttentionSite], torch.device, Any, np.ndarray, np.ndarray], tuple[float, float]
                             ] | None = None
     scratch_bytes: Callable[[Sequence[AttentionSite], torch.device, int], int] = lambda sites, device, tokens: 0
+    expanded_time: Any = None
 
     def __post_init__(self) -> None:
         if self.approximate and self.priority:

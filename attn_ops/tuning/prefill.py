@@ -151,11 +151,10 @@ class PrefillRule(NamedTuple):
 def rule(prefill: AttentionBackend, rest: AttentionBackend, site: AttentionSite, *, device: torch.device, page_size: int,
          kv_dtype: torch.dtype | None = None, layout: str | None = None) -> PrefillRule | None:
     """The rule for a site, by the first file of measurements that has prefills of both backends for its class of shapes, or the
-    nearest one measured; None if none has. Of MLA's expanded keys: that of ``ExpandedPart``."""
+    nearest one measured; None if none has. Of MLA's expanded keys: by the times that both declare."""
     if site.latent is not None:
-        expanded = None if prefill.prefill is None else prefill.prefill.expanded
-        found_rule: PrefillRule | None = None if expanded is None else expanded.rule(site, rest.name)
-        return found_rule
+        part = None if prefill.prefill is None else prefill.prefill.expanded
+        return None if part is None or rest.expanded_time is None else PrefillRule(part.time, rest.expanded_time)
     shape = ShapeClass.of(site, page_size, kv_dtype, layout)
     for rows in sources(device):
         found = comparable(rows, [prefill, rest], shape, variant_of(site))

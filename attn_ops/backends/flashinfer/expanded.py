@@ -25,15 +25,14 @@ from quire.attn_ops.backends.flashinfer.modules import HOPPER
 from quire.attn_ops.backends.flashinfer.routes import MOST_RUNS, TILE
 from quire.attn_ops.backends.flashinfer.state import MIN_WORKSPACE, RAGGED
 from quire.attn_ops.mla_prefill import Expanded, Faster
-from quire.attn_ops.tuning.prefill import PrefillRule, PrefillTime
+from quire.attn_ops.tuning.prefill import PrefillTime
 
 #: What was seen right and measured: DeepSeek's heads, of a key's own and its rotary numbers, and of values.
 NOPE, ROPE, DIM_V = 128, 64, 128
 MOST_WRAPPERS = 12  # of a step; each has 8 MB of FlashInfer's on the GPU and 8 MB pinned
-#: Times on an H200 of quire's own kernel for expanded keys, and of FlashInfer's, whose ``per_mb`` is for putting keys together:
-#: ``benchmarks/backend_kernels.py expanded`` (``h200_expanded.json``), 16 and 128 heads, 1 to 8 sequences.
-TIMES = {"triton": PrefillTime(launch=35.0, per_operation=2.1, per_key=0.0)}
-OWN = PrefillTime(launch=30.0, per_operation=1.5, per_key=0.0, per_mb=0.75)
+#: On an H200, by `benchmarks/backend_kernels.py expanded` (``h200_expanded.json``): 16 and 128 heads, 1 to 8 sequences. ``per_mb``
+#: is for putting keys together.
+TIME = PrefillTime(launch=30.0, per_operation=1.5, per_key=0.0, per_mb=0.75)
 
 
 def takes(site: AttentionSite, device: torch.device) -> bool:
@@ -47,11 +46,6 @@ def _is_hopper(device: torch.device) -> bool:
         return bool(torch.cuda.get_device_properties(device).major == HOPPER)
     except (AssertionError, RuntimeError):  # no such GPU: it is only asked about
         return False
-
-
-def rule(site: AttentionSite, other: str) -> PrefillRule | None:
-    """``ExpandedPart.rule``."""
-    return PrefillRule(OWN, TIMES[other]) if other in TIMES else None
 
 
 def runs(query_lens: np.ndarray, key_lens: np.ndarray) -> list[tuple[int, int]]:
@@ -149,4 +143,4 @@ class ExpandedKeys:
                scale=site.scale, causal=True)
 
 
-PART = ExpandedPart(takes, rule, ExpandedKeys)
+PART = ExpandedPart(takes, TIME, ExpandedKeys)

@@ -32,6 +32,7 @@ from quire.attn_ops.backend import (
     define_state_op,
 )
 from quire.attn_ops.backends.triton.extend_route import (
+    EXPANDED_TIME,
     Route,
     find_route,
     metadata_of,
@@ -214,7 +215,7 @@ BACKEND = AttentionBackend(
     mla_op=define_mla_op("triton", mla_paged_attention, launches=True),
     state_op=define_state_op("triton", attention_state, launches=True),
     varlen=varlen_attention_cuda, rope_forms=True, same_in_graphs=True, without_graph=without_graph,
-    scratch_bytes=scratch_bytes,
+    scratch_bytes=scratch_bytes, expanded_time=EXPANDED_TIME,
     prepare=define_prepare("triton", _prepare, _fake_prepare, launches=True),
     priority={"cuda": 10}, packages=("triton",),
 )

@@ -22,6 +22,7 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, current_step
+from quire.attn_ops.tuning.prefill import PrefillTime
 
 
 class Rates(NamedTuple):
@@ -45,6 +46,8 @@ SPLIT = 1.4  # and where it has too few tiles for the GPU, divides keys among pr
 MORE_LAUNCHES = 10e-6  # of the copy, and of the end of one kernel before the next
 PAGED_ROWS = 128  # of a tile: tokens x heads of a group
 WORTH = 0.95  # of the time by pages: estimates of short steps are off by more than of long ones
+#: Of ``extend_contiguous.attend_to_expanded`` on an H200, by `benchmarks/backend_kernels.py expanded` (``h200_expanded.json``).
+EXPANDED_TIME = PrefillTime(launch=35.0, per_operation=2.1, per_key=0.0)
 
 
 class RouteConfig(NamedTuple):

@@ -20,7 +20,7 @@ from quire.attn_ops.backends.flashinfer import BACKEND, expanded
 from quire.attn_ops.conformance.batches import check, compare, run
 from quire.attn_ops.conformance.checks import Kit
 from quire.attn_ops.conformance.mla import MlaKit
-from quire.attn_ops.registry import register_backend
+from quire.attn_ops.registry import get_backend, register_backend
 from quire.attn_ops.selection import select_backend
 from quire.attn_ops.tuning import attention as store
 from quire.attn_ops.tuning import prefill
@@ -52,16 +52,18 @@ def runs(monkeypatch) -> list[tuple[list[int], list[int], bool]]:
 def kernels(rule: PrefillRule | None) -> AttentionBackend:
     """FlashInfer's backend with this rule, for MLA of any dims on any device."""
     part = PrefillPart(lambda *args: None, lambda *args: None, expanded=ExpandedPart(
-        lambda site, device: site.latent is not None, lambda site, other: rule, expanded.ExpandedKeys))
+        lambda site, device: site.latent is not None, rule and rule.prefill, expanded.ExpandedKeys))
     return dataclasses.replace(BACKEND, prefill=part, available=lambda device: None)
 
 
-PROMPTS = kernels(PrefillRule(PrefillTime(1.0, 1.0, 0.0), PrefillTime(1.0, 2.0, 0.0)))
+FAST, SLOW = PrefillTime(1.0, 1.0, 0.0), PrefillTime(1.0, 2.0, 0.0)
+PROMPTS = kernels(PrefillRule(FAST, SLOW))
 
 
 def made(rule: PrefillRule | None = ALWAYS) -> tuple[AttentionBackend, MlaKit]:
     """PyTorch's backend with the kernels for long prompts, and the kit for its MLA."""
-    backend = long_prefill.make("expanded_for_test", kernels(rule), torch_native.BACKEND, rule=prefill.rule)
+    rest = dataclasses.replace(torch_native.BACKEND, expanded_time=rule and rule.rest)
+    backend = long_prefill.make("expanded_for_test", kernels(rule), rest, rule=prefill.rule)
     kit = MlaKit(Kit(backend, torch.device("cpu"), torch.float32))
     return kit.backend, kit
 
@@ -126,7 +128,7 @@ def test_quantized_caches_and_graphs(runs) -> None:
 def test_auto_adds_them_to_the_prompts_of_mla(runs, monkeypatch, entries) -> None:
     site, device = dataclasses.replace(V3, dtype=torch.float32), torch.device("cpu")
     entries(hybrid=lambda: hybrid.FAMILY)
-    rest = dataclasses.replace(torch_native.BACKEND, name="rest", priority={"cpu": 1})
+    rest = dataclasses.replace(torch_native.BACKEND, name="rest", priority={"cpu": 1}, expanded_time=SLOW)
     prompts = dataclasses.replace(PROMPTS, name="prompts", priority={"cpu": 2})
     for backend in (rest, prompts):
         register_backend(backend)
@@ -146,7 +148,7 @@ def test_which_layers(runs) -> None:
               dataclasses.replace(V3, head_dim_v=64)]
     assert not any(BACKEND.takes_prompts(site, device=cuda, page_size=64) for site in others)
     assert not BACKEND.takes_prompts(V3, device=torch.device("cpu"), page_size=64)
-    rule = prefill.rule(BACKEND, dataclasses.replace(torch_native.BACKEND, name="triton"), V3, device=cuda, page_size=64)
+    rule = prefill.rule(BACKEND, get_backend("triton"), V3, device=cuda, page_size=64)
     assert rule is not None and rule.ever and prefill.rule(BACKEND, torch_native.BACKEND, V3, device=cuda, page_size=64) is None
     work = prefill.work(V3, np.array([8192]), np.array([8192]))
     assert rule.spared(work) > 1000 and rule.spared(prefill.work(V3, np.array([16]), np.array([16]))) < 10
