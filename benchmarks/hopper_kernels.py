@@ -304,7 +304,8 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
                            ("gemma2-9b", dict(softcap=50.0)), ("gpt-oss-20b", dict(sinks=True)), ("deepseek-v2-lite", {})):
         yield f"contiguous {model} {' '.join(options)}".strip(), partial(contiguous, *HEADS[model][:4], **options)
     for dim, dtype in product((80, 128, 256), (HALF, FULL)):
-        yield f"merge states of {dim} {dtype}", partial(merge, 32, 32, dim, 3, dtype)
+        for tokens in (32, 1024):
+            yield f"merge states of {tokens} x {dim} {dtype}", partial(merge, tokens, 32, dim, 3, dtype)
     for shape, width, dtype in product(((32, 8, 128), (16, 8, 256)), (4, 64), (HALF, FULL)):
         yield f"tree {width} of {shape[2]} {dtype}", partial(tree, *shape, width, dtype)
     for shape, rows, channels, dtype in product(((32, 8, 128), (16, 8, 256)), (1, 32), (16, None), (HALF, FULL)):

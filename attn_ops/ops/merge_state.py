@@ -20,6 +20,9 @@ from quire.attn_ops.kernels.host import kernel_module, next_power_of_2, rows_con
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
 
+#: Pairs of token and head from which a program takes several: these fill any GPU then, and are too many to start one by one.
+MANY_ROWS = 1 << 14
+
 
 def _check(out: Tensor, lse: Tensor, states: bool) -> None:
     want = 4 if states else 3
@@ -91,10 +94,11 @@ def _launch(outs: tuple[Tensor, Tensor], lses: tuple[Tensor, Tensor], states: in
     tokens, heads, dim = merged.shape
     if not total.numel():
         return
-    width = next_power_of_2(dim)
+    width, count = next_power_of_2(dim), tokens * heads
     step = max(1, min(next_power_of_2(states), 32, 4096 // width))
-    launch(kernel_module("kernels.merge_state").merge_kernel, (tokens, heads), *outs, *lses, merged, total, states,
-           *strides, *lse_strides, dim, step, binary, num_warps=1 if step * width <= 512 else 4)
+    rows = max(1, 4096 // (step * width)) if count >= MANY_ROWS else 1
+    launch(kernel_module("kernels.merge_state").merge_kernel, (-(-count // rows),), *outs, *lses, merged, total, states, count,
+           heads, *strides, *lse_strides, dim, step, rows, binary, num_warps=1 if rows * step * width <= 512 else 4)
 
 
 def _states_fake(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,14 @@ def kit(request, monkeypatch) -> ops.OpKit:
     return ops.OpKit(torch.device("cpu"), request.param)
 
 
-def test_padding_and_merging(kit: ops.OpKit) -> None:
+@pytest.fixture(params=[False, True], ids=["one row", "several rows"])
+def rows(request, monkeypatch) -> None:
+    """Pairs of token and head that a program of the merge has, as for few and for many of them."""
+    if request.param:
+        monkeypatch.setattr(merge_state, "MANY_ROWS", 1)
+
+
+def test_padding_and_merging(kit: ops.OpKit, rows: None) -> None:
     kit.merge_two()
     kit.merge_many()
     kit.merge_empty()
@@ -42,7 +49,7 @@ def test_ragged_sequences(kit: ops.OpKit, options) -> None:
 
 
 @pytest.mark.parametrize("states", [1, 3, 32, 33, 70])
-def test_many_states(states: int) -> None:
+def test_many_states(states: int, rows: None) -> None:
     """More than are loaded at a time, some of them empty, into another dtype."""
     generator = torch.Generator().manual_seed(states)
     out, lse = torch.randn(2, states, 3, 20, generator=generator), 3 * torch.randn(2, states, 3, generator=generator)
@@ -58,7 +65,7 @@ def test_many_states(states: int) -> None:
         torch.testing.assert_close(total, wanted[1], atol=1e-5, rtol=1e-6)
 
 
-def test_binary_logarithms_into_given_memory() -> None:
+def test_binary_logarithms_into_given_memory(rows: None) -> None:
     """As FlashInfer's kernels give them: a prompt's own keys and its prefix are merged without a copy."""
     generator = torch.Generator().manual_seed(0)
     out, lse = torch.randn(2, 7, 3, 20, generator=generator), 3 * torch.randn(2, 7, 3, generator=generator)
