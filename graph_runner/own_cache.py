@@ -15,6 +15,7 @@ from typing import Any, Generic
 
 import torch
 
+from quire.graph_runner.on_instance import OnInstance
 from quire.passes.capture.evaluating import ChangedWhileTraced, evaluating
 from quire.passes.capture.followed import functions_of, held_by, is_known, reached
 from quire.passes.capture.in_float32 import InFloat32
@@ -42,7 +43,8 @@ def around_forward(module: torch.nn.Module) -> Iterator[Any]:
     yield from module._forward_pre_hooks.values()
     yield from module._forward_hooks.values()
     if "forward" in vars(module):
-        yield vars(module)["forward"]
+        forward = vars(module)["forward"]
+        yield forward.original if isinstance(forward, OnInstance) and forward.original is not None else forward
 
 
 def functions_held(module: torch.nn.Module) -> Iterator[Any]:

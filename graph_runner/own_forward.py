@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from quire.graph_runner.own_cache import around_forward, functions_held
 from quire.passes.capture.followed import CACHE, functions_of, is_known, names_in, reached, reads_of
 from quire.passes.capture.four_bit import only_packs
-from quire.passes.capture.wrapped_parts import reader_around_parts
+from quire.passes.capture.wrapped_parts import names_without_loss, outermost, reader_around_parts
 
 NOT_GIVEN = CACHE | {"attention_mask"}
 # Packages whose forwards are known.
@@ -35,12 +35,13 @@ def reads_inputs(model: torch.nn.Module, own_forward: Any) -> str | None:
     """Says that the model's forward, or what users put around its parts, reads an attention mask or a cache, if it is not
     transformers' own and does more with them than to pass them on; or None. ``own_forward``: one that the instance had before
     it was paged, or None."""
+    called = outermost(model)
     for forward in (own_forward, *(vars(cls).get("forward") for cls in type(model).__mro__)):
         found = forward
         while found is not None and (plain := getattr(found, "__func__", found)) is not None:
             found = getattr(plain, "__wrapped__", None)
             if isinstance(plain, types.FunctionType) and str(plain.__globals__.get("__name__")).partition(".")[0] not in _READ:
-                if read := reads_of(plain, NOT_GIVEN, model):
+                if read := reads_of(plain, NOT_GIVEN, model, called=plain is called):
                     return f"{plain.__qualname__} reads {read[0]}, which an engine does not give it"
     around = reader_around_parts(model, NOT_GIVEN)
     return None if around is None else f"{around}, which an engine does not give it"
@@ -54,11 +55,12 @@ def training_difference(model: torch.nn.Module) -> str | None:
     """
     if not any(module.training for module in model.modules()):
         return None
+    called = outermost(model)
     everywhere = (*torch_module._global_forward_pre_hooks.values(), *torch_module._global_forward_hooks.values())
     for name, module in model.named_modules():
         for around in (*around_forward(module), *functions_held(module), *everywhere):
             for function, owner in functions_of(around):  # which may ask for another module's mode
-                if (asking := _asking(function, owner)) is not None and not _excused(asking, module):
+                if (asking := _asking(function, owner, called)) is not None and not _excused(asking, module):
                     return f"{asking.where} asks whether it is in training mode"
         if not module.training:
             continue
@@ -76,7 +78,7 @@ def training_difference(model: torch.nn.Module) -> str | None:
             if (found := _active(getattr(module, "config", None))) is not None:
                 return f"{where}config.{found}"
             cls: type[torch.nn.Module] = type(module)
-            for asking in _asks(cls):  # type: ignore[arg-type]
+            for asking in _asks(cls, called if module is model else None):  # type: ignore[arg-type]
                 if not _excused(asking, module):
                     return f"{asking.where} asks whether it is in training mode"
     return None
@@ -128,8 +130,8 @@ def _excused(asking: _Asking, module: torch.nn.Module) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _asks(cls: type) -> tuple[_Asking, ...]:
-    """The methods that ask for ``training``, as "Class.method"."""
+def _asks(cls: type, called: types.FunctionType | None) -> tuple[_Asking, ...]:
+    """The methods that ask for ``training``, as "Class.method". ``called``: see ``_asking``."""
     found = list[_Asking]()
     for base in cls.__mro__:
         package = base.__module__.partition(".")[0]
@@ -140,7 +142,7 @@ def _asks(cls: type) -> tuple[_Asking, ...]:
             if name in ("train", "eval", "__init__"):
                 continue
             for plain in _functions_in(method):
-                asking = _asking(plain, None)
+                asking = _asking(plain, None, called)
                 if asking is not None and not (isinstance(method, types.FunctionType) and only_packs(method)):
                     found.append(asking._replace(where=f"{base.__qualname__}.{name}"))
     return tuple(found)
@@ -162,18 +164,19 @@ def _functions_in(method: Any) -> Iterator[types.FunctionType]:
         held = wrapped
 
 
-def _asking(function: types.FunctionType, owner: Any) -> _Asking | None:
-    """What a function reads, and the user's that it calls, if it asks for ``training``."""
+def _asking(function: types.FunctionType, owner: Any, called: types.FunctionType | None = None) -> _Asking | None:
+    """What a function reads, and the user's that it calls, if it asks for ``training``. ``called``: of ``outermost``."""
     for each, _ in reached(function, owner):
         names = names_in(each.__code__)
-        if "training" in names:
+        if "training" in names and not (each is called and "training" not in names_without_loss(each)):
             return _Asking(each.__qualname__, frozenset(names), frozenset(_attributes(each.__code__)))
     return None
 
 
-def asks_for_mode(function: types.FunctionType, owner: Any) -> str | None:
-    """The name of a function that asks for ``training`` for what is no rate that it may have been given."""
-    asking = _asking(function, owner)
+def asks_for_mode(function: types.FunctionType, owner: Any, model: torch.nn.Module) -> str | None:
+    """The name of a function that asks for ``training`` for what is no rate that it may have been given, in a call of the
+    ``model``."""
+    asking = _asking(function, owner, outermost(model))
     if asking is None or any(part in name for name in asking.names for part in (*_KNOWN, *_ACTS)):
         return None
     return asking.where

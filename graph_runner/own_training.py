@@ -45,7 +45,7 @@ def differs_in_training(model: torch.nn.Module, ids: torch.Tensor, read: Mapping
         return None
     functions = [found for held in read.values() for found in functions_of(held)]
     for function, owner in functions:
-        if (where := asks_for_mode(function, owner)) is not None:
+        if (where := asks_for_mode(function, owner, model)) is not None:
             return f"{where} asks whether it is in training mode"
     if not functions and not has_users_code(model, may_be_users):
         return None

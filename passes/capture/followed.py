@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from quire.passes.capture.without_loss import all_of, without_loss
+
 CACHE = frozenset(("past_key_values", "past_key_value", "layer_past", "cache_position", "use_cache"))
 #: Packages whose hooks and wrappers are known: they read none of these, or only for adapters that are refused.
 _KNOWN = ("quire", "torch", "transformers", "peft", "accelerate", "trl", "contextlib", "functools")
@@ -115,9 +117,10 @@ def rest_of(code: types.CodeType, kind: int) -> str:
 
 
 def reads_of(function: types.FunctionType, names: frozenset[str], owner: Any, given: set[str] | frozenset[str] = frozenset(),
-             held: Mapping[str, Any] = types.MappingProxyType({}), depth: int = _DEPTH) -> list[str]:
+             held: Mapping[str, Any] = types.MappingProxyType({}), depth: int = _DEPTH, called: bool = False) -> list[str]:
     """What of its arguments ``names`` a user's function uses otherwise than allowed, for an error. ``owner``: its first
-    parameter. ``given``: parameters that may hold such an argument, whatever their names. ``held``: what others are."""
+    parameter. ``given``: parameters that may hold such an argument, whatever their names. ``held``: what others are.
+    ``called``: it is what a call of the model calls, with no labels."""
     code = function.__code__
     tracked = {name: name for name in names} | {name: _ANY for name in given}
     if rest := rest_of(code, inspect.CO_VARKEYWORDS):
@@ -128,6 +131,8 @@ def reads_of(function: types.FunctionType, names: frozenset[str], owner: Any, gi
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError, TypeError):
         return [*sorted(names & names_in(code)), _ANY]
+    if called and isinstance(tree.body[0], ast.FunctionDef):
+        tree.body[0].body = without_loss(tree.body[0])
     bodies: list[Sequence[ast.AST]] = [_run_by_default(tree.body[0])]
     if code.co_name == "<lambda>":
         bodies = [[x.body] for x in ast.walk(tree) if isinstance(x, ast.Lambda)
@@ -238,7 +243,7 @@ class _Uses:
             self._allow(*filter(self._is_all, node.comparators))
         elif isinstance(node, ast.Return) and node.value is not None:
             self._hand_on(node.value)
-        elif isinstance(node, (ast.If, ast.IfExp)) and ast.unparse(node.test) == "position_ids is None":
+        elif isinstance(node, (ast.If, ast.IfExp)) and "position_ids is None" in map(ast.unparse, all_of(node.test)):
             # A step gives positions, and so does ``generate``.
             self._allow(node.test, *(node.body if isinstance(node, ast.If) else [node.body]))
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "not return_dict":

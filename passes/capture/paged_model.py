@@ -167,7 +167,8 @@ class PagedModel:
             torch._dynamo.mark_dynamic(tensor, dim)
         route = interface_active(self.model) if by_interface else contextlib.nullcontext()
         # Else Dynamo makes a symbol of every number that differs from the model traced before (its scale, its window).
-        static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
+        once: set[Any] = {f for name, f in vars(logging.Logger).items() if name == "warning_once"}  # transformers'
+        static = torch._dynamo.config.patch(automatic_dynamic_shapes=False, ignore_logger_methods=once)
         if four_bit.layers(self.model):
             self._settle(ids[0], positions[0])
         adapters = adapters_per_token(self.model, self.adapters, self.places)

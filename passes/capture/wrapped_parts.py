@@ -9,15 +9,19 @@ update the cache, make one, and work out positions where it was given none. Anyt
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import textwrap
 import types
 from typing import Any
 
 import torch
+from torch.nn.modules import module as torch_module
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.capture.followed import CACHE, functions_of, names_in, parameters_of, reached, reads_of, rest_of
+from quire.passes.capture.without_loss import without_loss
 
 
 def check_wrapped_parts(model: torch.nn.Module) -> None:
@@ -31,7 +35,7 @@ def check_wrapped_parts(model: torch.nn.Module) -> None:
 def reader_around_parts(model: torch.nn.Module, names: frozenset[str]) -> str | None:
     """Says which hook, or which forward, reads one of the arguments ``names``; or None. Those of ``names`` that are no cache
     are looked for where a forward calls the one that it overrides."""
-    seen = set[tuple[types.FunctionType, type]]()
+    seen, called = set[tuple[types.FunctionType, type]](), outermost(model)
     for path, module in model.named_modules():
         where = path or type(model).__name__
         with_kwargs = {*module._forward_pre_hooks_with_kwargs, *module._forward_hooks_with_kwargs}
@@ -48,9 +52,37 @@ def reader_around_parts(model: torch.nn.Module, names: frozenset[str]) -> str | 
                 if (function, type(module)) in seen:
                     continue  # of another layer of this kind
                 seen.add((function, type(module)))
-                if read := reads_of(function, names if _wraps(function) else names & CACHE, owner):
+                if read := reads_of(function, names if _wraps(function) else names & CACHE, owner,
+                                    called=module is model and function is called):
                     return f"{function.__qualname__} of {where} reads {read[0]}"
     return None
+
+
+def outermost(model: torch.nn.Module) -> types.FunctionType | None:
+    """The user's function that gets the arguments of a call of the model as they are; None: others may change them."""
+    if model._forward_pre_hooks or torch_module._global_forward_pre_hooks or (
+            type(model).__call__ is not torch.nn.Module.__call__):
+        return None
+    own: Any = vars(model).get("forward")
+    if type(own).__module__.startswith("quire."):
+        own = own.original  # of a paged model
+    found = functions_of(type(model).forward if own is None else own)
+    return found[0][0] if found else None
+
+
+def names_without_loss(function: types.FunctionType) -> set[str]:
+    """Variables, attributes and strings in the code of what ``outermost`` gave, but for what only labels make run."""
+    names, seen = names_in(function.__code__), set[str]()
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]
+    except (OSError, SyntaxError, TypeError):
+        return names
+    if not isinstance(tree, ast.FunctionDef):
+        return names
+    for node in (part for statement in without_loss(tree) for part in ast.walk(statement)):
+        each = (getattr(node, name, None) for name in ("id", "attr", "arg", "value", "name"))
+        seen |= {x for x in each if isinstance(x, str)}
+    return names & seen
 
 
 def _wraps(function: types.FunctionType) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP
 
 from quire.graph_runner.own_forward import training_difference
 from tests.tiny import small_llama
@@ -75,6 +75,23 @@ class Wrapped(LlamaMLP):
         return super().forward(x)
 
 
+class OfALoss(LlamaForCausalLM):
+    """As Liger's."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, skip_logits: Any = None, **kwargs: Any) -> Any:
+        shift_labels = kwargs.pop("shift_labels", None)
+        if skip_logits is None:
+            skip_logits = self.training and (labels is not None or shift_labels is not None)
+        return super().forward(input_ids=input_ids + bool(skip_logits), **kwargs)
+
+
+class OfNoLoss(OfALoss):
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        if self.training and labels is None:
+            input_ids = input_ids + 1
+        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+
 def is_a(cls: type) -> Callable[[Any], Any]:
     return lambda model: setattr(mlp(model), "__class__", cls)
 
@@ -113,6 +130,7 @@ DIFFER: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a rate by a property": (is_a(ByAProperty), "Rated.forward asks"),
     "a property": (is_a(Asked), "Asked.scale asks"),
     "a wrapper": (is_a(Wrapped), "Wrapped.forward asks"),
+    "where there are no labels": (lambda model: setattr(model, "__class__", OfNoLoss), "OfNoLoss.forward asks"),
     "a hook": (hooked, "<lambda> asks"),
     "an instance": (on_the_instance, "<lambda> asks"),
     "NEFTune": (with_noise_at_the_embedding, "model.embed_tokens.neftune_noise_alpha is 5.0"),
@@ -131,7 +149,8 @@ def test_training_mode_that_changes_something(which: str) -> None:
     assert training_difference(model.eval()) is None
 
 
-@pytest.mark.parametrize("change", [is_a(Rated), adapted("LoHaConfig"), adapted("LoraConfig")], ids=["zero", "LoHa", "LoRA"])
+@pytest.mark.parametrize("change", [lambda m: setattr(m, "__class__", OfALoss), is_a(Rated), adapted("LoHaConfig"),
+                                    adapted("LoraConfig")], ids=["labels", "zero", "LoHa", "LoRA"])
 def test_training_mode_that_changes_nothing(change: Callable[[Any], Any]) -> None:
     model = small_llama(std=0.3, num_hidden_layers=1)
     change(model)

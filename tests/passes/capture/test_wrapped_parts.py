@@ -161,6 +161,40 @@ class Copied(LlamaModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(h), past_key_values=past_key_values if use_cache else None)
 
 
+class WithALoss(LlamaForCausalLM):
+    """As users write them: of the mask and all keyword arguments where there are labels."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, labels: Any = None,
+                **kwargs: Any) -> Any:
+        if position_ids is None and attention_mask is not None:
+            position_ids = attention_mask.cumsum(-1) - 1
+        out = super().forward(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+        if not self.config.use_return_dict:  # warns once that it is deprecated
+            return out.to_tuple()
+        if labels is not None:
+            given = {name: x for name, x in kwargs.items() if name != "past_key_values"}
+            out.loss = self.loss_function(out.logits * attention_mask[..., None], labels, 64, **given)
+        return out
+
+
+class OfLabels(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, labels: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        out = super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+        if labels is not None:
+            out.logits = out.logits.roll(int(past_key_values is not None and past_key_values.get_seq_length() > 8), -1)
+        return out
+
+
+class GivesLabels(OfLabels):
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids=input_ids, labels=input_ids, **kwargs)
+
+
+def by_labels_of_a_hook(model: Any) -> None:
+    model.__class__ = OfLabels
+    model.register_forward_pre_hook(lambda module, args, kwargs: (args, dict(kwargs, labels=0)), with_kwargs=True)
+
+
 def scaled(module: Any, args: Any, kwargs: Any) -> Any:
     return (2 * args[0],), kwargs
 
@@ -197,6 +231,8 @@ READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an instance, by another name": (by_another_name, "<lambda> of model.layers.1 reads past_key_values"),
     "anew": (is_a(AnewOfNewTokens, "model.layers.1"), "AnewOfNewTokens.forward of model.layers.1 reads past_key_values"),
     "numbers": (is_a(OfPositions, "model.layers.1"), "OfPositions.forward of model.layers.1 reads past_key_values"),
+    "labels of another class": (lambda m: setattr(m, "__class__", GivesLabels), "OfLabels.forward (of .* )?reads"),
+    "labels of a hook": (by_labels_of_a_hook, "(OfLabels.forward|<lambda>,?) (of .* )?reads"),
     "the model's method": (lambda m: setattr(m, "__class__", Prepares),
                            r"Prepares.forward (of Prepares )?reads past_key_values"),
 }
@@ -217,8 +253,9 @@ def test_readers_of_the_cache(which: str) -> None:
 
 @pytest.mark.parametrize("change", [
     is_a(PassingOn, "model.layers.1"), is_a(Anew, "model.layers.1.self_attn"),
-    is_a(Copied, "model"), lambda m: m.model.layers[1].register_forward_pre_hook(scaled, with_kwargs=True)],
-    ids=["passing on", "anew", "copied", "hook"])
+    is_a(Copied, "model"), is_a(WithALoss, ""),
+    lambda m: m.model.layers[1].register_forward_pre_hook(scaled, with_kwargs=True)],
+    ids=["passing on", "anew", "copied", "loss", "hook"])
 @pytest.mark.filterwarnings("error:quire:UserWarning")
 def test_others_are_served(change: Callable[[Any], Any]) -> None:
     model = small_llama(std=0.3, num_hidden_layers=2)
