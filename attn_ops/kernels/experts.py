@@ -132,6 +132,38 @@ def order_kernel(ids, order, ends, S, E, BLOCK_S: tl.constexpr, PDL: tl.constexp
             place += tl.sum(mine, 0)
 
 
+@triton.jit(do_not_specialize=["S"])
+def count_kernel(ids, counts, S, E, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr):
+    """Count pairs: program c those of each expert, and at E of none, among BLOCK_S pairs. counts: (programs, E + 1)."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    chunk = tl.program_id(0)
+    found = load_ids(ids, chunk * BLOCK_S + tl.arange(0, BLOCK_S), S, E)
+    bins = tl.arange(0, BLOCK_E)
+    number = tl.histogram(tl.where(found < 0, BLOCK_E - 1, found), BLOCK_E)  # BLOCK_E > E + 1: past the end in the last one
+    tl.store(counts + chunk * (E + 1) + bins, number, mask=bins <= E)
+
+
+@triton.jit(do_not_specialize=["S", "chunks"])
+def place_kernel(ids, counts, order, ends, S, E, chunks, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
+                 PDL: tl.constexpr):
+    """``order_kernel`` with the ``counts`` of ``count_kernel``: program (e, c) writes those of expert e in chunk c."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    expert = tl.program_id(0)
+    chunk = tl.program_id(1)
+    rows = tl.arange(0, BLOCK_C)[:, None]
+    bins = tl.arange(0, BLOCK_E)[None, :]
+    number = tl.load(counts + rows * (E + 1) + bins, mask=(rows < chunks) & (bins <= expert), other=0)
+    before = (bins < expert) | (rows < chunk)
+    place = tl.sum(tl.sum(tl.where(before, number, 0), 1), 0)
+    if chunk == 0 and expert < E:
+        tl.store(ends + expert, tl.sum(tl.sum(number, 1), 0))
+    at = chunk * BLOCK_S + tl.arange(0, BLOCK_S)
+    mine = (load_ids(ids, at, S, E) == expert).to(tl.int32)
+    tl.store(order + place + tl.cumsum(mine, 0) - 1, at.to(order.dtype.element_ty), mask=mine > 0)
+
+
 @triton.jit(do_not_specialize=["S", "count"])
 def tiles_kernel(ends, tiles, S, E, count, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
                  PDL: tl.constexpr):

@@ -34,6 +34,8 @@ from quire.attn_ops.ops.expert_lora import ExpertLora
 MAX_PAIRS = 256
 #: The same with LoRA's adapters, of whose B programs for many pairs read less (``h200_expert_lora.json``).
 MAX_EXPANDED = 64
+#: Pairs that are sorted by one launch, in which each program counts all of them.
+FEW_TO_SORT = 8192
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Of adapters; None: there are none.
 Tensors = Sequence[Tensor] | None
@@ -320,9 +322,16 @@ class _Pairs:
 def _sort(ids: Tensor, experts: int, pdl: bool) -> tuple[Tensor, Tensor]:
     """(S,) int64: the pairs in the order of their experts, stable, ids out of range last; (E,) int32: each expert's end."""
     order, ends = ids.new_empty(len(ids), dtype=torch.int64), ids.new_empty(experts, dtype=torch.int32)
-    block = 1024 if len(ids) <= 8192 else 4096
-    launch(host.kernel_module("kernels.experts").order_kernel, (experts + 1,), ids, order, ends, len(ids), experts,
-           BLOCK_S=block, pdl=pdl, num_warps=4 if block == 1024 else 8)
+    kernels = host.kernel_module("kernels.experts")
+    if len(ids) <= FEW_TO_SORT:
+        launch(kernels.order_kernel, (experts + 1,), ids, order, ends, len(ids), experts, BLOCK_S=1024, pdl=pdl, num_warps=4)
+        return order, ends
+    block, bins = max(4096, host.next_power_of_2(len(ids) // 64)), host.next_power_of_2(experts + 2)
+    chunks = -(-len(ids) // block)
+    counts = ids.new_empty(chunks, experts + 1, dtype=torch.int32)
+    launch(kernels.count_kernel, (chunks,), ids, counts, len(ids), experts, BLOCK_S=block, BLOCK_E=bins, pdl=pdl, num_warps=8)
+    launch(kernels.place_kernel, (experts + 1, chunks), ids, counts, order, ends, len(ids), experts, chunks, BLOCK_S=block,
+           BLOCK_C=host.next_power_of_2(chunks), BLOCK_E=bins, pdl=pdl, num_warps=8)
     return order, ends
 
 

@@ -192,7 +192,7 @@ def test_which_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows == [16, 32, 64, 128]
 
 
-@pytest.mark.parametrize("pairs", [1, 1023, 1024, 1025, 9000])
+@pytest.mark.parametrize("pairs", [1, 1023, 1024, 1025, 8192, 8193, 20000])
 def test_sort(pairs: int) -> None:
     """Stable; ids out of range last."""
     ids = torch.randint(-2, 40, (pairs,), generator=torch.Generator().manual_seed(pairs)).to(DEVICE)
