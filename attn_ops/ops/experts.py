@@ -329,7 +329,7 @@ def _sort(ids: Tensor, experts: int, pdl: bool) -> tuple[Tensor, Tensor]:
     block, bins = max(4096, host.next_power_of_2(len(ids) // 64)), host.next_power_of_2(experts + 2)
     chunks = -(-len(ids) // block)
     counts = ids.new_empty(chunks, experts + 1, dtype=torch.int32)
-    launch(kernels.count_kernel, (chunks,), ids, counts, len(ids), experts, BLOCK_S=block, BLOCK_E=bins, pdl=pdl, num_warps=8)
+    launch(kernels.count_kernel, (chunks,), ids, counts, len(ids), experts, BLOCK_S=block, BLOCK_E=bins, pdl=pdl, num_warps=16)
     launch(kernels.place_kernel, (experts + 1, chunks), ids, counts, order, ends, len(ids), experts, chunks, BLOCK_S=block,
            BLOCK_C=host.next_power_of_2(chunks), BLOCK_E=bins, pdl=pdl, num_warps=8)
     return order, ends
