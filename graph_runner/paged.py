@@ -217,7 +217,7 @@ class PagedGenerate(OnInstance):
             if not (engine._closed or engine.runner.editor.in_processor):
                 engine._follow(everything=True)
 
-    def _in_training(self, ids: torch.Tensor) -> str | None:
+    def _in_training(self, ids: Any) -> str | None:
         """Why the model in training mode gives something else, by running it (``own_training.py``); None: it does not."""
         if not any(module.training for module in self.model.modules()):
             return None

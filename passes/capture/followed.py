@@ -80,10 +80,8 @@ def reached(function: types.FunctionType, owner: Any, depth: int = _DEPTH) -> It
     """A user's function, and those of the user's that it calls by a global name, from its closure, or as methods of ``owner``
     (of a module only where its class is the user's)."""
     yield function, owner
-    held = held_by(function)
     names = names_of(function.__code__)
-    called = [found for name in names if isinstance(
-        found := held.get(name), (types.FunctionType, types.MethodType, functools.partial))]
+    called = [x for x in held_by(function).values() if isinstance(x, (types.FunctionType, types.MethodType, functools.partial))]
     called += [types.MethodType(found, owner) for name in names if owner is not None and name != "forward" and isinstance(
         found := getattr(type(owner), name, None), types.FunctionType)]
     for each, its_owner in (pair for found in called for pair in functions_of(found)) if depth else ():
@@ -98,8 +96,10 @@ def names_of(code: types.CodeType) -> set[str]:
 
 
 def held_by(function: types.FunctionType) -> dict[str, Any]:
-    """The globals and closed-over variables that a function has names for, by these names."""
+    """The globals and closed-over variables that a function has names for, and its defaults that are called, by these names."""
     held = {name: function.__globals__[name] for name in names_of(function.__code__) if name in function.__globals__}
+    last = dict(zip(parameters_of(function.__code__)[::-1], (function.__defaults__ or ())[::-1], strict=False))
+    held |= {name: x for name, x in (last | (function.__kwdefaults__ or {})).items() if callable(x)}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not assigned yet
             held[name] = cell.cell_contents
@@ -135,10 +135,10 @@ def reads_of(function: types.FunctionType, names: frozenset[str], owner: Any, gi
         tree.body[0].body = without_loss(tree.body[0])
     bodies: list[Sequence[ast.AST]] = [_run_by_default(tree.body[0])]
     if code.co_name == "<lambda>":
-        bodies = [[x.body] for x in ast.walk(tree) if isinstance(x, ast.Lambda)
+        bodies = [[ast.copy_location(ast.Return(x.body), x)] for x in ast.walk(tree) if isinstance(x, ast.Lambda)
                   and [a.arg for a in x.args.args] == [*parameters_of(code)]]
-    known = held_by(function) | {name: owner for name in parameters_of(code)[:1] if owner is not None}
-    known |= held
+    known = {name: x for name, x in held_by(function).items() if name not in parameters_of(code)} | {**held}
+    known |= {name: owner for name in parameters_of(code)[:1] if owner is not None and name not in held}
     found = [read for body in bodies for read in _Uses(body, names, tracked, known, depth).others()]
     return found if bodies else [_ANY]
 
@@ -216,6 +216,8 @@ class _Uses:
                 self._hand_on(each)
         elif isinstance(value, (ast.Starred, ast.keyword)):
             self._hand_on(value.value)
+        elif isinstance(value, ast.BinOp) and self._is_dict_of(value):
+            self._allow(value)
         elif isinstance(value, ast.IfExp):
             self._hand_on(value.body)
             self._hand_on(value.orelse)
@@ -297,9 +299,8 @@ class _Uses:
     def _callees(self, called: ast.expr) -> list[_Code] | None:
         """The user's functions behind what is called; none: code of known packages, or a module, which is looked at itself;
         None: it is not known."""
-        if isinstance(called, ast.Attribute) and called.attr in ("forward", "_gradient_checkpointing_func"):
-            return []
-        if isinstance(called, ast.Name) and called.id in ATTENTION:
+        if (isinstance(called, ast.Attribute) and called.attr in ("forward", "_gradient_checkpointing_func")) or (
+                isinstance(called, ast.Name) and called.id in ATTENTION):
             return []
         if isinstance(called, ast.Name) and called.id in self.assigned:
             found = [self._callees_of(value) for value in self.assigned[called.id]]
@@ -392,6 +393,9 @@ class _Uses:
         """Whether this is a dict of arguments, or what a followed function made of them."""
         if isinstance(value, ast.Dict):
             return all(self._is_one(x) or not self._left_in(x) for x in value.values)
+        if isinstance(value, ast.BinOp) and isinstance(value.op, ast.BitOr):  # one side is written as a dict
+            sides = value.left, value.right
+            return any(isinstance(x, ast.Dict) for x in sides) and all(self._is_all(x) or self._is_dict_of(x) for x in sides)
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "copy":
             return self._is_all(value.func.value)
         return isinstance(value, ast.Call) and ast.unparse(value.func) == "dict" and all(

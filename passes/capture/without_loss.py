@@ -67,7 +67,7 @@ class _Run:
         if isinstance(statement, ast.If):
             return self._if(statement, known)
         if isinstance(statement, _OWN_SCOPE):
-            known.pop(statement.name, None)  # type: ignore[attr-defined]
+            known.pop(statement.name, None)
             return [statement]
         stored = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
         if isinstance(statement, (ast.For, ast.While, ast.With, ast.Try)):

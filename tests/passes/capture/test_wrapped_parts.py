@@ -199,6 +199,32 @@ def scaled(module: Any, args: Any, kwargs: Any) -> Any:
     return (2 * args[0],), kwargs
 
 
+class Merging(LlamaDecoderLayer):
+    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+        return super().forward(hidden_states, **(kwargs | {"position_ids": kwargs.get("position_ids")}))
+
+
+class MergingMore(LlamaDecoderLayer):
+    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+        return super().forward(hidden_states * kwargs.get("use", 1), **(kwargs | {"use": int(
+            kwargs.get("past_key_values") is not None)}))
+
+
+def by_default(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.forward = lambda *args, _own=layer.forward, **kwargs: 2 * _own(*args, **kwargs)
+
+
+def of_the_cache(own: Any, *args: Any, **kwargs: Any) -> Any:
+    return own(*args, **kwargs) * (1 if kwargs.get("past_key_values") is None else 2)
+
+
+def by_default_to_a_reader(model: Any) -> None:
+    for layer in model.model.layers:
+        own = functools.partial(of_the_cache, layer.forward)
+        layer.forward = lambda *args, _own=own, **kwargs: _own(*args, **kwargs)
+
+
 def is_a(cls: type, where: str) -> Callable[[Any], None]:
     return lambda model: setattr(model.get_submodule(where), "__class__", cls)
 
@@ -231,6 +257,8 @@ READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an instance, by another name": (by_another_name, "<lambda> of model.layers.1 reads past_key_values"),
     "anew": (is_a(AnewOfNewTokens, "model.layers.1"), "AnewOfNewTokens.forward of model.layers.1 reads past_key_values"),
     "numbers": (is_a(OfPositions, "model.layers.1"), "OfPositions.forward of model.layers.1 reads past_key_values"),
+    "a merged dict": (is_a(MergingMore, "model.layers.1"), "MergingMore.forward of model.layers.1 reads its keyword"),
+    "a default": (by_default_to_a_reader, "<lambda> of model.layers.0 reads its keyword"),
     "labels of another class": (lambda m: setattr(m, "__class__", GivesLabels), "OfLabels.forward (of .* )?reads"),
     "labels of a hook": (by_labels_of_a_hook, "(OfLabels.forward|<lambda>,?) (of .* )?reads"),
     "the model's method": (lambda m: setattr(m, "__class__", Prepares),
@@ -253,9 +281,10 @@ def test_readers_of_the_cache(which: str) -> None:
 
 @pytest.mark.parametrize("change", [
     is_a(PassingOn, "model.layers.1"), is_a(Anew, "model.layers.1.self_attn"),
-    is_a(Copied, "model"), is_a(WithALoss, ""),
+    is_a(Copied, "model"), is_a(WithALoss, ""), is_a(Merging, "model.layers.1"), by_default,
+    lambda m: m.model.layers[1].register_forward_pre_hook(lambda module, args, kwargs: (args, kwargs), with_kwargs=True),
     lambda m: m.model.layers[1].register_forward_pre_hook(scaled, with_kwargs=True)],
-    ids=["passing on", "anew", "copied", "loss", "hook"])
+    ids=["passing on", "anew", "copied", "loss", "merging", "default", "lambda", "hook"])
 @pytest.mark.filterwarnings("error:quire:UserWarning")
 def test_others_are_served(change: Callable[[Any], Any]) -> None:
     model = small_llama(std=0.3, num_hidden_layers=2)
