@@ -234,8 +234,15 @@ def _verify_config(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any)
             f"{kind} is configured with sliding_window={window}, but attends without it at layer {without[0].layer} "
             f"({without[0].name}), so its result depends on the cache that it is given. If no window is meant, set "
             "config.sliding_window to None.")
-    for s in sites:
-        kind_of = types[s.layer] if types and s.layer < len(types) else None
+    kinds = dict(enumerate(types or ()))
+    for place, s in enumerate(sites):
+        kind_of = kinds.get(s.layer)
+        if s.route == "interface" and len({*kinds.values()}) > 1 and kinds.get(place) != kind_of:
+            # Most models take a layer's mask by its place, and everything else by its number.
+            raise UnsupportedAttention(
+                f"layer {s.layer} ({s.name}) runs in the place of layer {place}, for which transformers makes the mask of "
+                f"{kinds.get(place)}; layer {s.layer} is {kinds.get(s.layer, 'none')} by the config. If layers were removed or "
+                "moved, make config.layer_types, and layer_idx of each layer's attention, agree with their order.")
         if kind_of == "sliding_attention" and s.window is None:
             raise UnsupportedAttention(f"layer {s.layer} ({s.name}) is a sliding_attention layer, but its window did not "
                                        "reach the attention call")

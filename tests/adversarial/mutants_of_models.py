@@ -63,6 +63,8 @@ MUTANTS = [
         ("a window that the mask has not", "passes/capture/test_own_masks::test_a_window_that_the_mask_has_not",
          'if s.route == "interface" and s.window is not None and s.window != of_mask and not isinstance('
          "of_mask, (list, tuple)):"),
+        ("a layer runs in a place of its kind", "test_layers_that_run_in_places_of_another_kind_are_refused",
+         "len({*kinds.values()}) > 1[- and kinds.get(place) != kind_of-]{+ and False+}:"),
         ("a layer attends once", "passes/test_backend::test_a_doubled_layer_is_refused", "    if doubled:"),
         ("a model has attention", "test_refused", "        if not sites:"),
         ("encoder-decoder models", "test_configs_refused_before_tracing", 'if getattr(config, "is_encoder_decoder", False):'),

@@ -57,6 +57,9 @@ SECTIONS = {
         Row("a layer changes the mask that transformers made; a module has a window that it has not", "refused", (
             "passes/capture/test_own_masks::test_layers_masks_that_would_be_lost",
             "passes/capture/test_own_masks::test_a_window_that_the_mask_has_not")),
+        Row("layers removed or moved in a model with two kinds: places of another kind; of their own", "refused; exact", (
+            "passes/capture/test_paged_model::test_layers_that_run_in_places_of_another_kind_are_refused",
+            "passes/capture/test_paged_model::test_layers_that_were_removed_with_their_types_are_served")),
         Row("a window in a buffer of 0 to 3 dimensions", "exact", _masks(
             "window, 0-d buffer", "window, 2-d buffer", "window, 3-d buffer", outcome="exact")),
         Row("a window per head: other ones; all the same", "refused; exact", (

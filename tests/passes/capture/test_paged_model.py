@@ -295,6 +295,41 @@ def test_a_model_without_some_of_its_layers_is_told_apart() -> None:
     PagedModel(model, EAGER).close()
 
 
+def _of_four_layers(name: str, kept: list[int]) -> nn.Module:
+    """The model with some of its layers, in this order, as by hand: the layers keep their numbers, and the config its types."""
+    entry = SERVED[name]
+    options = {**entry.options, "num_hidden_layers": 4}
+    if "layer_types" in options:
+        options["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    model = build(Served(entry.config, options))
+    model.model.layers = nn.ModuleList([model.model.layers[i] for i in kept])
+    model.config.num_hidden_layers = len(kept)
+    return model
+
+
+@pytest.mark.parametrize("name, kept", [
+    ("gemma3", [1, 2, 3]), ("gemma3", [1, 0, 2, 3]), *(pytest.param(name, [1, 2, 3], marks=pytest.mark.slow) for name in (
+        "llama4", "gpt_oss", "cohere2"))])
+def test_layers_that_run_in_places_of_another_kind_are_refused(name: str, kept: list[int]) -> None:
+    """transformers' mask is of the place, and the window that it hands to attention of the layer: it would attend otherwise
+    than quire, to tokens further away than a short trial has."""
+    with pytest.raises(UnsupportedAttention, match=r"layer [13] \(model\.layers\.[02]\.self_attn\) runs in the place of layer "
+                       r"[02], for which .* make config\.layer_types, and layer_idx of each layer's attention, agree"):
+        PagedModel(_of_four_layers(name, kept), EAGER)
+
+
+@pytest.mark.parametrize("kept, renumbered", [([2, 3], False), ([1, 2], True)])
+def test_layers_that_were_removed_with_their_types_are_served(kept: list[int], renumbered: bool) -> None:
+    """Two kinds in turn: without the first two, each place is of the kind that it was."""
+    model = _of_four_layers("gemma3", kept)
+    if renumbered:
+        model.config.layer_types = [model.config.layer_types[i] for i in kept]
+        for place, layer in enumerate(model.model.layers):
+            layer.self_attn.layer_idx = place
+    batch = reference(model)
+    assert error(serve(PagedModel(model, EAGER), batch, page_size=4), batch) <= TOLERANCE
+
+
 def test_eager_attention_written_by_hand_names_the_way_out() -> None:
     with pytest.raises(UnsupportedAttention, match=r"Under attn_implementation='eager' .*set_attn_implementation\('sdpa'\)"):
         PagedModel(build(SERVED["falcon"], attention="eager"), EAGER)
