@@ -56,12 +56,17 @@ def held_here(engine: Any) -> bool:
 class Rows:
     """Sequences in the pages of an engine that advance together. A context manager: its slots and pages go back at the end.
     ``prompts``: token ids of each row; neighbours with equal ones share their pages. ``max_tokens``: that may be appended to
-    each row. Raises DoesNotFit, which says what to change."""
+    each row. Raises DoesNotFit, which says what to change; ValueError for ids outside the vocabulary, which a compiled lookup
+    would end the process for."""
 
     def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
         config, total = engine.config, engine.scheduler.allocator.num_total
         longest = max(map(len, prompts)) + max_tokens
-        starts = [i for i, p in enumerate(prompts) if i == 0 or p != prompts[i - 1]]
+        starts, vocabulary = [i for i, p in enumerate(prompts) if i == 0 or p != prompts[i - 1]], engine.limits.vocab_size
+        for i in starts:
+            if not 0 <= min(prompts[i]) <= max(prompts[i]) < vocabulary:
+                bad = [token for token in prompts[i] if not 0 <= token < vocabulary]
+                raise ValueError(f"row {i}: token ids {bad[:5]} are outside the vocabulary of {vocabulary} tokens")
         self._groups = [slice(a, b) for a, b in itertools.pairwise([*starts, len(prompts)])]  # of rows with one prompt
         shared = sum((g.stop - g.start - 1) * (len(prompts[g.start]) // config.page_size) for g in self._groups)
         whole = [pages_for(len(p) + max_tokens, config.page_size) for p in prompts]
@@ -126,9 +131,9 @@ class Rows:
         self._turn.lock.release()
 
     def append(self, tokens: Sequence[int]) -> None:
-        """One more token for each row."""
+        """One more token for each row; 0 for one outside the vocabulary, with which a row that has ended may be padded."""
         for row, token in zip(self.requests, tokens, strict=True):
-            row.token_ids.append(token)
+            row.token_ids.append(token if 0 <= token < self._runner.vocab_size else 0)
 
     def reorder(self, sources: Sequence[int]) -> None:
         """Let each row i go on from the tokens, keys and values of row ``sources[i]``, which had the same prompt."""

@@ -106,6 +106,21 @@ def test_architectures(name) -> None:
     paged.generate.close()
 
 
+def test_tokens_outside_the_vocabulary(pair, batch) -> None:
+    """An error, of a prompt; compiled, the lookup ends the process. A row that has ended may be padded with any: tokenizers are
+    given a [PAD] that the model has no embedding for."""
+    plain, model = pair
+    for bad in (-100, plain.config.vocab_size):
+        with pytest.raises(ValueError, match=rf"row 1: token ids \[{bad}\] are outside the vocabulary of"):
+            model.generate(torch.tensor([[5, 6], [7, bad]]), repetition_penalty=2.0, max_new_tokens=3, pad_token_id=bad - 1)
+    (first, *_), _, _ = plain.generate(**batch, max_new_tokens=2, repetition_penalty=2.0)[:, -2:]
+    options = dict(num_beams=1, repetition_penalty=2.0, eos_token_id=int(first), max_new_tokens=6)
+    want = plain.generate(**batch, **options, pad_token_id=0)
+    got = model.generate(**batch, **options, pad_token_id=plain.config.vocab_size)
+    assert torch.equal(want[1:], got[1:]) and got[0, -5:].tolist() == [plain.config.vocab_size] * 5
+    assert_idle(model.generate.engine)
+
+
 def test_prompts_share_their_pages(pair) -> None:
     """Eight beams of a prompt of 25 pages, in 38 pages: without sharing they would need 232. It is computed once."""
     ids = torch.randint(3, 64, (1, 100))
