@@ -1,13 +1,15 @@
-"""Whether a model's own forward gives with a KV cache what it gives without one.
+"""Whether a model's own forward gives with a KV cache, and beside another row, what it gives without one and alone.
 
-quire traces a model without a cache, and ``generate`` runs it with one. A user's forward, hook or wrapper may do something else
-where there is a cache. ``passes/capture/followed.py`` reads the code for that; this asks by running, on a few tokens.
+quire traces a model without a cache, and ``generate`` runs it with one, and with as many rows as there are prompts. A user's
+forward, hook or wrapper may do something else then. ``passes/capture/followed.py`` reads the code for what asks for a cache;
+this asks by running, on a few tokens.
 """
 
 from __future__ import annotations
 
 import abc
 import functools
+import inspect
 import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -79,16 +81,16 @@ def switches_of(hooks: Sequence[Any]) -> list[bool]:
 
 @torch.no_grad()
 def both_ways(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Logits (T, V) of the model's own forward of ids (T,), without a cache and with one. None: no code of the user's is in it,
-    it does not run so, or it leaves the cache empty, and is served as it is without one."""
+    """Logits (T, V) of the model's own forward of ids (T,), alone without a cache, and as in ``generate``. None: no code of the
+    user's is in it, it does not run so, or it leaves the cache empty, and is served as it is without one."""
     model: Any = paged.model
     if paged.config is None or len(ids) <= STEPS or not has_users_code(model):
         return None
     try:
         with mode:
             plain = paged.by_itself(ids, torch.arange(len(ids), device=ids.device)).float()
-        with evaluating(model), mode:
-            found = logits_with_cache(model, ids, STEPS)
+        with mode:
+            found, _ = evaluated(model, ids, STEPS)
     except ChangedWhileTraced:
         raise
     except Exception as error:
@@ -97,18 +99,31 @@ def both_ways(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) -> tuple[to
     return None if len(found) <= STEPS else (plain, torch.cat(found).float())
 
 
-def logits_with_cache(model: Any, ids: torch.Tensor, steps: int) -> list[torch.Tensor]:
-    """Logits (T, V) of the model's own forward of ids (T,), for each of its calls with one cache: of all tokens but the last
-    ``steps``, and of each of these; NaN where a call has emptied the cache. The first call alone, if it leaves it empty. Raises
-    what the forward raises."""
+def evaluated(model: Any, ids: torch.Tensor, steps: int) -> tuple[list[torch.Tensor], int]:
+    """``logits_with_cache`` in evaluation mode, and with how many rows: one, if the model does not take two."""
+    with evaluating(model):
+        try:
+            return logits_with_cache(model, ids, steps), 2
+        except Exception:
+            return logits_with_cache(model, ids, steps, 1), 1
+
+
+def logits_with_cache(model: Any, ids: torch.Tensor, steps: int, rows: int = 2) -> list[torch.Tensor]:
+    """Logits (T, V) of the model's own forward of ids (T,), for each of its calls as ``generate`` makes them, with one cache
+    and other ``rows`` beside this one: of all tokens but the last ``steps``, and of each of these; NaN where a call has emptied
+    the cache. The first call alone, if it leaves it empty. Raises what the forward raises."""
     from transformers import DynamicCache
 
-    cache, positions = DynamicCache(config=model.config), torch.arange(len(ids), device=ids.device)[None]
+    parameters = inspect.signature(model.forward).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    options = {"return_dict": True} if takes_all or "return_dict" in parameters else {}
+    cache, batch = DynamicCache(config=model.config), torch.stack([ids, ids.flip(0)])[:rows]
+    positions = torch.arange(len(ids), device=ids.device).repeat(rows, 1)
     found, seen = list[torch.Tensor](), 0
     for end in range(len(ids) - steps, len(ids) + 1):
-        mask = torch.ones(1, end, dtype=torch.int64, device=ids.device)
-        out = model(input_ids=ids[None, seen:end], position_ids=positions[:, seen:end], attention_mask=mask,
-                    past_key_values=cache, use_cache=True)
+        mask = torch.ones(rows, end, dtype=torch.int64, device=ids.device)
+        out = model(input_ids=batch[:, seen:end], position_ids=positions[:, seen:end], attention_mask=mask,
+                    past_key_values=cache, use_cache=True, **options)
         found.append(logits_of(out)[0, -(end - seen):])
         if not cache.get_seq_length():
             if not seen:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.graph_runner.own_cache import has_users_code, logits_with_cache, may_be_users
+from quire.graph_runner.own_cache import evaluated, has_users_code, logits_with_cache, may_be_users
 from quire.graph_runner.own_forward import asks_for_mode, training_difference
 from quire.passes.capture.evaluating import ChangedWhileTraced, evaluating
 from quire.passes.capture.followed import functions_of
@@ -53,15 +53,14 @@ def differs_in_training(model: torch.nn.Module, ids: torch.Tensor, read: Mapping
         return read_so
     row = ids[0, -_TOKENS:]
     try:
-        with evaluating(model):
-            wanted = logits_with_cache(model, row, 1)
-        found = _watched(model, row)
+        wanted, rows = evaluated(model, row, 1)
+        found = _watched(model, row, rows)
         if isinstance(found, str):
             return found
         if _equal(found, wanted, 0.0):
             return None
         with evaluating(model):
-            again = logits_with_cache(model, row, 1)
+            again = logits_with_cache(model, row, 1, rows)
     except ChangedWhileTraced as error:
         return str(error)
     except Exception as error:
@@ -82,7 +81,7 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a.double() - b.double()).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf")).max().item()
 
 
-def _watched(model: torch.nn.Module, row: torch.Tensor) -> list[torch.Tensor] | str:
+def _watched(model: torch.nn.Module, row: torch.Tensor, rows: int) -> list[torch.Tensor] | str:
     """Logits in the modes that modules have; or what the forward does beside computing them."""
     watch, found = _Watch(model), list[torch.Tensor]()
     held = [(module, own) for module in model.modules() for own in (vars(module), module._buffers)]
@@ -90,7 +89,7 @@ def _watched(model: torch.nn.Module, row: torch.Tensor) -> list[torch.Tensor] | 
     with _generators_kept(row.device) as drawn:
         try:
             with watch:
-                found = logits_with_cache(model, row, 1)
+                found = logits_with_cache(model, row, 1, rows)
         except _Acts:
             pass
         draws = drawn()

@@ -20,7 +20,7 @@ NOTE [Two trials]: The batch runs in two ways.
 
 The model's own forward, in float32, must give what the batch gives for the first sequence, the same without positions as with
 0, 1, 2, ..., the same for a first token with and without tokens behind it, and where code of the user's is in it, the same with
-a KV cache (``own_cache.py``).
+a KV cache and beside another row (``own_cache.py``).
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ def _check_own_positions(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) 
 
 
 def _check_own_cache(paged: PagedModel, ids: torch.Tensor, mode: InFloat32, quantized: bool) -> None:
-    """Refuse a model with code of the user's that computes something else where there is a KV cache."""
+    """Refuse a model with code of the user's that computes something else where there is a KV cache, or another row."""
     if (found := both_ways(paged, ids, mode)) is None:
         return
     plain, cached = found
@@ -318,10 +318,10 @@ def _check_own_cache(paged: PagedModel, ids: torch.Tensor, mode: InFloat32, quan
     most = _gap(cached, plain).max().item()
     if most > rounding * _largest(plain):
         raise UnsupportedAttention(
-            f"{type(paged.model).__name__} computes something else where it has a KV cache: the logits of {len(ids)} tokens "
-            f"differ by {most / max(_largest(plain), 1e-30):.2g} of the largest from those without one. A forward, hook or "
-            "wrapper of your own asks for it or for what comes with it; quire computes as without a cache. Do the same in both "
-            "cases.")
+            f"{type(paged.model).__name__} computes something else where it has a KV cache, or another row beside one: the "
+            f"logits of {len(ids)} tokens differ by {most / max(_largest(plain), 1e-30):.2g} of the largest from those without "
+            "it. A forward, hook or wrapper of your own asks for the cache or for what comes with it, or mixes rows; quire "
+            "computes without a cache, each row alone. Do the same in all cases.")
 
 
 def _check_one_token(paged: PagedModel, ids: torch.Tensor, plain: torch.Tensor, mode: InFloat32) -> None:

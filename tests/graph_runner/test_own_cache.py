@@ -77,7 +77,27 @@ def with_the_config_of_a_trainer() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("make", [by_a_call_that_is_inherited, by_position, by_the_output, with_the_config_of_a_trainer])
+def by_an_argument_of_generate() -> nn.Module:
+    model = llama()
+
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+        if kwargs.get("return_dict"):
+            out.logits = out.logits.flip(-1)
+        return out
+
+    model.register_forward_hook(hook, with_kwargs=True)
+    return model
+
+
+def by_the_rows_of_a_batch() -> nn.Module:
+    """A packed batch is one row, so that nothing is its mean."""
+    model = llama()
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out - 0.5 * out.mean(0, keepdim=True))
+    return model
+
+
+@pytest.mark.parametrize("make", [by_a_call_that_is_inherited, by_position, by_the_output, with_the_config_of_a_trainer,
+                                  by_an_argument_of_generate, by_the_rows_of_a_batch])
 def test_what_differs_with_a_cache_is_refused(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(quire.UnsupportedAttention, match="something else where it has a KV cache"):
         quire.Engine(make(), **SERVED)
