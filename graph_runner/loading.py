@@ -12,7 +12,7 @@ import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.graph_runner.config import EngineConfig
-from quire.passes.verify.sites import check_config, text_config
+from quire.passes.verify.sites import check_config, text_config, transformers_config
 
 T = TypeVar("T")
 TINY_MODEL = Path(__file__).parent / "assets" / "tiny-llama"
@@ -105,7 +105,7 @@ def _check_checkpoint(path: Path, config: Any) -> None:
 def check_model(model: torch.nn.Module) -> None:
     """Refuse a model that is not a causal LM, before anything else is read from it. Raises UnsupportedAttention, which says
     why."""
-    config = getattr(model, "config", None)
+    config = transformers_config(model)
     if config is not None:
         check_config(config)
     can_generate = getattr(model, "can_generate", None)

@@ -55,7 +55,7 @@ from quire.passes.rewrite.adapted_matrices import multiply_adapted_matrices
 from quire.passes.rewrite.own_positions import check_uncompiled
 from quire.passes.start_times import timed
 from quire.passes.verify.quantized import check_layers
-from quire.passes.verify.sites import check_checkpoint, check_config, check_logits, check_model
+from quire.passes.verify.sites import check_checkpoint, check_config, check_logits, check_model, transformers_config
 
 logger = logging.getLogger(__name__)
 _REQS = 7  # rows of the traced batch: not 0, 1 or TRACED_TOKENS, which Dynamo would make constants or the same symbol
@@ -86,7 +86,7 @@ class PagedModel:
         self.options = options or QuireOptions()
         if self.options.attention != "auto":
             get_backend(self.options.attention)  # here, and not inside Dynamo
-        self.model, self.config, self.draws, self.weights = model, getattr(model, "config", None), draws, FusedWeights()
+        self.model, self.config, self.draws, self.weights = model, transformers_config(model), draws, FusedWeights()
         if self.config is not None:
             check_config(self.config)
             check_checkpoint(model)

@@ -170,6 +170,12 @@ def text_config(config: Any) -> Any:
     return get(decoder=True) if get is not None else config
 
 
+def transformers_config(model: torch.nn.Module) -> Any:
+    """The config of a model of transformers; None if it has none: a user's module may have anything under that name."""
+    config = getattr(model, "config", None)
+    return config if any(cls.__module__.startswith("transformers.") for cls in type(config).__mro__) else None
+
+
 def check_checkpoint(model: torch.nn.Module) -> None:
     """Raises UnsupportedAttention for a model loaded from a checkpoint of another kind: its head has random weights."""
     config: Any = getattr(model, "config", None)
@@ -184,9 +190,9 @@ def check_logits(model: torch.nn.Module, width: int) -> None:
     """Raises UnsupportedAttention for a transformers model whose logits, ``width`` per token, are not over its vocabulary."""
     head, embedding = (getattr(model, name, lambda: None)() for name in ("get_output_embeddings", "get_input_embeddings"))
     rows = getattr(getattr(embedding, "weight", None), "shape", [None])[0]
-    if rows is None and (config := getattr(model, "config", None)) is not None:  # a module of the user's around a model
+    if rows is None and (config := transformers_config(model)) is not None:  # a module of the user's around a model
         rows = getattr(text_config(config), "vocab_size", None)
-    if getattr(model, "config", None) is not None and head is None and rows is not None and width != rows:
+    if transformers_config(model) is not None and head is None and rows is not None and width != rows:
         raise UnsupportedAttention(f"{type(model).__name__} has no language-model head: it gives {width} logits per token, and "
                                    f"its vocabulary has {rows} tokens.")
     if rows is not None and width > rows:
