@@ -46,8 +46,9 @@ SPLIT = 1.4  # and where it has too few tiles for the GPU, divides keys among pr
 MORE_LAUNCHES = 10e-6  # of the copy, and of the end of one kernel before the next
 PAGED_ROWS = 128  # of a tile: tokens x heads of a group
 WORTH = 0.95  # of the time by pages: estimates of short steps are off by more than of long ones
-#: Of ``extend_contiguous.attend_to_expanded`` on an H200, by `benchmarks/backend_kernels.py expanded` (``h200_expanded.json``).
-EXPANDED_TIME = PrefillTime(launch=35.0, per_operation=2.1, per_key=0.0)
+#: Of ``extend_contiguous.attend_to_expanded``, fitted within 15 % on `benchmarks/backend_kernels.py expanded` of an H200
+#: (``h200_expanded.json``), but for one prompt of 1024 tokens, whose time is the host's.
+EXPANDED_TIME = PrefillTime(launch=35.0, per_operation=1.91, per_key=0.0, per_mb=1.03)
 
 
 class RouteConfig(NamedTuple):

@@ -181,7 +181,7 @@ def test_numbers_that_do_not_lie_side_by_side(tokens, codes) -> None:
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_bias_that_is_broadcast(tokens, shape) -> None:
     args = list(case(tokens, 40, 64, bias=True))
-    args[2] = torch.randn(shape).half()
+    args[2] = torch.randn(shape).to(args[0])
     torch.testing.assert_close(small_linear_cuda(*args), F.linear(args[0], args[1]) + args[2], rtol=1e-2, atol=1e-2)
 
 
