@@ -258,7 +258,9 @@ def _check_own_forward(found: _Found, plain: torch.Tensor, limit: float, approxi
         raise UnsupportedAttention(
             "a trial sequence has other logits paged than by the model's own forward: they differ by "
             f"{most / found.effect:.2g} times what another token in its past changes. The forward may do something else when "
-            "it is compiled (torch.compiler.is_compiling), or an attention call is understood wrongly: please report it.")
+            "it is compiled (torch.compiler.is_compiling), its attention may leave out what it is given (softcap, in sdpa of "
+            "older releases of transformers: attn_implementation='eager' has it), or an attention call is understood wrongly: "
+            "please report it.")
 
 
 def _is_precise(paged: PagedModel, dtype: torch.dtype) -> bool:
