@@ -33,8 +33,9 @@ Chunk = tuple[torch.Tensor, torch.Tensor, np.ndarray]
 CHUNK_ELEMENTS = 1 << 26
 #: The note of a step with another backend's attention to expanded keys: a ``Faster``.
 FASTER = "expanded attention"
-#: (query_lens, key_lens) of B sequences, on the host -> what attends as ``ragged`` does; None: it does not take such lengths.
-Faster = Callable[[np.ndarray, np.ndarray], Expanded | None]
+#: (query_lens, key_lens, H, D, Dv, dtype=, scale=, causal=) of B sequences, on the host -> what attends as ``ragged`` does, or
+#: None: it does not take them.
+Faster = Callable[..., Expanded | None]
 
 
 def expanding_pays(query_lens: np.ndarray, seq_lens: np.ndarray, rank: int, rope: int, nope: int, dim_v: int) -> np.ndarray:
@@ -93,13 +94,18 @@ def attend(absorbed: Callable[..., torch.Tensor], expanded: Expanded, q: torch.T
     new = slice(token, end)
     capacity = max(meta.num_reqs - row, CHUNK_ELEMENTS // (kv_b.shape[0] + q.shape[1] * q.shape[2]))
     starts, chunks = _prefixes(step, row, capacity, page, query_start_loc, seq_lens, block_table)
-    faster: Faster = step.notes.get(FASTER, lambda *lens: None)
-    lens = meta.query_lens_cpu.numpy()[row : meta.num_reqs]
-    state = _state(faster(lens, lens) or expanded, q[new], c[new], k_rope[new], kv_b, starts, starts, scale, causal=True)
+    faster: Faster = step.notes.get(FASTER, lambda *sizes, **options: None)
+    lens, nope = meta.query_lens_cpu.numpy()[row : meta.num_reqs], q.shape[2] - k_rope.shape[1]
+
+    def attention(key_lens: np.ndarray, causal: bool) -> Expanded:
+        dim_v = kv_b.shape[0] // q.shape[1] - nope
+        return faster(lens, key_lens, q.shape[1], q.shape[2], dim_v, dtype=q.dtype, scale=scale, causal=causal) or expanded
+
+    state = _state(attention(lens, True), q[new], c[new], k_rope[new], kv_b, starts, starts, scale, causal=True)
     for slots, starts_k, key_lens in chunks:
         latent = read(slots)
-        part = _state(faster(lens, key_lens) or expanded, q[new], latent[:, :rank], latent[:, rank:], kv_b, starts, starts_k,
-                      scale, causal=False)
+        part = _state(attention(key_lens, False), q[new], latent[:, :rank], latent[:, rank:], kv_b, starts, starts_k, scale,
+                      causal=False)
         state = merge_state(*part, *state)
     if end - token == len(q):
         return state[0]

@@ -234,7 +234,8 @@ def expanded(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, A
     if system == "triton":
         attend = kernel_module("backends.triton.extend_contiguous").attend_to_expanded
     elif part is not None and part.expanded is not None and part.expanded.takes(site, args.device):
-        attend = part.expanded.make(args.device).begin()(query_lens, key_lens)
+        attend = part.expanded.make(args.device).begin()(query_lens, key_lens, heads, NOPE + rope, DIM_V, dtype=args.dtype,
+                                                         scale=site.scale, causal=causal)
     else:
         raise ValueError(f"{system} has no kernel for expanded keys of these heads here")
     q, kv, k_rope = (torch.randn(*size, **made) for size in (

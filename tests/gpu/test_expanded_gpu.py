@@ -39,7 +39,8 @@ def test_against_float32(causal, query_lens, key_lens) -> None:
     q = torch.randn(sum(query_lens), 16, 192, **made)
     kv, k_rope = (torch.randn(sum(key_lens), n, **made) for n in (16 * 256, 64))
     starts = [torch.tensor([0, *lens], device=CUDA).cumsum(0).int() for lens in (query_lens, key_lens)]
-    attend = BACKEND.prefill.expanded.make(CUDA).begin()(np.array(query_lens), np.array(key_lens))
+    attend = BACKEND.prefill.expanded.make(CUDA).begin()(np.array(query_lens), np.array(key_lens), 16, 192, 128,
+                                                         dtype=torch.bfloat16, scale=SITE.scale, causal=causal)
     out, lse = attend(q, kv, k_rope, *starts, scale=SITE.scale, causal=causal)
     parts = kv.float().unflatten(1, (16, 256))
     k = torch.cat([parts[..., :128], k_rope.float()[:, None].expand(-1, 16, -1)], dim=2)

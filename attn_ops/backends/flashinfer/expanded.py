@@ -2,15 +2,16 @@
 a backend that serves MLA.
 
 A step has parts: its own keys, and each chunk of the prefixes. A part is planned by the first layer that runs it, for all
-layers of a kind. The keys of all heads are put together first, each head's own numbers and the rotary ones, which all
-share; values are read where the expansion left them. See NOTE [Values behind a sequence]: a part is attended to in runs of
-sequences, each from tensors that end with it.
+layers of a kind; the other backend serves one whose planning fails. The keys of all heads are put together first, each head's
+own numbers and the rotary ones, which all share; values are read where the expansion left them. See NOTE [Values behind a
+sequence]: a part is attended to in runs of sequences, each from tensors that end with it.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import math
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from quire.attn_ops.backends.flashinfer.state import MIN_WORKSPACE, RAGGED
 from quire.attn_ops.mla_prefill import Expanded, Faster
 from quire.attn_ops.tuning.prefill import PrefillTime
 
+logger = logging.getLogger(__name__)
 #: What was seen right and measured: DeepSeek's heads, of a key's own and its rotary numbers, and of values.
 NOPE, ROPE, DIM_V = 128, 64, 128
 MOST_WRAPPERS = 12  # of a step; each has 8 MB of FlashInfer's on the GPU and 8 MB pinned
@@ -81,66 +83,77 @@ class ExpandedKeys:
         self.workspace = torch.zeros(MIN_WORKSPACE, dtype=torch.uint8, device=device)
         self.wrappers: list[Any] = []
         self.used = 0  # wrappers, in this step
-        self.runs: dict[tuple[bytes, bytes], list[tuple[int, int]]] = {}  # of a step's parts; none: not taken
-        self.planned: dict[Any, list[Segment]] = {}
+        self.planned: dict[Any, list[Segment]] = {}  # none: not taken
         self.copied: Any = None
+        self.failed = False
 
     def begin(self) -> Faster:
         """For the parts of one step."""
-        self.planned, self.runs, self.used = {}, {}, 0
+        self.planned, self.used = {}, 0
         if self.copied is not None:
             self.copied.synchronize()
         return self._of_part
 
-    def _of_part(self, query_lens: np.ndarray, key_lens: np.ndarray) -> Expanded | None:
-        """None for a part in more runs than pay, or one more than there are wrappers for."""
-        lens = query_lens.tobytes(), key_lens.tobytes()
-        if lens not in self.runs:
-            found = runs(query_lens, key_lens)
-            room = len(found) <= MOST_RUNS and sum(map(len, self.runs.values())) + len(found) <= MOST_WRAPPERS
-            self.runs[lens] = found if room else []
-        return functools.partial(self._attend, query_lens, key_lens, self.runs[lens]) if self.runs[lens] else None
+    def _of_part(self, query_lens: np.ndarray, key_lens: np.ndarray, *sizes: int, **options: Any) -> Expanded | None:
+        key = (query_lens.tobytes(), key_lens.tobytes(), sizes, *options.values())
+        if key not in self.planned:
+            try:
+                self.planned[key] = self._plan(query_lens, key_lens, sizes, options)
+            except Exception as error:  # nothing has run yet: the other backend can serve the part
+                self.planned[key] = []
+                if not self.failed:
+                    logger.warning("flashinfer: a part of a prompt is not served, later ones are tried: %s: %s",
+                                   type(error).__name__, error)
+                self.failed = True
+        segments = self.planned[key]
+        return functools.partial(self._attend, segments) if segments else None
 
-    def _attend(self, query_lens: np.ndarray, key_lens: np.ndarray, rows: list[tuple[int, int]], q: Tensor, kv: Tensor,
-                k_rope: Tensor, *of_device: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    def _plan(self, query_lens: np.ndarray, key_lens: np.ndarray, sizes: tuple[int, ...], options: dict[str, Any]
+              ) -> list[Segment]:
+        """No segment for a part in more runs than pay, or in one more than there are wrappers for."""
+        parts, found = runs(query_lens, key_lens), list[Segment]()
+        if len(parts) > MOST_RUNS or self.used + len(parts) > MOST_WRAPPERS:
+            return []
+        starts = [np.concatenate(([0], np.cumsum(lens))).astype(np.int32) for lens in (query_lens, key_lens)]
+        heads, dim, dim_v = sizes
+        for begin, end in parts:
+            if self.used == len(self.wrappers):
+                self.wrappers.append(self.make(self.workspace, "NHD", backend="fa3"))
+            wrapper, self.used = self.wrappers[self.used], self.used + 1
+            wrapper.plan(*(torch.from_numpy(each[begin : end + 1] - each[begin]) for each in starts), heads, heads, dim, dim_v,
+                         causal=options["causal"], sm_scale=options["scale"], q_data_type=options["dtype"],
+                         kv_data_type=options["dtype"])
+            found.append(Segment(wrapper, *(slice(int(each[begin]), int(each[end])) for each in starts)))
+        self.copied = torch.cuda.Event()
+        self.copied.record(torch.cuda.current_stream(self.device))
+        return found
+
+    @staticmethod
+    def _attend(segments: list[Segment], q: Tensor, kv: Tensor, k_rope: Tensor, *of_device: Tensor, **planned: Any
+                ) -> tuple[Tensor, Tensor]:
         heads, dim, nope = q.shape[1], q.shape[2], q.shape[2] - k_rope.shape[1]
         kv = kv.unflatten(1, (heads, -1))
-        k, dim_v = kv.new_empty(kv.shape[0], heads, dim), kv.shape[2] - nope
+        k = kv.new_empty(kv.shape[0], heads, dim)
         k[..., :nope] = kv[..., :nope]
         k[..., nope:] = k_rope[:, None]
-        key = (query_lens.tobytes(), key_lens.tobytes(), heads, dim, dim_v, q.dtype, scale, causal)
-        if key not in self.planned:
-            options: dict[str, Any] = {"causal": causal, "sm_scale": scale, "q_data_type": q.dtype, "kv_data_type": q.dtype}
-            starts_q, starts_k = (np.concatenate(([0], np.cumsum(lens))).astype(np.int32) for lens in (query_lens, key_lens))
-            self.planned[key] = [
-                self._plan(starts_q[begin : end + 1], starts_k[begin : end + 1], (heads, heads, dim, dim_v), options)
-                for begin, end in rows]
-            self.copied = torch.cuda.Event()
-            self.copied.record(torch.cuda.current_stream(self.device))
-        q, out = loadable(q), q.new_empty(q.shape[0], heads, dim_v)
+        q, out = loadable(q), q.new_empty(q.shape[0], heads, kv.shape[2] - nope)
         lse = torch.empty(q.shape[0], heads, dtype=torch.float32, device=q.device)
-        if sum(s.queries.stop - s.queries.start for s in self.planned[key]) < len(q):  # some see no key
+        if sum(s.queries.stop - s.queries.start for s in segments) < len(q):  # some see no key
             out.zero_()
             lse.fill_(-math.inf)
-        for wrapper, queries, keys in self.planned[key]:
+        for wrapper, queries, keys in segments:
             wrapper.run(q[queries], k[keys], kv[keys, :, nope:], out=out[queries], lse=lse[queries], return_lse=True)
         return out, lse.mul_(math.log(2))  # FlashInfer's is to base 2
 
-    def _plan(self, starts_q: np.ndarray, starts_k: np.ndarray, sizes: tuple[int, ...], options: dict[str, Any]) -> Segment:
-        if self.used == len(self.wrappers):
-            self.wrappers.append(self.make(self.workspace, "NHD", backend="fa3"))
-        wrapper, self.used = self.wrappers[self.used], self.used + 1
-        wrapper.plan(*(torch.from_numpy(each - each[0]) for each in (starts_q, starts_k)), *sizes, **options)
-        return Segment(wrapper, *(slice(int(each[0]), int(each[-1])) for each in (starts_q, starts_k)))
-
     def try_short(self, site: AttentionSite) -> None:
-        """Run a prompt of two tokens."""
+        """Run a prompt of two tokens. Raises what FlashInfer raises."""
         assert site.latent is not None
         made, lens = functools.partial(torch.zeros, 2, dtype=site.dtype, device=self.device), np.array([2])
-        attend, rope = self.begin()(lens, lens), site.latent.rope
-        assert attend is not None
-        attend(made(site.num_heads, site.head_dim), made(site.num_heads * (site.head_dim - rope + site.head_dim_v)), made(rope),
-               scale=site.scale, causal=True)
+        rope, sizes = site.latent.rope, (site.num_heads, site.head_dim, site.head_dim_v)
+        self.begin()
+        segments = self._plan(lens, lens, sizes, {"dtype": site.dtype, "scale": site.scale, "causal": True})
+        self._attend(segments, made(site.num_heads, site.head_dim),
+                     made(site.num_heads * (site.head_dim - rope + site.head_dim_v)), made(rope))
 
 
 PART = ExpandedPart(takes, TIME, ExpandedKeys)

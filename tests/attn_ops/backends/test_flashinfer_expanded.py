@@ -107,6 +107,20 @@ def test_many_short_prompts_stay_with_the_other_backend(runs) -> None:
     assert not runs
 
 
+def test_a_part_whose_planning_fails_is_the_other_backends(runs, monkeypatch, caplog) -> None:
+    plan = Ragged.plan
+
+    def fails(self, qo_indptr, *args, causal, **options):
+        if not causal:
+            raise RuntimeError("no room in the workspace")
+        plan(self, qo_indptr, *args, causal=causal, **options)
+
+    monkeypatch.setattr(Ragged, "plan", fails)
+    backend, kit = made()
+    check(backend, kit.batch(ROWS, latent=LATENT))
+    assert [causal for *_, causal in runs] == [True, True] and caplog.text.count("no room in the workspace") == 1
+
+
 def test_a_step_that_gains_too_little_stays_with_the_other_backend(runs) -> None:
     for rule in (None, PrefillRule(ALWAYS.rest, ALWAYS.prefill)):
         backend, kit = made(rule)
