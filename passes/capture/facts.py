@@ -273,6 +273,12 @@ def _class_digest(cls: type) -> str:
     return digest.hexdigest()
 
 
+def _named(option: Any) -> str:
+    """One of a set of options: a function, which Dynamo leaves out or moves, by its name, which all processes have."""
+    name = getattr(option, "__qualname__", None)
+    return repr(option) if name is None else f"{option.__module__}.{name}"
+
+
 def environment(device: torch.device) -> str | None:
     """The state of this process and thread that Dynamo guards, the versions of what traces, and what a forward on ``device``
     may ask about the machine. None while a mode of PyTorch or a hook of all modules is active: Dynamo has no guard for them."""
@@ -284,7 +290,7 @@ def environment(device: torch.device) -> str | None:
         return None
     casts = [(kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda")]
     packages = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
-    options = sorted((name, sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else repr(value))
+    options = sorted((name, sorted(map(_named, value)) if isinstance(value, (set, frozenset)) else repr(value))
                      for name, value in torch._dynamo.config.save_config_portable().items()
                      if name not in _NO_MATTER and isinstance(value, (*_PLAIN, set, frozenset, list, tuple)))
     group = torch.distributed
