@@ -19,7 +19,7 @@ class PrefixChunks:
 
     Args:
         chunk_len: tokens per sequence and chunk.
-        lens: (n, B) int32, on the host: ``seq_lens``.  num_tokens: per chunk.
+        lens: (n, B) int32, on the host: ``seq_lens``.
         starts, seq_lens: (n, B) int32, device: first token of each sequence's part, and its length, perhaps 0.
         cu_seq_lens: (n, B + 1) int32, device: prefix sums of seq_lens.
     """
@@ -29,11 +29,6 @@ class PrefixChunks:
     seq_lens: torch.Tensor
     cu_seq_lens: torch.Tensor
     lens: np.ndarray
-
-    @property
-    def num_tokens(self) -> list[int]:
-        found: list[int] = self.lens.sum(axis=1).tolist()
-        return found
 
     @property
     def num_chunks(self) -> int:
@@ -59,7 +54,7 @@ class PrefixChunks:
         return cls(chunk_len, begin.expand(-1, rows), part, sums, lens)
 
     def slots(self, chunk: int, block_table: torch.Tensor, page_size: int) -> torch.Tensor:
-        """(num_tokens[chunk],) int64: the slots of a chunk's tokens, sequence after sequence, without a wait for the device."""
+        """(tokens of the chunk,) int64: the slots of its tokens, sequence after sequence, without a wait for the device."""
         total, lens = int(self.lens[chunk].sum()), self.seq_lens[chunk].long()
         row = torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens, output_size=total)
         position = torch.arange(total, device=lens.device) + (self.starts[chunk] - self.cu_seq_lens[chunk][:-1]).long()[row]

@@ -25,7 +25,7 @@ def test_every_token_once(prefix, capacity) -> None:
     found: list[list[int]] = [[] for _ in prefix]
     for i in range(got.num_chunks):
         slots = got.slots(i, meta.block_table_tensor, 4).tolist()
-        assert len(slots) == got.num_tokens[i] == int(got.seq_lens[i].sum()) <= capacity
+        assert len(slots) == got.lens[i].sum() == int(got.seq_lens[i].sum()) <= capacity
         for r in range(len(prefix)):
             found[r] += slots[got.cu_seq_lens[i, r] : got.cu_seq_lens[i, r + 1]]
     table = meta.block_table_tensor
