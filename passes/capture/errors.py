@@ -1,9 +1,11 @@
-"""Dynamo's errors as users see them."""
+"""Dynamo's errors as users see them, and what it leaves out of a trace instead of failing."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +36,26 @@ _MEANS = {
     r"backwards? hooks": "backward hooks are registered, for all modules (register_module_full_backward_hook) or on one that "
                          "is no submodule of the model. Remove them",
 }
+
+
+@contextlib.contextmanager
+def without_warnings_once() -> Iterator[None]:
+    """While inside, Dynamo leaves out transformers' ``logger.warning_once``, which it cannot trace, beside what it leaves out
+    already."""
+    once = {f for name, f in vars(logging.Logger).items() if name == "warning_once"}
+    log = logging.getLogger("torch._dynamo.metrics_context")
+    log.addFilter(_is_fault)
+    try:
+        with torch._dynamo.config.patch(ignore_logger_methods={*torch._dynamo.config.ignore_logger_methods, *once}):
+            yield
+    finally:
+        log.removeFilter(_is_fault)
+
+
+def _is_fault(record: logging.LogRecord) -> bool:
+    """False: PyTorch 2.11 logs an error, with its traceback, where it cannot write that setting as JSON for its metrics."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, TypeError) and "is not JSON serializable" in str(error))
 
 
 def unwrapped(error: Exception, model: Any, by_itself: Callable[[], Any] | None = None) -> Exception:

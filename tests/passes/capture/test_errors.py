@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 
 import numpy
@@ -94,3 +95,36 @@ def test_masks_of_torch() -> None:
     said = refusal(Changed(attend))
     assert "a mask by torch.nn.attention.bias (causal_lower_right" in said and "Pass is_causal=True to F.scaled_dot" in said
     assert 'test_errors.py", line' in said
+
+
+def _cannot_be_json() -> str:
+    raise TypeError("Object of type _lru_cache_wrapper is not JSON serializable")
+
+
+@pytest.mark.parametrize("fails, logged", [(_cannot_be_json, 0), (lambda: 1 // 0, 1)], ids=["settings", "others"])
+def test_metrics_that_pytorch_cannot_write(fails, logged, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 logs an error with a traceback, at each start, where its settings have functions; others are shown."""
+    monkeypatch.setattr(torch._dynamo.utils, "_get_dynamo_config_for_logging", fails)
+    log, seen = logging.getLogger("torch._dynamo.metrics_context"), list[logging.LogRecord]()
+    handler = logging.Handler()
+    handler.emit = seen.append  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        PagedModel(Changed(lambda x, positions: x), QuireOptions(attention="torch_native", compiler="eager"))
+    finally:
+        log.removeHandler(handler)
+    assert len(seen) == logged
+
+
+def test_what_the_user_lets_dynamo_leave_out() -> None:
+    """A forward that logs is served where the user's own setting says that Dynamo may leave that out."""
+    log = logging.getLogger("tests.of.quire")
+
+    def logs(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        log.warning("a layer runs")
+        return x
+
+    with torch._dynamo.config.patch(ignore_logger_methods={logging.Logger.warning}):
+        PagedModel(Changed(logs), QuireOptions(attention="torch_native", compiler="eager"))
+    with pytest.raises(UnsupportedAttention, match="it writes to a log"):
+        PagedModel(Changed(logs), QuireOptions(attention="torch_native", compiler="eager"))
