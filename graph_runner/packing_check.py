@@ -21,6 +21,8 @@ NOTE [Two trials]: The batch runs in two ways.
 The model's own forward, in float32, must give what the batch gives for the first sequence, the same without positions as with
 0, 1, 2, ..., the same for a first token with and without tokens behind it, and where code of the user's is in it, the same with
 a KV cache and beside another row (``own_cache.py``).
+
+Of a model in half precision, what is found in float32 is kept with the trace (``kept_trial.py``).
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from quire.attn_ops.kv_cache import Layout, PagedKVCache, pages_for
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, KVScales
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step
+from quire.graph_runner.kept_trial import KeptTrial
 from quire.graph_runner.own_cache import both_ways
 from quire.graph_runner.step_buffers import BatchShape
 from quire.passes.capture.evaluating import ChangedWhileTraced
@@ -115,7 +118,7 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
             meta = replace(meta, logits_indices_padded=meta.logits_indices, num_logits_indices=len(lengths))
         return Step(cache, meta, backend, adapters=adapters), torch.cat(sequences).to(device)
 
-    def in_float32(graph: bool) -> torch.Tensor | None:
+    def in_float32(graph: bool) -> tuple[torch.Tensor | None, bool]:
         for draw in range(draws := _DRAWS_OF_EXPERTS if routed else 1):
             drawn = _Sequences.draw(paged.model, vocab_size, max_model_len, seed, again=draw)
             try:
@@ -127,7 +130,13 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
 
     coarse = kv_dtype in QUANTIZED_KV_DTYPES  # a last bit of a key can move it by a whole step
     precise = not coarse and not routed and _is_precise(paged, sites[0].dtype)
-    plain = in_float32(not precise)
+    all_ids = torch.cat([ids.first, ids.second, ids.changed, ids.rare])[:max_model_len].to(device)
+    kept = None if precise else KeptTrial.of(paged, all_ids, _half(paged), vocab_size, len(sites), max_model_len)
+    plain = None
+    if kept is None or not kept.passed():
+        plain, complete = in_float32(not precise)
+        if kept is not None and complete:
+            kept.keep()
 
     def served(*sequences: torch.Tensor) -> list[torch.Tensor]:
         step, row = step_of(*sequences)
@@ -161,11 +170,11 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
 
 
 def _check_in_float32(paged: PagedModel, step_of: Callable[..., tuple[Step, torch.Tensor]], routed: bool, ids: _Sequences,
-                      graph: bool, most: int) -> torch.Tensor | None:
+                      graph: bool, most: int) -> tuple[torch.Tensor | None, bool]:
     """The trial in float32, of the model's own forward, on up to ``most`` tokens, and of its ``graph``. Returns logits (T, V)
-    of the former for the first sequence; None if it does not run so."""
+    of the former for the first sequence, None if it does not run so; and whether all of both ran in float32."""
     tensors = [*paged.model.parameters(), *paged.model.buffers()]
-    half = next((t.dtype for t in tensors if t.dtype in HALVES), torch.bfloat16)
+    half = _half(paged)
     own = InFloat32(half)
     kept: set[str] = set()
     # Where activations are quantized, a last bit moves one by a whole step.
@@ -205,7 +214,13 @@ def _check_in_float32(paged: PagedModel, step_of: Callable[..., tuple[Step, torc
             _check_one_token(paged, first, plain, own)
     if kept or own.kept:
         logger.info("packing check: in half precision, for want of float32: %s", ", ".join(sorted(kept | own.kept)))
-    return plain if not own.kept else None
+    plain = plain if not own.kept else None
+    return plain, plain is not None and found is not None and not kept and not quantized
+
+
+def _half(paged: PagedModel) -> torch.dtype:
+    tensors = [*paged.model.parameters(), *paged.model.buffers()]
+    return next((t.dtype for t in tensors if t.dtype in HALVES), torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)

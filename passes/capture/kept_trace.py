@@ -318,11 +318,12 @@ class TraceFile:
             self._checks = checks(guards, names, self._held)
             self._mentioned = module_names(self._checks, names)
 
-    def write(self, gm: fx.GraphModule, scope: Mapping[str, Any], reads: Any) -> None:
-        """Keep what was noted of the trace ``gm``, and remove the oldest files beyond 64. ``reads``: of ``Reads.stored``."""
+    def write(self, gm: fx.GraphModule, scope: Mapping[str, Any], reads: Any) -> bool:
+        """Keep what was noted of the trace ``gm``, and remove the oldest files beyond 64. ``reads``: of ``Reads.stored``.
+        Returns whether it is kept."""
         state = self._state
         if self._checks is None or not self._nodes or state is None or any(key.startswith("quire_") for key in gm.meta):
-            return  # the last: notes of graph breaks and side effects
+            return False  # the last: notes of graph breaks and side effects
         with _unless_it_fails():
             names = {name for check in self._checks for name in _GLOBAL.findall(f"{check.source} {check.name}")} | {
                 name for node in self._nodes if node.op == "placeholder" for name in _GLOBAL.findall(text_of(node.source))}
@@ -335,7 +336,10 @@ class TraceFile:
             written.replace(self.path)  # whoever reads has the old file or the new one
             files = sorted(self.path.parent.glob("*.pickle"), key=lambda file: file.stat().st_mtime)
             for old in files[:-_MOST_FILES]:
-                old.unlink(missing_ok=True)
+                for each in (old, old.with_suffix(".trials")):
+                    each.unlink(missing_ok=True)
+            return True
+        return False
 
     def take(self, owner: Any, scope: Mapping[str, Any]) -> Taken | None:
         """The graph that is kept for the model as it is, or None. Arguments: of ``note_guards``."""

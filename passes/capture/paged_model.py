@@ -13,6 +13,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from quire.attn_ops.registry import get_backend
 from quire.attn_ops.selection import Selection, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, running
 from quire.passes.capture import four_bit
-from quire.passes.capture.errors import is_first_read, unwrapped
+from quire.passes.capture.errors import is_first_read, unwrapped, without_warnings_once
 from quire.passes.capture.evaluating import ChangedWhileTraced, evaluating, without_backward
 from quire.passes.capture.gradients import may_ask_unseen
 from quire.passes.capture.hf_experts import experts_active
@@ -82,8 +83,7 @@ class PagedModel:
     def __init__(self, model: torch.nn.Module, options: QuireOptions | None = None, *, draws: bool = False,
                  ahead: CompileAhead | None = None, adapters: Sequence[str] | None = None,
                  places: LoraPlaces | None = None, as_it_is: bool = False) -> None:
-        self.adapters, self.places = adapters, places
-        self.options = options or QuireOptions()
+        self.adapters, self.places, self.options = adapters, places, options or QuireOptions()
         if self.options.attention != "auto":
             get_backend(self.options.attention)  # here, and not inside Dynamo
         self.model, self.config, self.draws, self.weights = model, transformers_config(model), draws, FusedWeights()
@@ -115,6 +115,7 @@ class PagedModel:
         self._mode: InFloat32 | None = None
         self._graph: TracedGraph | None = None
         self._disk: TraceFile | None = None  # while it is traced
+        self.trace_file: Path | None = None  # with this trace
         self._read_call: Callable[[Mapping[str, Any]], tuple[Any, ...]] | None = None  # of a graph from the disk
         try:
             with timed("trace"), contextlib.nullcontext() if as_it_is else evaluating(model):
@@ -167,13 +168,13 @@ class PagedModel:
             torch._dynamo.mark_dynamic(tensor, dim)
         route = interface_active(self.model) if by_interface else contextlib.nullcontext()
         # Else Dynamo makes a symbol of every number that differs from the model traced before (its scale, its window).
-        once: set[Any] = {f for name, f in vars(logging.Logger).items() if name == "warning_once"}  # transformers'
-        static = torch._dynamo.config.patch(automatic_dynamic_shapes=False, ignore_logger_methods=once)
+        static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
         if four_bit.layers(self.model):
             self._settle(ids[0], positions[0])
         adapters = adapters_per_token(self.model, self.adapters, self.places)
         call = {"input_ids": ids, "position_ids": positions, "logits_indices": keep, "sampling": sampling}
-        with route, experts_active(self.model), adapters as self._kept, static, torch.no_grad(), without_backward(self.model):
+        with (route, experts_active(self.model), adapters as self._kept, static, torch.no_grad(),
+              without_backward(self.model), without_warnings_once()):
             if not self.adapters and self.places is None:
                 self._disk = TraceFile.of(self.model, call, by_interface, len(sampling))
             taken = self._take(scope)
@@ -200,8 +201,8 @@ class PagedModel:
                 check_masks(self.model, self.reads.values())
             _ = self.sites  # verified here, not at the first step
             check_logits(self.model, self.num_logits)
-            if self._disk is not None and not taken:
-                self._disk.write(self.graph.gm, scope, self.reads.stored())
+            if self._disk is not None and (taken or self._disk.write(self.graph.gm, scope, self.reads.stored())):
+                self.trace_file = self._disk.path
             self._disk = None
         return compiled
 

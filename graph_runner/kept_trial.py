@@ -1,0 +1,74 @@
+"""The verdict of the trial in float32 (``packing_check.py``), kept beside the trace: a later start of the same model runs its
+own forward once instead of three times, and its graph not at all.
+
+What that trial finds follows from three things: the graph, the tokens, and what the model's own forward computes. The graph is
+the one on the disk, of which the file's digest is noted. The forward is asked: its logits for all tokens of the trial, as one
+sequence in float32, must have the bits that they had then. So other weights, or other code that no guard of the trace saw,
+mean another trial. A model with code of the user's, which may do something else with a cache or for one token, has a trial at
+each start, as has one whose sums are in another order each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.graph_runner.own_cache import has_users_code
+from quire.passes.capture.evaluating import ChangedWhileTraced
+from quire.passes.capture.in_float32 import InFloat32, exact_products
+from quire.passes.capture.paged_model import PagedModel
+
+logger = logging.getLogger(__name__)
+_MOST = 16  # verdicts of one trace: of models with other weights
+
+
+@dataclass(frozen=True)
+class KeptTrial:
+    """A trial, by the digest of all that it follows from, and the file with the digests of those that a model has passed."""
+
+    digest: str
+    file: Path
+
+    @classmethod
+    def of(cls, paged: PagedModel, ids: torch.Tensor, half: torch.dtype, *more: Any) -> KeptTrial | None:
+        """None: its verdict is not kept. ``ids`` (T,): all tokens of the trial. ``half``: the model's dtype. ``more``: what it
+        depends on beside, as it prints."""
+        if paged.trace_file is None or has_users_code(paged.model):
+            return None
+        mode = InFloat32(half)
+        try:
+            with exact_products(), mode:
+                logits = paged.by_itself(ids, torch.arange(len(ids), device=ids.device)).float()
+            if mode.kept:  # in half precision, a last bit says little
+                return None
+            found = hashlib.blake2b(repr((paged.options, ids.tolist(), str(half), *more)).encode(), digest_size=16)
+            found.update(paged.trace_file.read_bytes())
+            found.update(logits.cpu().contiguous().numpy().data)
+        except ChangedWhileTraced:
+            raise
+        except Exception as error:
+            logger.info("packing check: its verdict is not kept: %s: %s", type(error).__name__, error)
+            return None
+        return cls(found.hexdigest(), paged.trace_file.with_suffix(".trials"))
+
+    def passed(self) -> bool:
+        """Whether this trial was passed before."""
+        return self.digest in self._digests()
+
+    def keep(self) -> None:
+        """Note that it is passed."""
+        try:
+            self.file.write_text("\n".join([*self._digests(), self.digest][-_MOST:]))
+        except OSError as error:
+            logger.info("packing check: its verdict is not kept: %s", error)
+
+    def _digests(self) -> list[str]:
+        try:
+            return self.file.read_text().split()
+        except (OSError, UnicodeDecodeError):
+            return []
