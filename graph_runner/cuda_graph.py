@@ -14,12 +14,14 @@ and any other when the first batch of it comes. A decode step whose graph is the
 where captures then take less than LATE_SHARE of the time. So no step waits for more than one capture, and none with prompts for
 a graph that it does not need.
 
-NOTE [Warming up]: what is made at first use must not be made while a graph is recorded: CUDA refuses to load some of it then,
-and memory would lie in the pool, filled by the replays of that graph only. So a step runs before it is recorded; before the
-first capture all of it, twice, and before others in ``short_warm_up``, one layer of each kind, which launches the same kernels
-in a fraction of the time. What that may miss is what layers make for themselves. So the recording counts only if it succeeds
-and leaves nothing in the pool but its outputs; else it is replayed, which fills what was made, and the whole step runs and is
-recorded again. Steps in pieces, which cannot be replayed without a plan, always run whole.
+NOTE [Warming up]: what is made at first use must not be made while a graph is recorded: memory would lie in the pool, filled by
+the replays of that graph only, and what is measured cannot be. So a step runs before it is recorded; before the first capture
+all of it, twice, and before the first of each other ``kind``, whose code has not run yet, in ``short_warm_up``: one layer of
+each kind, which launches the same kernels in a fraction of the time. Others run the same code, and what they load for their
+sizes is kernels, which may be loaded while a graph is recorded (CAPTURE_MODE). What all that may miss is what layers make for
+themselves. So the recording counts only if it succeeds and leaves nothing in the pool but its outputs; else it is replayed,
+which fills what was made, and the whole step runs and is recorded again. Steps in pieces, which cannot be replayed without a
+plan, always run whole.
 
 What records and replays is the device's (``graph_runner/device_graph.py``).
 """
@@ -30,7 +32,8 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -46,8 +49,7 @@ from quire.graph_runner.stats import GraphStats
 from quire.graph_runner.step_buffers import BatchShape, Bucket, EncoderShape
 
 logger = logging.getLogger(__name__)
-#: Eager runs before the first capture, which create library handles, and before each other one, which load its own kernels. See
-#: NOTE [Warming up].
+#: Eager runs before the first capture, which create library handles, and before others. See NOTE [Warming up].
 FIRST_WARMUPS, WARMUPS = 2, 1
 #: Of the time of a lazy runner, the most that goes to graphs that no batch has needed yet.
 LATE_SHARE = 0.2
@@ -71,6 +73,8 @@ class CudaGraphRunner:
         piecewise: shape -> whether it is captured in pieces, between its attention calls, which then need not be capturable.
         inputs: shape -> the tensors that ``run`` reads, to check that they are where they were (debugging).
         short_warm_up: inside, ``run`` launches each of its kernels, but need not run all of the step. See NOTE [Warming up].
+        kind: shape -> what is the same for shapes of which ``run`` runs the same code: of these one runs before it is recorded.
+            By default each does.
 
     Attributes:
         reason: why the last batch had no graph; None if it had one.
@@ -83,7 +87,8 @@ class CudaGraphRunner:
                  hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
                  piecewise: Callable[[Any], bool] = lambda shape: False,
                  inputs: Callable[[Any], Iterable[torch.Tensor]] | None = None,
-                 short_warm_up: Callable[[], AbstractContextManager[Any]] | None = None) -> None:
+                 short_warm_up: Callable[[], AbstractContextManager[Any]] | None = None,
+                 kind: Callable[[Any], Hashable] = lambda shape: shape) -> None:
         self._run, self._before, self.device, self._piecewise = run, before_capture, device, piecewise
         self.buckets: list[Bucket] = sorted(set(buckets), key=tuple, reverse=True)
         self.stats = GraphStats()
@@ -91,7 +96,7 @@ class CudaGraphRunner:
         self._no_room = False  # a late capture ran out of memory
         self._ahead, self._next_late = True, 0.0  # whether a step may capture a bucket that it does not need, and when
         self.lazy, self.hidden_mode, self._keep, self._inputs = lazy, hidden_mode, keep_outputs, inputs
-        self._progress, self._short = progress or iter, short_warm_up
+        self._progress, self._short, self._kind, self._ran = progress or iter, short_warm_up, kind, set[Hashable]()
         self._graphs = device_graphs(device)
         self._shared, self._pool = pool, pool or GraphPool()
         self._entries: dict[Bucket, Recorded] = {}
@@ -224,6 +229,7 @@ class CudaGraphRunner:
         short = self._entries and self._short is not None and not self._piecewise(bucket)
         recorded = self._after_short_warm_up(bucket) if short else None
         self._entries[bucket] = recorded or self._record(bucket, WARMUPS if self._entries else FIRST_WARMUPS)
+        self._ran.add(self._kind(bucket))
         self.stats.pieces += self._entries[bucket].pieces
         if self._inputs is not None:
             self._addresses[bucket] = [t.data_ptr() for t in self._inputs(bucket)]
@@ -234,10 +240,11 @@ class CudaGraphRunner:
         assert self._short is not None
         why = "it made memory that is kept"
         try:
-            recorded: Recorded | None = self._record(bucket, WARMUPS, self._short)
+            recorded: Recorded | None = self._record(bucket, 0 if self._kind(bucket) in self._ran else WARMUPS, self._short)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            traceback.clear_frames(error.__traceback__)  # which hold the tensors that the step had when it failed
             if self._left():
                 raise  # nothing would fill what was made
             recorded, why = None, str(error)
@@ -255,8 +262,9 @@ class CudaGraphRunner:
     def _record(self, bucket: Bucket, warm_ups: int, inside: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
                 ) -> Recorded:
         run, cut = functools.partial(self._run, bucket), self._piecewise(bucket)
-        with breaking(left_out) if cut else contextlib.nullcontext(), inside():
-            self._graphs.warm_up(run, warm_ups)
+        if warm_ups:
+            with breaking(left_out) if cut else contextlib.nullcontext(), inside():
+                self._graphs.warm_up(run, warm_ups)
         record = self._graphs.record_in_segments if cut else self._graphs.record
         recorded = record(run, self._pool.handle(self._graphs))
         self._pool.recorded.add(recorded)

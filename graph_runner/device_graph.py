@@ -22,6 +22,7 @@ tensors, and the result of the call is copied to the memory that was recorded fo
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +46,11 @@ class Recorded:
     replay: Callable[[], Any]
     output: Any = None
     pieces: int = 1
+
+    @functools.cached_property
+    def memory(self) -> frozenset[int]:
+        """Addresses of the memory that holds the output."""
+        return frozenset(t.untyped_storage().data_ptr() for t in tree_leaves(self.output) if isinstance(t, torch.Tensor))
 
 
 class DeviceGraphs(Protocol):
@@ -148,8 +154,7 @@ class CudaGraphs:
             return Recorded(*record_in_segments(begin, end, run))
 
     def is_left(self, pool: Any, recorded: Iterable[Recorded]) -> bool:
-        known = {t.untyped_storage().data_ptr() for each in recorded for t in tree_leaves(each.output)
-                 if isinstance(t, torch.Tensor)}
+        known = frozenset().union(*(each.memory for each in recorded))
         return any(block["state"] == "active_allocated" and block["address"] not in known
                    for segment in torch.cuda.memory_snapshot(pool) for block in segment["blocks"])
 

@@ -23,6 +23,7 @@ from quire.attn_ops.kv_cache import PagedKVCache, pages_for
 from quire.attn_ops.long_prefill import wait_seconds
 from quire.attn_ops.metadata.core import to_device
 from quire.attn_ops.ops.logprobs import TokenLogprobs, launches_beside_sampling, token_logprobs
+from quire.attn_ops.ops.small_linear import MAX_TOKENS
 from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned, running
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
@@ -177,7 +178,8 @@ class ModelRunner:
         self.graphs = CudaGraphRunner(
             self._run_captured, buckets, self.device, before_capture=self._before_capture, lazy=config.cudagraph_lazy,
             progress=self._progress("Capturing CUDA graphs"), piecewise=self._is_piecewise,
-            inputs=self._inputs if config.cudagraph_debug else None, short_warm_up=each_once)
+            inputs=self._inputs if config.cudagraph_debug else None, short_warm_up=each_once,
+            kind=lambda bucket: (bucket.num_tokens <= MAX_TOKENS, bucket.num_tokens == bucket.num_reqs))
         # Before the KV cache takes the memory.
         check_packing(self.paged, self.sites, self.backend, page_size=config.page_size, kv_dtype=self._kv_dtype,
                       layout=config.kv_layout, device=self.device, vocab_size=self.vocab_size,

@@ -103,6 +103,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool | None = No
         fix_cache_key(kernel)
         with on_device(next(a.device for a in args if isinstance(a, torch.Tensor))):
             kernel[grid](*args, **options)
+        if (constants := getattr(kernel, "used_global_vals", None)) is not None:
+            constants.clear()  # Triton compares each of them at every launch, and ours never change
     else:
         recorded.add(Launch.of(kernel, args, options))
 
@@ -117,10 +119,10 @@ def descriptor(tensor: torch.Tensor, block_shape: tuple[int, ...]) -> Any:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block_shape))
 
 
-#: How CUDA graphs are recorded: while a thread records, CUDA refuses what would not be recorded (allocating memory, asking for
-#: events) to that thread only. To others, on the same GPU, it still refuses ``torch.cuda.synchronize``, and PyTorch its
-#: generator of random numbers; and their work on the stream that records would be recorded.
-CAPTURE_MODE = "thread_local"
+#: How CUDA graphs are recorded: what is not recorded (allocating memory, loading kernels, asking for events) is done at once,
+#: by the thread that records and by others. To all on the same GPU CUDA still refuses ``torch.cuda.synchronize``, and PyTorch
+#: its generator of random numbers; and their work on the stream that records would be recorded.
+CAPTURE_MODE = "relaxed"
 _recorder = threading.RLock()
 _side_streams: dict[int, torch.cuda.Stream] = {}
 

@@ -28,8 +28,10 @@ _FOUR_BITS = ("bitsandbytes.gemm_4bit", "bitsandbytes.gemv_4bit")
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors that hold ``tensor``'s data: itself, and its scales if it has any, or what a wrapper subclass wraps."""
+    if type(tensor) in _PLAIN:
+        return [tensor]
     if not is_traceable_wrapper_subclass(tensor):
-        return [tensor] if type(tensor) in _PLAIN else [tensor, *_scales(getattr(tensor, "quant_state", None))]
+        return [tensor, *_scales(getattr(tensor, "quant_state", None))]
     names, _ = tensor.__tensor_flatten__()
     return [inner for name in names for inner in parts(getattr(tensor, name))]
 

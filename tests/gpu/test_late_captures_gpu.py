@@ -79,8 +79,8 @@ def test_other_threads_use_the_gpu_during_late_captures(backend, half, prompts) 
             check_likely(half, prompt, each)
 
 
-@pytest.mark.parametrize("cut", [False, True], ids=["whole", "in pieces"])
-def test_what_layers_make_at_first_use(cut) -> None:
+@pytest.mark.parametrize("cut, alike", [(False, False), (True, False), (False, True)], ids=["whole", "in pieces", "of one kind"])
+def test_what_layers_make_at_first_use(cut, alike) -> None:
     """A table that a layer makes when it first runs holds its numbers, though only the first layer runs before most graphs:
     made inside one, it would be filled by the replays of that graph alone."""
     device, tables, short = torch.device("cuda"), dict[tuple[int, int], torch.Tensor](), [False]
@@ -102,7 +102,7 @@ def test_what_layers_make_at_first_use(cut) -> None:
         short[0] = False
 
     made = CudaGraphRunner(run, [BatchShape(n, n) for n in (8, 7, 6)], device, short_warm_up=first_layer,
-                           piecewise=lambda shape: cut)
+                           piecewise=lambda shape: cut, kind=lambda shape: alike or shape)
     made.capture()
     for n, wanted in ((6, 10.0), (8, 8.0)):  # 8 was recorded first
         assert made.replay(BatchShape(n, n)).tolist() == [wanted] * n

@@ -319,6 +319,35 @@ def test_a_step_runs_whole_where_a_short_run_is_not_enough(device, fails, left, 
     assert r.replay(BatchShape(1, 1)).tolist() == [1] and r.replay(BatchShape(4, 4)).tolist() == [4] * 4
 
 
+def test_of_a_kind_one_step_runs_before_it_is_recorded(device) -> None:
+    """The others run the same code; what they make all the same is seen, and the step runs."""
+    r = CudaGraphRunner(lambda s: torch.full((s.num_reqs,), float(s.num_tokens)), shapes(1, 2, 3, 8), device,
+                        short_warm_up=contextlib.nullcontext, kind=lambda shape: shape.num_tokens > 4)
+    RecordingGraphs.left = [False, False, True]
+    r.capture()
+    assert RecordingGraphs.log == [
+        "release", ("warm up", 2), "pool", "record", ("warm up", 1), "record", ("left beside", 2), "record", ("left beside", 3),
+        "record", ("left beside", 4), "replay", "release", *WHOLE]
+    assert [r.replay(BatchShape(n, n)).tolist() for n in (1, 2, 3)] == [[1], [2] * 2, [3] * 3]
+
+
+def test_a_step_that_fails_holds_no_memory(device, monkeypatch) -> None:
+    """What it had when it failed is not what it keeps: a start would end with an error for no reason."""
+    held: list[weakref.ref] = []
+
+    def run(shape):
+        x = torch.full((shape.num_reqs,), float(shape.num_tokens))
+        if shape.num_reqs == 1 and not held:
+            held.append(weakref.ref(x))
+            raise LOADED
+        return x
+
+    monkeypatch.setattr(RecordingGraphs, "is_left", lambda *args: bool(held) and held[0]() is not None)
+    r = CudaGraphRunner(run, shapes(1, 4), device, short_warm_up=contextlib.nullcontext)
+    r.capture()
+    assert r.replay(BatchShape(1, 1)).tolist() == [1]
+
+
 def test_runners_that_share_a_pool(device) -> None:
     """A target and its draft: one pool, and outputs that outlive the other's replay."""
     pool = GraphPool()

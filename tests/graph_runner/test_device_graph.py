@@ -275,7 +275,7 @@ def test_what_waits_for_what_on_cuda(cuda_log: list[str]) -> None:
     graphs.warm_up(run, 2)
     assert taken() == ["side waits for main", "run on side", "run on side", "main waits for side"]
     graphs.record(run, None).replay()
-    assert taken() == ["record on side, thread_local", "run on side", "replay"]
+    assert taken() == ["record on side, relaxed", "run on side", "replay"]
     graphs.record_in_segments(run, None).replay()
-    assert taken() == ["synchronize", "side waits for main", "begin on side, thread_local", "run on side", "end",
+    assert taken() == ["synchronize", "side waits for main", "begin on side, relaxed", "run on side", "end",
                        "main waits for side", "replay"]
