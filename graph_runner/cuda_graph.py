@@ -103,8 +103,8 @@ class CudaGraphRunner:
         self._addresses: dict[Bucket, list[int]] = {}
         #: rows of the decode buckets, and the mixed ones, ascending; without cross attention, and with it
         self._sizes: dict[bool, tuple[list[int], list[Bucket]]] = {}
-        for cross, kind in ((False, BatchShape), (True, EncoderShape)):
-            alike = [b for b in self.buckets[::-1] if isinstance(b, kind)]
+        for cross, shape in ((False, BatchShape), (True, EncoderShape)):
+            alike = [b for b in self.buckets[::-1] if isinstance(b, shape)]
             self._sizes[cross] = ([b.num_reqs for b in alike if b.num_tokens == b.num_reqs],
                                   [b for b in alike if b.num_tokens != b.num_reqs])
         self._warned: set[str] = set()

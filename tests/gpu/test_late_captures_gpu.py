@@ -79,7 +79,7 @@ def test_other_threads_use_the_gpu_during_late_captures(backend, half, prompts) 
             check_likely(half, prompt, each)
 
 
-@pytest.mark.parametrize("cut, alike", [(False, False), (True, False), (False, True)], ids=["whole", "in pieces", "of one kind"])
+@pytest.mark.parametrize("cut, alike", [(False, False), (True, False), (False, True)], ids=["whole", "in pieces", "one kind"])
 def test_what_layers_make_at_first_use(cut, alike) -> None:
     """A table that a layer makes when it first runs holds its numbers, though only the first layer runs before most graphs:
     made inside one, it would be filled by the replays of that graph alone."""
