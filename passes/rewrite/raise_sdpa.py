@@ -36,6 +36,7 @@ from quire.passes.fx import ancestors, constant, erase_dead, evaluate, module_pa
 from quire.passes.rewrite import raise_written
 from quire.passes.rewrite.einsum_products import multiply_einsums
 from quire.passes.rewrite.in_place_scores import change_scores_out_of_place
+from quire.passes.rewrite.multihead import SAID_CAUSAL, write_out_multihead
 from quire.passes.verify.mask_proof import MaskKind, MaskProver, Refusal
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tupl
     those of the proof, which holds for sequences of up to ``gm.meta["quire_mask_length"]`` tokens (None: any). ``inputs``: real
     tensors of placeholders by node name, for masks made from stored buffers."""
     raised, refusals = 0, {}
+    write_out_multihead(gm.graph)
     change_scores_out_of_place(gm.graph)
     multiply_einsums(gm.graph)
     written = {raise_written.insert(each): each for each in raise_written.find(gm.graph)}
@@ -130,6 +132,8 @@ def _raise_one(node: fx.Node, layer: int, prover: MaskProver) -> None:
         raise Refusal("both attn_mask and is_causal")
     else:
         kind = prover.prove(mask, node)
+    if node.meta.get(SAID_CAUSAL) and kind != MaskKind():
+        raise Refusal("its mask is not causal, and its is_causal says that it is: PyTorch's paths then differ")
     if scale is None:
         scale = value(q).shape[-1] ** -0.5
     with node.graph.inserting_before(node):

@@ -25,9 +25,9 @@ def unseen(graph: fx.Graph) -> str:
                     "does not read. Call F.scaled_dot_product_attention with is_causal=True, or a mask made of position_ids")
         if node.op == "call_function" and target_name(node) in _WHOLE:
             kind = _WHOLE[target_name(node)]
-            return (f"{kind} ({_place(node)}) attends in one operation, {target_name(node)}, into which quire does not look. "
-                    "Write the layer with nn.Linear for q, k and v, and F.scaled_dot_product_attention; in_proj_weight has "
-                    "the rows of q, of k and of v, in this order")
+            return (f"{kind} ({_place(node)}) attends in one operation, {target_name(node)}, which quire serves where nothing "
+                    "reads its weights, it adds no keys (add_bias_kv, add_zero_attn), and no torch.autocast or torch.vmap is "
+                    "around it. Or write the layer with nn.Linear for q, k and v, and F.scaled_dot_product_attention")
     step = stopped_at(graph)
     if step is None:
         return ("the model neither calls F.scaled_dot_product_attention nor torch.ops.quire.attention, nor writes "

@@ -50,6 +50,10 @@ SECTIONS = {
             "passes/rewrite/test_raise_sdpa::test_keys_picked_by_number_behind_a_repeat")),
         Row("its products as `einsum`: of two matrices; with other sums", "exact; refused", (
             "passes/rewrite/test_einsum_products::test_served", "passes/rewrite/test_einsum_products::test_refused")),
+        Row("`nn.MultiheadAttention`, `nn.TransformerEncoderLayer`: with such masks; with others, weights read, keys added",
+            "exact; refused", (
+                "passes/rewrite/test_multihead::test_attention_is_served",
+                "passes/rewrite/test_multihead::test_layers_are_served", "passes/rewrite/test_multihead::test_refused")),
         Row("its scores scaled and masked in place; where another name of the memory is read", "exact; refused", (
             "passes/rewrite/test_in_place_scores::test_served", "passes/rewrite/test_in_place_scores::test_refused")),
         Row("numbers that are rounded on the way, arguments by name", "never wrong", (
