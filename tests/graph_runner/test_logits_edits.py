@@ -14,8 +14,9 @@ import torch
 import transformers
 
 from quire import Engine, SamplingParams
+from quire.graph_runner import logits_editor
 from quire.graph_runner.sampler import sample
-from tests.sampling import sampling_tensors
+from tests.sampling import random_logits, sampling_tensors
 from tests.tiny import GREEDY, PROMPTS, assert_idle, hf_greedy, load_model, load_tokenizer, tokens
 
 pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
@@ -202,6 +203,32 @@ def test_as_transformers_does(engine, model, prompts) -> None:
              (dict(logit_bias={300: 4.0}), dict(sequence_bias={(300,): 4.0}))]
     for ours, theirs in pairs:
         assert tokens(engine.generate(prompts[0], replace(GREEDY, **ours)))[0] == hf_greedy(model, prompts[0], 20, **theirs)
+
+
+@pytest.mark.parametrize("penalty", [1.05, 1.5, 0.7, 3.0])
+def test_the_penalty_is_transformers_to_the_bit(penalty) -> None:
+    """Where two tokens are equally likely after it, greedy requests take the one that ``generate`` takes."""
+    for logits in (random_logits(3, 999), random_logits(3, 999, dtype=torch.bfloat16)):
+        ids = torch.randint(0, 999, (2, 300))
+        counts = torch.zeros(3, 999, dtype=torch.int32).scatter_(0, torch.tensor([[1], [2]]).expand(2, 300), 0)
+        counts[1, ids[0]], counts[2, ids[1]] = logits_editor._IN_PROMPT, 3
+        table = torch.tensor([[0, 0, 0, 0], *[[penalty, 1 / penalty, 0, 0]] * 2])
+        got = logits_editor._penalized(logits, counts, table, torch.tensor([2, 0, 1]))
+        want = transformers.RepetitionPenaltyLogitsProcessor(penalty)(ids.flip(0), logits[[0, 2]].float())
+        assert torch.equal(got[[0, 2]], want) and torch.equal(got[1], logits[1].float())
+
+
+def test_what_is_copied_to_the_device(engine, prompts, monkeypatch) -> None:
+    """Nothing in a step of the same requests, and only their tokens when they come: not a row of the vocabulary for each."""
+    draw, copy, copied = engine.runner.editor.draw, logits_editor.to_device, []
+    monkeypatch.setattr(engine.runner.editor, "draw", lambda *given: (copied.append([]), draw(*given))[1])
+    monkeypatch.setattr(logits_editor, "to_device", lambda x, device: (copied[-1].append(x.size), copy(x, device))[1])
+    params = replace(GREEDY, repetition_penalty=1.1, ignore_eos=True, logit_bias={5: 1.0})
+    expected = tokens(engine.generate(prompts[:1], params))[0]
+    copied.clear()
+    assert tokens(engine.generate([prompts[0]] * 3, params))[0] == expected
+    assert len(copied) >= len(expected) and [step for step in copied if step][2:] == []
+    assert max(size for step in copied for size in step) <= sum(map(len, [prompts[0]] * 3))
 
 
 # -- traces
