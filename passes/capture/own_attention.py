@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.capture import hf_interface
 from quire.passes.capture.followed import names_of
-from quire.passes.capture.own_masks import own_functions, strings_of
+from quire.passes.capture.own_masks import ChosenByUser, own_functions, strings_of
 from quire.passes.fx import module_path
 from quire.passes.verify.sites import site_nodes
 
@@ -30,10 +29,6 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\w+)')
 #: What the call of a layer asks for, and who makes the mask of that. Without quire the mask alone decides.
 _MAKERS = {"window": "create_sliding_window_causal_mask", "chunk": "create_chunked_causal_mask"}
 _NAME = "_attn_implementation"  # also the beginning of others that hold it
-
-
-class ChosenByUser(UnsupportedAttention):
-    """Code outside transformers chooses the attention function of a layer."""
 
 
 def check_code(model: torch.nn.Module | None, read: Mapping[str, Any]) -> None:

@@ -28,9 +28,15 @@ _KNOWN = ("quire", "torch", "transformers")
 _MASK = "attention_mask"
 
 
+class ChosenByUser(UnsupportedAttention):
+    """Code outside transformers chooses the attention function of a layer, or makes the mask."""
+
+
 def check_masks(model: torch.nn.Module, read: Mapping[str, Any]) -> None:
     """Refuse a model whose masks are not transformers' own. ``read``: of ``Reads.values``: the functions that its code calls.
-    Raises UnsupportedAttention, which names the function, or the code that passes one to it."""
+    Raises UnsupportedAttention, which names the function, or the code that passes one to it; or ChosenByUser where the model
+    may be traced as it is: its own forward or hooks make a mask, and nothing of the user's changes one of transformers', which
+    makes more of them in a trace than elsewhere."""
     for name, function in _read_functions(read):
         if _MAKES_MASKS.fullmatch(name):
             raise UnsupportedAttention(f"{name} was replaced by {function.__qualname__}, which is not transformers' own. "
@@ -42,14 +48,17 @@ def check_masks(model: torch.nn.Module, read: Mapping[str, Any]) -> None:
         if given:
             raise UnsupportedAttention(f"{where} passes {given[0]} to transformers' mask functions. quire's attention builds "
                                        "no masks, so it would be lost; masks with meaning of their own cannot be served")
-    for where, function, module in _around_masks(model):
-        if _MakesMask(function, module).found():
-            raise UnsupportedAttention(f"{where} makes an attention_mask of its own, or changes transformers'. "
-                                       "quire's attention builds no masks, so it would be lost; let it only hand masks on")
     for where, function, module in _given_masks(model):
         if _reads_mask(function, module):
             raise UnsupportedAttention(f"{where} reads or changes the attention_mask that transformers hands to a layer. "
                                        "quire's attention builds no masks, so it would get None; let it only hand the mask on")
+    around = [(where, _MakesMask(function, module)) for where, function, module in _around_masks(model)]
+    for where, makes in around:
+        if makes.found():
+            of_transformers = any(each.calls_makers or (each.module is not model and each.found()) for _, each in around)
+            kind = UnsupportedAttention if of_transformers else ChosenByUser
+            raise kind(f"{where} makes an attention_mask of its own, or changes transformers'. "
+                       "quire's attention builds no masks, so it would be lost; let it only hand masks on")
 
 
 def own_functions(model: torch.nn.Module | None, read: Mapping[str, Any]) -> Iterator[tuple[str, types.FunctionType]]:
@@ -150,6 +159,7 @@ class _MakesMask:
     def __init__(self, function: types.FunctionType, module: torch.nn.Module, depth: int = 3) -> None:
         self.function, self.module, self.depth = function, module, depth  # of methods that are followed
         self.makers = {f.__name__ for f in _mask_makers()} | {n for n, f in _reached(function) if f in _mask_makers()}
+        self.calls_makers = bool(self.makers & names_of(function.__code__))
         self.assigned: dict[str, list[ast.expr | None]] = {}  # None: in a way that is not followed
 
     def found(self) -> bool:

@@ -39,8 +39,8 @@ from quire.passes.capture.hf_interface import interface_active, uses_interface
 from quire.passes.capture.in_float32 import InFloat32
 from quire.passes.capture.kept_trace import TraceFile
 from quire.passes.capture.lora import LoraPlaces, adapter_layers, adapters_per_token
-from quire.passes.capture.own_attention import ChosenByUser, check_callers, check_code, check_mask_makers
-from quire.passes.capture.own_masks import check_masks
+from quire.passes.capture.own_attention import check_callers, check_code, check_mask_makers
+from quire.passes.capture.own_masks import ChosenByUser, check_masks
 from quire.passes.capture.reads import Reads
 from quire.passes.capture.results import check_first, logits_of, vocabulary
 from quire.passes.capture.retrace import TRACED_TOKENS, Traced
@@ -134,12 +134,12 @@ class PagedModel:
             return None
         try:
             check_code(self.model, {})
+            check_masks(self.model, {})
             return self._trace(True)
         except ChosenByUser as error:
             logger.info("%s; traced with the functions that it has", error)
             self._chosen = str(error)
             self._forget()
-            return None
 
     def _forget(self) -> None:
         """What was traced."""

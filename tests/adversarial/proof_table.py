@@ -58,6 +58,11 @@ SECTIONS = {
             "passes/rewrite/test_in_place_scores::test_served", "passes/rewrite/test_in_place_scores::test_refused")),
         Row("numbers that are rounded on the way, arguments by name", "never wrong", (
             "passes/rewrite/test_raise_sdpa::test_masks_that_are_easily_misread",)),
+        Row("a transformers model that makes a mask of its own: causal, all ones; others; one of transformers' that it changes",
+            "exact; refused", (
+                "passes/capture/test_own_masks::test_masks_that_hide_nothing_more_are_proven",
+                "passes/capture/test_own_masks::test_masks_that_hide_more_or_less_are_refused",
+                "passes/capture/test_own_masks::test_changed_masks_are_not_taken_from_the_trace")),
         Row("a layer changes the mask that transformers made; a module has a window that it has not", "refused", (
             "passes/capture/test_own_masks::test_layers_masks_that_would_be_lost",
             "passes/capture/test_own_masks::test_a_window_that_the_mask_has_not")),

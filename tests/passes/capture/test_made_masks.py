@@ -91,6 +91,10 @@ class HandsOn(llama.LlamaDecoderLayer):
         return super().forward(hidden_states * 2, attention_mask=attention_mask, **kwargs)
 
 
+def ones(module, args, kwargs):
+    return args, {**kwargs, "attention_mask": torch.ones_like(kwargs["input_ids"])}
+
+
 def hook(module, args, kwargs):
     return args, {**kwargs, "attention_mask": (kwargs["input_ids"] != 3).long()}
 
@@ -137,8 +141,9 @@ def hooked(where: str = "model", hook: Any = hook) -> LlamaForCausalLM:
     (lambda: made(of_decoder=ByAnotherName), "ByAnotherName.mask_of passes or_mask_function|passes and_mask_function"),
     (lambda: made(of_layer=Layer), "Layer.forward reads or changes the attention_mask"),
     (lambda: hooked("model.layers.1.self_attn", KnocksOut()), "KnocksOut.without_first reads or changes the attention_mask"),
+    (lambda: hooked("model", ones), "^ones makes an attention_mask"),
     (lambda: made(Prepares), "Prepares.prepared makes an attention_mask of its own")],
-    ids=["model", "hook", "decoder", "options", "another name", "layer", "hook's method", "model's method"])
+    ids=["model", "hook", "decoder", "options", "another name", "layer", "hook's method", "hook of a part", "model's method"])
 def test_refused(make: Any, what: str) -> None:
     with pytest.raises(UnsupportedAttention, match=what):
         PagedModel(make(), QuireOptions(compiler="eager"))

@@ -1,4 +1,4 @@
-"""Masks that a model, its layers or hooks make or change, which quire's attention would not see: refused."""
+"""Masks that a model, its layers or hooks make or change, which quire's attention would not see: proven, or refused."""
 
 from __future__ import annotations
 
@@ -152,4 +152,68 @@ def test_arguments_of_masks_that_a_later_transformers_adds(model: Any, monkeypat
     monkeypatch.setattr(masking_utils, "create_tree_mask", create_tree_mask, raising=False)
     model.__class__ = Trees
     with pytest.raises(UnsupportedAttention, match="Trees.forward passes segment_tree"):
+        Engine(model, **OPTIONS)
+
+
+class Whole(LlamaForCausalLM):
+    """Makes a mask where it gets none; ``mask`` says which, by the ids."""
+
+    mask: Any = staticmethod(torch.ones_like)
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **options: Any) -> Any:
+        if attention_mask is None:
+            attention_mask = self.mask(input_ids)
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, **options)
+
+
+def square(ids: Any) -> torch.Tensor:
+    n = ids.shape[1]
+    return torch.full((1, 1, n, n), torch.finfo(torch.float32).min).triu(1)
+
+
+def masked(mask: Any) -> Any:
+    return type("Masked", (Whole,), {"mask": staticmethod(mask)})
+
+
+@pytest.mark.parametrize("kind", [Whole, masked(square), masked(lambda ids: torch.ones(ids.shape, dtype=torch.bool))])
+def test_masks_that_hide_nothing_more_are_proven(kind: Any, model: Any) -> None:
+    want = expected(model)
+    model.__class__ = kind
+    with Engine(model, **OPTIONS) as engine:
+        assert tokens(engine.generate(IDS, SHORT)) == [want]
+        (scored,) = engine.generate([[7, *range(20)]], replace(SHORT, prompt_logprobs=0))
+    with torch.no_grad():
+        alone = model(torch.tensor([[7, *range(20)]])).logits[0].log_softmax(-1)
+    got = [at[token].logprob for token, at in zip(range(20), scored.prompt_logprobs[1:], strict=True)]
+    # Both in float32, in other orders of sums of up to 96 numbers of order 1; a hidden token changes them by 1e-2 and more.
+    assert got == pytest.approx([alone[i, i].item() for i in range(20)], abs=1e-4)
+
+
+@pytest.mark.parametrize("mask, why", [
+    (lambda ids: (torch.arange(ids.shape[1]) != 1).long()[None], "none of causal"),
+    (lambda ids: (torch.arange(ids.shape[1]) != 900).long()[None], "none of causal"),
+    (lambda ids: (ids != 3).long(), "token ids"), (torch.zeros_like, "none of causal"),
+    (lambda ids: square(ids) * 0, "non-causal")])
+def test_masks_that_hide_more_or_less_are_refused(mask: Any, why: str, model: Any) -> None:
+    """Of any reach."""
+    model.__class__ = masked(mask)
+    with pytest.raises(UnsupportedAttention, match=f"(?s){why}.*traced with the attention that it has: Whole.forward makes an"):
+        Engine(model, **OPTIONS)
+
+
+class ChangesIfThere(LlamaForCausalLM):
+    """transformers makes no mask where all is seen, but does in a trace."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **options: Any) -> Any:
+        made = llama.create_causal_mask(self.config, self.model.embed_tokens(input_ids), attention_mask, None)
+        attention_mask = made if made is None else made & torch.ones_like(made).triu(-500)
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, **options)
+
+
+def test_changed_masks_are_not_taken_from_the_trace(model: Any) -> None:
+    model.__class__ = ChangesIfThere
+    with pytest.raises(UnsupportedAttention, match="ChangesIfThere.forward makes an attention_mask of its own, or changes"):
+        Engine(model, **OPTIONS)
+    model.__class__, model.model.layers[0].__class__ = Whole, Older
+    with pytest.raises(UnsupportedAttention, match="Older.forward reads or changes the attention_mask"):
         Engine(model, **OPTIONS)
