@@ -12,7 +12,9 @@ not to change it: operators, an assignment to parts of a tensor, and what ``nn.M
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache, in_kernel_invocation_manager
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._pytree import tree_leaves, tree_structure
 
 from quire.passes.fx import evaluate, sizes_of, storage_of, value, written_by
@@ -46,6 +48,14 @@ class At:
     """Stands for a node, by its place among the inputs of another or in a graph."""
 
     index: int
+
+
+class Symbols(ShapeEnv):
+    """A ShapeEnv that does not search the stack for the user's line at each symbol and guard, which nobody would read:
+    PyTorch imports all of torch.export for it, a few tenths of a second."""
+
+    def _get_user_frame(self) -> types.FrameType | None:
+        return inspect.currentframe()
 
 
 class Replay(fx.Interpreter):

@@ -44,7 +44,7 @@ from quire.passes.capture.facts import (
     environment,
     module_names,
 )
-from quire.passes.fake_values import At, Replay, symbolic_sizes
+from quire.passes.fake_values import At, Replay, Symbols, symbolic_sizes
 from quire.passes.fx import fake_mode, graph_module, source_name, source_of, text_of, value
 
 logger = logging.getLogger(__name__)
@@ -107,8 +107,8 @@ class KeptTrace:
 
     def rebuild(self, scope: Mapping[str, Any]) -> Taken:
         """The graph, computed with fake values. Raises NotPortable if they are not those of the trace."""
-        env = ShapeEnv(allow_scalar_outputs=torch._dynamo.config.capture_scalar_outputs,
-                       allow_dynamic_output_shape_ops=torch._dynamo.config.capture_dynamic_output_shape_ops)
+        env = Symbols(allow_scalar_outputs=torch._dynamo.config.capture_scalar_outputs,
+                      allow_dynamic_output_shape_ops=torch._dynamo.config.capture_dynamic_output_shape_ops)
         mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=False)
         graph, made = fx.Graph(), list[fx.Node]()
         for kept in self.nodes:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.interp import sympy_interp
@@ -19,7 +18,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 import quire.passes.verify.row_index
 import quire.passes.verify.row_products
 import quire.passes.verify.row_views  # noqa: F401  (they add their rules)
-from quire.passes.fake_values import fake_input
+from quire.passes.fake_values import Symbols, fake_input
 from quire.passes.fx import storage_of, symbolic
 from quire.passes.verify.row_rules import LENGTHS, RULES, Call, elementwise, no_lengths
 from quire.passes.verify.rows import CONST, NOTHING, Const, Counts, Group, Known, Mixed, Mixes, Rows, Writes, settled, unsure
@@ -167,7 +166,7 @@ class Sizes:
     """Fake tensors in an environment of its own, so that the proof adds no guard to the trace."""
 
     def __init__(self) -> None:
-        self.env = ShapeEnv()
+        self.env = Symbols()
         self.fake = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.fake.cache_enabled = False  # equal nodes run once, and it makes each result twice
         self._symbols: dict[Any, Any] = {}

@@ -115,6 +115,17 @@ def test_an_engine_on_it_samples_the_same_tokens_and_sees_changes(compiler: str)
         assert outputs(engine) == expected
 
 
+def test_the_users_line_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each symbol, PyTorch would ask which of its files are of no interest, and import all of torch.export for that."""
+    assert was_traced(llama)
+
+    def asked() -> set[str]:
+        raise AssertionError("a start that takes the trace imports what it does not need")
+
+    monkeypatch.setattr(torch.fx.experimental.symbolic_shapes, "uninteresting_files", asked)
+    assert not was_traced(llama)
+
+
 def test_the_second_model_of_a_process_leaves_a_trace_that_the_next_takes() -> None:
     """Dynamo counts up the names of what it adds to the globals. Else only a process's first model would start fast later."""
     torch._dynamo.reset()
