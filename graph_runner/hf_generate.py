@@ -7,12 +7,13 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from quire.graph_runner.engine import Engine
-from quire.graph_runner.hf_generation_config import IN_LOCKSTEP, from_generation_config, options_beyond
+from quire.graph_runner.hf_generation_config import EDITS, IN_LOCKSTEP, from_generation_config, options_beyond, with_edits
 from quire.graph_runner.lockstep import DoesNotFit, Rows
 from quire.graph_runner.on_instance import OwnCopies
 from quire.graph_runner.own_forward import reads_inputs, training_difference
@@ -137,6 +138,9 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
         return ("token_healing changes the last token of a prompt, and here padding follows it (set tokenizer.padding_side = "
                 "'left')")
     prompts, streamer = prompts_of(ids, mask), given.get("streamer")
+    if params is not None and names and _as_processors_do(config, names, engine) and (
+            "repetition_penalty" not in names or _counts_prompts(ids, keep, first, last, prompts)):
+        params, names = with_edits(config, params, names)
     if (limit := _outgrown(model, engine(), prompts, None if params is None else params.max_tokens)) is not None:
         return (f"a row may grow past {limit} tokens, from where on its rotary frequencies are others: this class goes on with "
                 "its old keys, and an engine computes them again")
@@ -161,6 +165,43 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
     params = replace(params, ignore_eos=True, detokenize=False)  # the end tokens are among the stop_token_ids
     return Served(Job(ids, prompts, params, pad if pad is not None else (eos[0] if eos else 0), streamer,
                       bool(config.return_dict_in_generate)), note)
+
+
+def _as_processors_do(config: Any, names: list[str], engine: Callable[[], Engine]) -> bool:
+    """Whether requests edit their logits as transformers' processors do for those of the options ``names`` that both have."""
+    import transformers
+
+    penalty, words, limits = config.repetition_penalty, config.bad_words_ids, torch.finfo(torch.float32)
+    if "repetition_penalty" in names and not (isinstance(penalty, float) and limits.tiny <= penalty <= limits.max):
+        return False  # an error of transformers', or a number that float32 does not have
+    if isinstance(words, list) and any(token >= engine().limits.num_logits for word in words if isinstance(word, list)
+                                       for token in word if type(token) is int):
+        return False  # an error of transformers'
+    return all(is_code_of(getattr(transformers, processor).__call__, "transformers", "torch")
+               for name, processor in EDITS.items() if name in names)
+
+
+@functools.cache
+def ignores_padding() -> bool:
+    """Whether transformers' repetition penalty leaves out the masked tokens before a prompt: older releases count them."""
+    from transformers import GenerationConfig, GenerationMixin
+
+    model: Any = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False),
+                                 _merge_criteria_processor_list=lambda made, own: made)
+    (processor,) = GenerationMixin._get_logits_processor(
+        model, GenerationConfig(repetition_penalty=2.0), 2, model_kwargs={"attention_mask": torch.tensor([[0, 1]])})
+    return bool(processor(torch.tensor([[0, 1]]), torch.ones(1, 2))[0, 0] == 1)
+
+
+def _counts_prompts(ids: torch.Tensor, keep: torch.Tensor, first: torch.Tensor, last: torch.Tensor, prompts: list[list[int]]
+                    ) -> bool:
+    """Whether the tokens of each row that transformers' repetition penalty counts are those of its prompt: it also counts what
+    is masked between the ``first`` and the ``last`` (rows, 1) that is not."""
+    if bool(keep.all()):
+        return True
+    whole = not ignores_padding()
+    return all(set(prompt).issuperset(row if whole else row[a : b + 1]) for row, a, b, prompt in zip(
+        ids.tolist(), first[:, 0].tolist(), last[:, 0].tolist(), prompts, strict=True))
 
 
 def _all_text(model: Any, name: str, value: Any, ids: torch.Tensor) -> bool:

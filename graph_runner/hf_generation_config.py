@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,8 @@ def from_generation_config(generation_config: Any, prompt_length: int) -> tuple[
     ``ignore_eos=True``.
 
     Returns the params, and the names of the options that are set, would change the output (tokens, or what else is returned)
-    and are not in the params; those in ``IN_LOCKSTEP`` are honoured by ``lockstep.py``. Not among the names: options that
+    and are not in the params; those in ``IN_LOCKSTEP`` are honoured by ``lockstep.py``, and those in ``EDITS`` by requests too,
+    where they are alone (``with_edits``). Not among the names: options that
     change only the speed (caches, compilation, lossless speculation), those without effect beside the others (``top_h`` without
     sampling, ``length_penalty`` without beams), and ``return_dict_in_generate``.
 
@@ -73,12 +74,42 @@ def is_generation_config(given: Any) -> bool:
 
 
 def for_requests(generation_config: Any, prompt_length: int) -> tuple[SamplingParams, list[str]]:
-    """``from_generation_config`` for requests, which have the repetition penalty by themselves."""
+    """``from_generation_config`` for requests, which have some of the other options by themselves."""
     params, others = from_generation_config(generation_config, prompt_length)
-    if "repetition_penalty" in others:
-        others.remove("repetition_penalty")
-        params = replace(params, repetition_penalty=generation_config.repetition_penalty)
-    return params, others
+    return with_edits(generation_config, params, others)
+
+
+def with_edits(generation_config: Any, params: SamplingParams, others: Sequence[str]) -> tuple[SamplingParams, list[str]]:
+    """The params with those of the options ``others`` that requests have too (of ``EDITS``, but for bad words of several
+    tokens), and the names of the rest."""
+    values: dict[str, Any] = {}
+    excluded: dict[int, None] = {}
+    rest = []
+    for name in others:
+        value = getattr(generation_config, name)
+        if name == "repetition_penalty":
+            values[name] = value
+        elif name in EDITS and (tokens := _never_sampled(name, value, params)) is not None:
+            excluded |= dict.fromkeys(tokens)
+            values["excluded"] = tuple(excluded)
+        else:
+            rest.append(name)
+    return replace(params, **values) if values else params, rest
+
+
+def _never_sampled(name: str, value: Any, params: SamplingParams) -> list[int] | None:
+    """The tokens that ``suppress_tokens`` or ``bad_words_ids`` exclude everywhere. None: words of several tokens, or no list of
+    token ids, which are transformers' affair."""
+    ends: Sequence[int] = ()
+    if name == "bad_words_ids":
+        if not isinstance(value, list) or not value or any(not isinstance(word, list) or len(word) != 1 for word in value):
+            return None
+        value, ends = [word[0] for word in value], params.stop_token_ids or ()  # which transformers leaves out of them
+    if not isinstance(value, (list, tuple)) or any(type(token) is not int for token in value):
+        return None
+    if name == "bad_words_ids" and min(value) < 0:
+        return None
+    return [token for token in value if token >= 0 and token not in ends]
 
 
 def for_engine(generation_config: Any, own: Any, prompt_length: Callable[[], int]) -> tuple[SamplingParams, Exception | None]:
@@ -150,6 +181,9 @@ IN_LOCKSTEP: dict[str, Callable[[Any], bool]] = {
     "output_scores": lambda v: not v,
     "output_logits": lambda v: not v,
 }
+#: Of these, those that requests have by themselves, and transformers' processor of each.
+EDITS = {"repetition_penalty": "RepetitionPenaltyLogitsProcessor", "suppress_tokens": "SuppressTokensLogitsProcessor",
+         "bad_words_ids": "NoBadWordsLogitsProcessor"}
 _REFUSED: dict[str, Callable[[Any], bool]] = IN_LOCKSTEP | {
     # other ways of decoding
     "num_beam_groups": lambda v: v == 1,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.sampling_params import GenerateParams, SamplingParams
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,10 @@ class LogitsEdits:
                 raise ValueError(f"{name} {outside[:5]} have no logits; the model has {num_logits}")
         penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         words = [word for text in params.bad_words or () for word in _tokens_of(text, tokenizer) if max(word) < num_logits]
-        made = cls(dict(params.logit_bias or {}) | {word[0]: -math.inf for word in words if len(word) == 1},
+        never = [word[0] for word in words if len(word) == 1]
+        if isinstance(params, GenerateParams):
+            never += [token for token in params.excluded if token < num_logits]
+        made = cls(dict(params.logit_bias or {}) | dict.fromkeys(never, -math.inf),
                    tuple(params.allowed_token_ids or ()), tuple(word for word in words if len(word) > 1),
                    tuple(map(_row_function, params.logits_processors or ())), None if penalties == (1, 0, 0) else penalties,
                    tuple(params.trace_decode_token_ids or ()))

@@ -2,7 +2,7 @@
 
 On a model: ``model.generate`` runs on an engine, and the rest of the model stays as it is (lm-eval's log-likelihoods come from
 the engine too: ``whole_logits.py``). A call whose tokens follow from sampling parameters alone is a batch of requests; one with
-processors or criteria of transformers, or with beams, advances in lockstep (``lockstep.py``). Calls that the engine cannot
+other processors or criteria of transformers, or with beams, runs in lockstep (``lockstep.py``). Calls that the engine cannot
 honour (assistants, embeddings as input, methods of the model's own, ...) go to the model's own ``generate``, with one warning
 per reason. docs/generation.md lists every argument.
 

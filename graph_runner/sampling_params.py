@@ -233,11 +233,14 @@ class SamplingParams:
         return 1.0 if self.logprobs_mode == "raw_logprobs" or self.temperature < 1e-5 else self.temperature
 
 
+@dataclass(frozen=True)
 class GenerateParams(SamplingParams):
     """Those of transformers' ``GenerationConfig``, for two rules in which ``generate`` is not as vLLM: with ``ignore_eos`` only
-    stop_token_ids cannot come before ``min_tokens``, and min_p is applied to what top_p leaves."""
+    stop_token_ids cannot come before ``min_tokens``, and min_p is applied to what top_p leaves. ``excluded``: tokens that are
+    never sampled; those without logits are ignored."""
 
-    as_generate = True
+    as_generate: ClassVar[bool] = True
+    excluded: tuple[int, ...] = ()
 
 
 def _as_tuple(name: str, value: Any, expected: str) -> tuple[Any, ...]:

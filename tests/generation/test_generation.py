@@ -141,7 +141,7 @@ def test_what_a_processor_of_images_gives_beside_text() -> None:
     given = dict(input_ids=ids, attention_mask=mask, token_type_ids=torch.zeros_like(ids), max_new_tokens=8)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*not paged.*")
-        for more in ({}, dict(repetition_penalty=1.3)):
+        for more in ({}, dict(repetition_penalty=1.3), dict(no_repeat_ngram_size=2)):
             assert torch.equal(model.generate(**given, **more), plain.generate(**given, **more))
     image = torch.zeros_like(ids)
     image[:, 4:8] = 1

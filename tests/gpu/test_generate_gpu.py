@@ -17,7 +17,7 @@ def pair():
 
 
 @pytest.mark.parametrize("options", [
-    dict(repetition_penalty=1.5), dict(num_beams=2, num_return_sequences=2, return_dict_in_generate=True, output_scores=True),
+    dict(no_repeat_ngram_size=2), dict(num_beams=2, num_return_sequences=2, return_dict_in_generate=True, output_scores=True),
     dict(return_dict_in_generate=True, output_scores=True, do_sample=True, top_k=5)], ids=str)
 def test_lockstep(options, pair) -> None:
     """The logits of a step are read before the next replay writes over them."""
@@ -33,6 +33,17 @@ def test_lockstep(options, pair) -> None:
         for a, b in zip(outs[0].scores, outs[1].scores, strict=True):
             torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-3)
     assert pair[1].generate.engine.runner.graphs.stats.replayed > 0
+
+
+@pytest.mark.parametrize("options", [
+    dict(repetition_penalty=1.5), dict(repetition_penalty=1.05, suppress_tokens=[12, 358], bad_words_ids=[[20]]),
+    dict(suppress_tokens=[12, 358], min_new_tokens=20)], ids=str)
+def test_requests_with_edits(options, pair, monkeypatch) -> None:
+    """Their counts are in kernels of their own, after the step's graph."""
+    batch = load_tokenizer()(list(PROMPTS[:3]), return_tensors="pt", padding=True).to("cuda")
+    monkeypatch.setattr(pair[1].generate.engine.runner, "logits_of", None)  # of calls in lockstep
+    want, got = (model.generate(**batch, max_new_tokens=24, **options) for model in pair)
+    assert torch.equal(got, want)
 
 
 def test_generate_batch(pair) -> None:

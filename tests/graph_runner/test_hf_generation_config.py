@@ -6,7 +6,7 @@ import pytest
 from transformers import GenerationConfig
 
 from quire.graph_runner import hf_generation_config
-from quire.graph_runner.hf_generation_config import from_generation_config
+from quire.graph_runner.hf_generation_config import for_requests, from_generation_config
 from quire.graph_runner.sampling_params import GenerateParams
 
 
@@ -74,6 +74,17 @@ NEEDS = {
 @pytest.mark.parametrize("name", REFUSED_VALUES)
 def test_names_what_it_cannot_honour(name: str) -> None:
     assert from_config(**{name: REFUSED_VALUES[name]}, **NEEDS.get(name, {}))[1] == [name]
+
+
+def test_what_requests_have_by_themselves() -> None:
+    def of(**options: object) -> tuple[GenerateParams, list[str]]:
+        return for_requests(GenerationConfig(**options), 10)
+
+    params, others = of(repetition_penalty=1.3, suppress_tokens=(4, -1, 5), bad_words_ids=[[3], [5], [2]], eos_token_id=[2])
+    assert (params.repetition_penalty, sorted(params.excluded), others) == (1.3, [3, 4, 5], [])
+    for name, value in (("bad_words_ids", [[3], [4, 5]]), ("bad_words_ids", []), ("bad_words_ids", [[-1]]),
+                        ("bad_words_ids", [["a"]]), ("bad_words_ids", [3]), ("suppress_tokens", [1.0])):
+        assert of(**{name: value})[1] == [name] and of(**{name: value})[0].excluded == ()
 
 
 def test_beams_and_contrastive_search() -> None:

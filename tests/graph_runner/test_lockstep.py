@@ -112,9 +112,10 @@ def test_tokens_outside_the_vocabulary(pair, batch) -> None:
     plain, model = pair
     for bad in (-100, plain.config.vocab_size):
         with pytest.raises(ValueError, match=rf"row 1: token ids \[{bad}\] are outside the vocabulary of"):
-            model.generate(torch.tensor([[5, 6], [7, bad]]), repetition_penalty=2.0, max_new_tokens=3, pad_token_id=bad - 1)
-    (first, *_), _, _ = plain.generate(**batch, max_new_tokens=2, repetition_penalty=2.0)[:, -2:]
-    options = dict(num_beams=1, repetition_penalty=2.0, eos_token_id=int(first), max_new_tokens=6)
+            model.generate(torch.tensor([[5, 6], [7, bad]]), encoder_repetition_penalty=0.5, max_new_tokens=3,
+                           pad_token_id=bad - 1)
+    (first, *_), _, _ = plain.generate(**batch, max_new_tokens=2, encoder_repetition_penalty=0.5)[:, -2:]
+    options = dict(num_beams=1, encoder_repetition_penalty=0.5, eos_token_id=int(first), max_new_tokens=6)
     want = plain.generate(**batch, **options, pad_token_id=0)
     got = model.generate(**batch, **options, pad_token_id=plain.config.vocab_size)
     assert torch.equal(want[1:], got[1:]) and got[0, -5:].tolist() == [plain.config.vocab_size] * 5

@@ -201,7 +201,7 @@ def fallbacks(plain, tokenizer, ids) -> dict:
         "embeddings": (dict(inputs_embeds=plain.get_input_embeddings()(ids).detach()), "the arguments .*inputs_embeds"),
         "assistant": (dict(assistant_model=plain), r"quire does not have the arguments \['assistant_model'\]"),
         "too long": (dict(max_new_tokens=400), "sequence of 406 tokens, and the engine holds 300"),
-        "too long in lockstep": (dict(max_new_tokens=400, repetition_penalty=1.5), "sequence of 406 tokens, and the engine"),
+        "too long in lockstep": (dict(max_new_tokens=400, no_repeat_ngram_size=2), "sequence of 406 tokens, and the engine"),
     }
 
 
@@ -341,7 +341,7 @@ def test_streamer_of_a_batch_is_transformers_own_error(model, batch, tokenizer) 
 
 @pytest.mark.parametrize("options", [
     {}, dict(repetition_penalty=1.3), dict(bad_words_ids=True), dict(bad_words_ids=True, num_beams=2),
-    dict(repetition_penalty=1.3, eos_token_id=None), dict(guidance_scale=1.5)], ids=str)
+    dict(no_repeat_ngram_size=2, eos_token_id=None), dict(guidance_scale=1.5)], ids=str)
 def test_padding_on_the_right(options, plain, model, batch) -> None:
     """The prompt goes on where it ends, and a warning says so: transformers goes on from the padding. Processors see a token
     behind the prompt's last one."""

@@ -403,7 +403,7 @@ def test_transformers_own_adapters(caplog) -> None:
                 each.add_adapter(FEW, name)
                 fill(each, name, i)
         with paged_only():
-            for options in ({}, dict(repetition_penalty=1.3)):
+            for options in ({}, dict(no_repeat_ngram_size=2)):
                 assert hf_greedy(model, PROMPT, 12, **options) == hf_greedy(plain, PROMPT, 12, **options)
     assert traces(caplog) == 0
     model.generate.close()

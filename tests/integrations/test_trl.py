@@ -68,8 +68,8 @@ def trained(folder: Any, kind: str = "grpo", steps: int = 1, rate: float = 1e-4,
 
 @pytest.mark.parametrize("options", [
     {}, dict(lora=True), dict(kind="rloo"), dict(kind="online_dpo"), dict(use_transformers_continuous_batching=True),
-    dict(rollout_func=rollout_func), dict(paged=dict(dtype=torch.bfloat16)), dict(moe=True),
-], ids=["grpo", "lora", "rloo", "online dpo", "continuous batching", "rollout_func", "bf16 rollouts", "experts"])
+    dict(rollout_func=rollout_func), dict(paged=dict(dtype=torch.bfloat16)), dict(moe=True), dict(repetition_penalty=1.3),
+], ids=["grpo", "lora", "rloo", "online dpo", "continuous batching", "rollout_func", "bf16 rollouts", "experts", "penalty"])
 @pytest.mark.slow
 def test_every_rollout_is_paged(options, tmp_path, monkeypatch) -> None:
     """Defaults: training mode, gradient checkpointing, accelerate, bf16 autocast in the forward."""
