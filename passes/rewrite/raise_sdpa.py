@@ -37,6 +37,7 @@ from quire.passes.rewrite import raise_written
 from quire.passes.rewrite.einsum_products import multiply_einsums
 from quire.passes.rewrite.in_place_scores import change_scores_out_of_place
 from quire.passes.rewrite.multihead import SAID_CAUSAL, write_out_multihead
+from quire.passes.rewrite.written_softmax import join_softmax
 from quire.passes.verify.mask_proof import MaskKind, MaskProver, Refusal
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tupl
     write_out_multihead(gm.graph)
     change_scores_out_of_place(gm.graph)
     multiply_einsums(gm.graph)
+    join_softmax(gm.graph)
     written = {raise_written.insert(each): each for each in raise_written.find(gm.graph)}
     nodes = find_sdpa(gm.graph)
     tokens = _tokens(nodes)

@@ -2,11 +2,12 @@
 
 GPT-J and other early models of transformers write it so, and users' modules do. ``find`` reads the chain from the product of
 q and k to that with v: numbers that scale the scores, masks (``+ mask``, ``where``, ``masked_fill``), views that add or remove
-a batch of one, softmax over keys, dropout, and casts to dtypes that hold q's numbers, behind softmax v's: others round. Each
-step must have no other reader and change nothing in place. ``insert`` puts a call of F.scaled_dot_product_attention with the
-same result beside the chain; ``raise_sdpa`` proves its mask, and only then puts it in the chain's place. What is not such a
-chain stays as it is, and is refused later: it mixes tokens. Products by torch.einsum are matmul by now, and what could be is
-out of place: ``einsum_products.py``, ``in_place_scores.py``.
+a batch of one, softmax over keys, dropout, and casts to dtypes that hold q's numbers, behind softmax v's: others round. Queries
+may be in groups, (B, key heads, queries of each, S, D). Each step must have no other reader and change nothing in place.
+``insert`` puts a call of F.scaled_dot_product_attention with the same result beside the chain; ``raise_sdpa`` proves its mask,
+and only then puts it in the chain's place. What is not such a chain stays as it is, and is refused later: it mixes tokens.
+Products by torch.einsum are matmul by now, softmax is one node, and what could be is out of place: ``einsum_products.py``,
+``written_softmax.py``, ``in_place_scores.py``.
 
 The weight of a key that a mask hides is 0 either way: its score is at -inf, or half the least number of the scores' dtype or
 less is added or takes its place, and the query sees a key, itself under every mask that is proven (``verify/mask_proof.py``).
@@ -42,6 +43,7 @@ from quire.passes.fx import (
 )
 
 _CASTS = frozenset(("to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous"))
+_WEIGHTS_STAY = _CASTS | {"nan_to_num"}  # none is NaN, where each query sees a key
 _VIEWS = frozenset(("view", "reshape", "unsqueeze", "squeeze"))
 _PRODUCTS = frozenset(("matmul", "bmm"))
 _CONSTANTS = {"tensor": 0, "as_tensor": 0, "scalar_tensor": 0, "full": 1, "new_full": 2, "full_like": 1, "new_tensor": 1}
@@ -112,12 +114,16 @@ def insert(written: Written) -> fx.Node:
         q, k = (cast(x, value(v).dtype) for x in (written.q, call("transpose", written.keys, -1, -2) if k is None else k))
         for factor, divides in written.factors:
             q = call("div" if divides else "mul", q, factor)
+        groups = value(q).shape[1:3] if value(q).dim() == 5 else ()
+        if groups:
+            k, v = (call("expand", x, -1, *groups, -1, -1) for x in (k, v))
+            q, k, v = (call("flatten", x, 1, 2) for x in (q, k, v))
         q, k, v = (x if value(x).dim() == 4 else call("unsqueeze", x, 0) for x in (q, k, v))
         mask = None
         for dtype, tensor, *chosen in written.masks:
             if chosen:
                 tensor = compute_value(graph.call_function(torch.where, (tensor, *chosen)))
-            tensor = cast(tensor, dtype)
+            tensor = cast(call("squeeze", tensor, 0) if value(tensor).dim() == 5 else tensor, dtype)
             if mask is not None:  # what an earlier mask hides stays as low as it was, so that the proof sees how low that is,
                 # unless this one may raise it: then the proof sees a bias
                 shown, raises = (compute_value(graph.call_function(test, (x, 0))) for test, x in ((torch.eq, mask),
@@ -131,6 +137,8 @@ def insert(written: Written) -> fx.Node:
         if value(last).dim() == 3:
             new.meta["example_value"] = value(last)[None]
             result = call("squeeze", new, 0)
+        elif groups:
+            result = call("unflatten", compute_value(new), 1, tuple(groups))
     last.replace_all_uses_with(result)
     return new
 
@@ -161,12 +169,13 @@ def _of(softmax: fx.Node) -> Written | fx.Node:
         if name in _PRODUCTS:
             found.last, v = reader, argument(reader, 1, "other")
             plain = len(reader.args) == 2 and not reader.kwargs and _rows_of(reader, *reader.args)
-            return found if plain and _dtypes_fit(found, v) and all(_as_precise(d, value(v).dtype) for d in dtypes) else reader
+            plain = plain and _dtypes_fit(found, v) and _masks_fit(found)
+            return found if plain and all(_as_precise(d, value(v).dtype) for d in dtypes) else reader
         dtypes.append(value(reader).dtype)
         if name == "dropout":
             given = named_arguments(reader, ("input", "p", "training", "inplace"))
             found.dropout += _number(given.get("p", 0.5)) if given.get("training", True) is not False else 0.0
-        elif name not in _CASTS and not (name in _VIEWS and _same_scores(node, reader)):
+        elif name not in _WEIGHTS_STAY and not (name in _VIEWS and _same_scores(node, reader)):
             return reader
         node = reader
     return node
@@ -174,7 +183,7 @@ def _of(softmax: fx.Node) -> Written | fx.Node:
 
 def _scores(node: Any) -> Written | None:
     """The chain up to ``node``, if these are such scores."""
-    if not is_tensor(node) or value(node).dim() not in (3, 4) or only_user(node) is None or written_by(node) \
+    if not is_tensor(node) or value(node).dim() not in (3, 4, 5) or only_user(node) is None or written_by(node) \
             or not value(node).is_floating_point():
         return None
     name, args = torch_name(node), node.args
@@ -265,7 +274,8 @@ def _rows_of(product: fx.Node, left: Any, right: Any) -> bool:
     if not is_tensor(left) or not is_tensor(right) or left is right:
         return False
     x, y = value(product).shape, value(left).shape
-    return len(x) == len(y) == value(right).dim() and same_shape(x[:-1], y[:-1])
+    in_groups = len(x) == 5 and (any(map(symbolic, x[1:3])) or not same_shape(x[:1], value(right).shape[:1]))
+    return len(x) == len(y) == value(right).dim() and same_shape(x[:-1], y[:-1]) and not in_groups
 
 
 def _transposed(x: fx.Node) -> fx.Node | None:
@@ -280,6 +290,11 @@ def _dtypes_fit(found: Written, v: Any) -> bool:
     """Whether q and k have the dtype of v, or are the float32 of a half-precision model, whose cache has v's dtype."""
     of_q, of_k, of_v = (value(x).dtype for x in (found.q, found.keys, v))
     return of_q == of_k and (of_q == of_v or (of_q == torch.float32 and of_v in (torch.float16, torch.bfloat16)))
+
+
+def _masks_fit(found: Written) -> bool:
+    """Whether masks of queries in groups are the same for all heads."""
+    return value(found.q).dim() < 5 or all(all(map(is_one, value(mask[1]).shape[:-2])) for mask in found.masks)
 
 
 def _then(node: fx.Node, scores: Any) -> Written | None:

@@ -50,6 +50,10 @@ SECTIONS = {
             "passes/rewrite/test_raise_sdpa::test_keys_picked_by_number_behind_a_repeat")),
         Row("its products as `einsum`: of two matrices; with other sums", "exact; refused", (
             "passes/rewrite/test_einsum_products::test_served", "passes/rewrite/test_einsum_products::test_refused")),
+        Row("its softmax written out, or made safe from NaN: the stable one; without the maximum, rows without a key",
+            "exact; refused", (
+                "passes/rewrite/test_written_softmax::test_served", "passes/rewrite/test_written_softmax::test_refused",
+                "passes/rewrite/test_written_softmax::test_rows_without_a_key_are_refused")),
         Row("`nn.MultiheadAttention`, `nn.TransformerEncoderLayer`: with such masks; with others, weights read, keys added",
             "exact; refused", (
                 "passes/rewrite/test_multihead::test_attention_is_served",

@@ -26,7 +26,26 @@ def einsums(scores: str, values: str, *, tokens_first: bool = False, keys_first:
     return attend
 
 
+def grouped(scores: str, values: str, *, tokens_first: bool = False, keys_first: bool = False):
+    """An ``attend`` of queries (1, 2, 2, S, D), or (1, S, 2, 2, D), to two key heads."""
+
+    def attend(q, k, v, see):
+        q, k, v = q.unflatten(1, (2, 2)), k[:, :2], v[:, :2]
+        if tokens_first:
+            q, k, v = q.movedim(3, 1), k.transpose(1, 2), v.transpose(1, 2)
+        found = torch.einsum(scores, *((k, q) if keys_first else (q, k)))
+        out = torch.einsum(values, (found * 0.5 + hidden(see)).softmax(-1), v)
+        return (out.movedim(1, 3) if tokens_first else out).flatten(1, 2)
+
+    return attend
+
+
 @pytest.mark.parametrize("attend", [
+    grouped("bkgtd,bksd->bkgts", "bkgts,bksd->bkgtd"),
+    grouped("btkgd,bskd->bkgts", "bkgts,bskd->btkgd", tokens_first=True),
+    grouped("bksd,bkgtd->bkgts", "bkgts,bksd->bkgtd", keys_first=True),
+    einsums("...qd,...kd->...qk", "... q k, ... k d -> ... q d"),
+    einsums("b...qd,b...kd->b...qk", "b...qk,b...kd->b...qd"),
     einsums("bhqd,bhkd->bhqk", "bhqk,bhkd->bhqd"),
     einsums("bqhd,bkhd->bhqk", "bhqk,bkhd->bqhd", tokens_first=True),
     einsums("b h i d, b h j d -> b h i j", "b h i j, b h j d -> b h i d", listed=True),
@@ -57,6 +76,17 @@ def sum_expanded(q, k, v, see):
     return (torch.einsum("bhid,bhjd->bhij", q, k[..., :1]) + hidden(see)).softmax(-1) @ v
 
 
+def sum_of_a_group(q, k, v, see):
+    scores = torch.einsum("bkgtd,bksd->bkts", q.unflatten(1, (2, 2)), k[:, :2])
+    return ((scores + hidden(see)).softmax(-1) @ v[:, :2]).repeat(1, 2, 1, 1)
+
+
+def keys_in_groups(q, k, v, see):
+    """Each query head has the keys of two."""
+    scores = torch.einsum("bktd,bkgsd->bkgts", q[:, :2], k.unflatten(1, (2, 2)))
+    return torch.einsum("bkgts,bkgsd->bkgtd", (scores + hidden(see)).softmax(-1), v.unflatten(1, (2, 2))).flatten(1, 2)
+
+
 def diagonal(q, k, v, see):
     return (torch.einsum("bhid,bhjd->bhij", q, k) + hidden(see)).softmax(-1) @ torch.einsum("bhii,bhid->bhid", q @ k.mT, v)
 
@@ -81,7 +111,8 @@ def of_each_head(q, k, v, see):
 
 
 @pytest.mark.parametrize("attend", [
-    over_queries, sum_of_key_heads, sum_expanded, diagonal, head_left_out, bfloat16, of_each_head])
+    over_queries, sum_of_key_heads, sum_expanded, diagonal, head_left_out, bfloat16, of_each_head,
+    sum_of_a_group, keys_in_groups])
 def test_refused(attend) -> None:
     graph = trace(model(attend))  # the plain way works
     with pytest.raises(UnsupportedAttention):

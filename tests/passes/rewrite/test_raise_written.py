@@ -76,6 +76,26 @@ def repeated(q, k, v, see):
     return (q @ k.transpose(-2, -1) * 0.5 + hidden(see)).softmax(-1) @ v
 
 
+def in_groups(q, k, v, see, *, of_keys=2, of_values=2, masks=lambda see: see):
+    """Queries (1, 2, 2, S, D); the heads of keys and values are along the first of these, or the second."""
+    scores = q.unflatten(1, (2, 2)) @ k[:, :2].unsqueeze(of_keys).mT * 0.5
+    weights = scores.masked_fill(~masks(see), -math.inf).softmax(-1)
+    return (weights @ v[:, :2].unsqueeze(of_values)).flatten(1, 2)
+
+
+def in_turns(q, k, v, see):
+    return in_groups(q, k, v, see, of_keys=1, of_values=1)
+
+
+def values_in_turns(q, k, v, see):
+    return in_groups(q, k, v, see, of_values=1)
+
+
+def in_groups_with_mask(q, k, v, see):
+    """With a mask of five dimensions."""
+    return in_groups(q, k, v, see, masks=lambda see: see[None, None, None])
+
+
 class Attribute(nn.Module):
     """A scale that the module holds as a number, and one as a tensor."""
 
@@ -87,15 +107,19 @@ class Attribute(nn.Module):
         return (q @ k.mT * self.scale / self.other + hidden(see)).softmax(-1) @ v
 
 
+KEY_HEADS = {one_key_head: 1, repeated: 2, in_groups: 2, in_groups_with_mask: 2}
+
+
 @pytest.mark.parametrize("attend, scale, window", [
     (Attribute(), 1.0, None),
     (gpt_j, 0.5, None), (gpt_neo, 1.0, 5), (code_gen, 0.5, None), (gpt_neox_japanese, 0.5, None), (one_key_head, 0.5, None),
-    (repeated, 0.5, None)])
+    (repeated, 0.5, None), (in_groups, 0.5, None), (in_turns, 0.5, None), (values_in_turns, 0.5, None),
+    (in_groups_with_mask, 0.5, None)])
 def test_served(attend: Attend, scale: float, window: int | None) -> None:
     served_model = model(attend)
     graph = trace(served_model)
     assert [(s.scale, s.window, s.causal) for s in graph.sites] == [(scale, window, True)] * 2
-    assert {s.num_kv_heads for s in graph.sites} == {{one_key_head: 1, repeated: 2}.get(attend, HEADS)}
+    assert {s.num_kv_heads for s in graph.sites} == {KEY_HEADS.get(attend, HEADS)}
     assert {getattr(n.target, "__name__", n.target) for n in graph.raised.graph.nodes}.isdisjoint({"softmax", "matmul", "bmm"})
     assert served(graph, served_model) <= TOLERANCE
 
@@ -239,6 +263,10 @@ def all_shown_again(q, k, v, see):
     return (q @ k.mT + torch.where(see, 0.0, low) + torch.where(see, 0.0, -low)).softmax(-1) @ v
 
 
+def masks_of_groups(q, k, v, see):
+    return in_groups(q, k, v, see, masks=lambda see: torch.stack([see, see.triu(-2)])[:, None])
+
+
 def active_dropout(q, k, v, see):
     return F.dropout((q @ k.mT + hidden(see)).softmax(-1), 0.1, training=True) @ v
 
@@ -247,7 +275,8 @@ def active_dropout(q, k, v, see):
     replaced_by_zero, replaced_by_scores, not_low, a_bias, other_sink, over_queries, capped, weights_read_twice, extreme,
     negative, low_in_half, low_in_half_alone, more_value_heads, of_two_orders, low_changed, low_of_another_dtype,
     narrower_than_values, scaled_away, scaled_away_and_back, rounded_scores, rounded_weights, rounded_by_softmax,
-    rounded_to_eight_bits, rounded_to_integers, bits_as_other_numbers, shown_again, all_shown_again, active_dropout])
+    rounded_to_eight_bits, rounded_to_integers, bits_as_other_numbers, shown_again, all_shown_again, masks_of_groups,
+    active_dropout])
 def test_refused(attend: Attend) -> None:
     graph = trace(model(attend))  # the plain way works
     with pytest.raises(UnsupportedAttention):
