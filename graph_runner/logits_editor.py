@@ -175,8 +175,9 @@ class LogitsEditor:
         rows, flat = self._copied([index for index, _, _ in new]), self._counts.view(-1)
         self._counts.index_fill_(0, rows, 0)
         flat.index_fill_(0, self._copied(np.concatenate(of_prompts)), _IN_PROMPT)
-        outputs = self._copied(np.concatenate(of_outputs))
-        flat.scatter_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
+        if any(map(len, of_outputs)):
+            outputs = self._copied(np.concatenate(of_outputs))
+            flat.scatter_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
         self._penalties.index_copy_(0, rows, to_device(np.array(penalties, np.float32), self._device))
 
     def _copied(self, indices: Sequence[int] | np.ndarray) -> Tensor:
