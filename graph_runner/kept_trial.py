@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,24 +20,25 @@ import torch
 from quire.graph_runner.own_cache import has_users_code
 from quire.passes.capture.evaluating import ChangedWhileTraced
 from quire.passes.capture.in_float32 import InFloat32, exact_products
+from quire.passes.capture.kept_verdicts import KeptVerdicts
 from quire.passes.capture.paged_model import PagedModel
 
 logger = logging.getLogger(__name__)
-_MOST = 16  # verdicts of one trace: of models with other weights
 
 
 @dataclass(frozen=True)
 class KeptTrial:
-    """A trial, by the digest of all that it follows from, and the file with the digests of those that a model has passed."""
+    """A trial, by the digest of all that it follows from, and those that a model has passed."""
 
     digest: str
-    file: Path
+    verdicts: KeptVerdicts
 
     @classmethod
     def of(cls, paged: PagedModel, ids: torch.Tensor, half: torch.dtype, *more: Any) -> KeptTrial | None:
         """None: its verdict is not kept. ``ids`` (T,): all tokens of the trial. ``half``: the model's dtype. ``more``: what it
         depends on beside, as it prints."""
-        if paged.trace_file is None or has_users_code(paged.model):
+        file = paged.graph.trace_file
+        if file is None or has_users_code(paged.model):
             return None
         mode = InFloat32(half)
         try:
@@ -47,28 +47,19 @@ class KeptTrial:
             if mode.kept:  # in half precision, a last bit says little
                 return None
             found = hashlib.blake2b(repr((paged.options, ids.tolist(), str(half), *more)).encode(), digest_size=16)
-            found.update(paged.trace_file.read_bytes())
+            found.update(file.read_bytes())
             found.update(logits.cpu().contiguous().numpy().data)
         except ChangedWhileTraced:
             raise
         except Exception as error:
             logger.info("packing check: its verdict is not kept: %s: %s", type(error).__name__, error)
             return None
-        return cls(found.hexdigest(), paged.trace_file.with_suffix(".trials"))
+        return cls(found.hexdigest(), KeptVerdicts(file, "trials"))
 
     def passed(self) -> bool:
         """Whether this trial was passed before."""
-        return self.digest in self._digests()
+        return self.verdicts.has(self.digest)
 
     def keep(self) -> None:
         """Note that it is passed."""
-        try:
-            self.file.write_text("\n".join([*self._digests(), self.digest][-_MOST:]))
-        except OSError as error:
-            logger.info("packing check: its verdict is not kept: %s", error)
-
-    def _digests(self) -> list[str]:
-        try:
-            return self.file.read_text().split()
-        except (OSError, UnicodeDecodeError):
-            return []
+        self.verdicts.add(self.digest)

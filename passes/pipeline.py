@@ -50,9 +50,16 @@ from quire.passes.verify.shared_kv import KV_SOURCES, shared_layers, with_source
 from quire.passes.verify.sites import check_positions, site_nodes, site_of, verify
 from quire.passes.verify.tokens import check_tokens
 
+#: Runs the proof of a graph, or does not where it is known to be passed.
+Prove = Callable[[fx.Graph, Callable[[], object]], None]
+
+
+def each_time(graph: fx.Graph, run: Callable[[], object]) -> None:
+    run()
+
 
 def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_shape: bool, *, row_data: str | None = None,
-                max_length: int | None = None) -> tuple[fx.GraphModule, list[AttentionSite]]:
+                max_length: int | None = None, prove: Prove = each_time) -> tuple[fx.GraphModule, list[AttentionSite]]:
     """A copy of ``traced`` in which every attention call is the semantic op, and its attention sites. Raises
     UnsupportedAttention if the model cannot be served.
 
@@ -61,6 +68,7 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
         any_shape: the graph will run for batches of any shape, whatever Dynamo's guards were.
         row_data: source of the inputs that hold a number for each row whose logits are asked for, and pick no rows.
         max_length: no sequence will be longer; None: unknown, and ``check_longest`` checks every step.
+        prove: runs the proof that tokens meet in attention only.
     """
     gm = copy_graph(traced)
     inline_checkpoints(gm)
@@ -95,7 +103,7 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
             use_short_frequencies(gm, config, max_length)
     choose_per_sequence(gm, tokens)
     check_positions(gm.graph, tokens, config is not None)
-    check_tokens(gm.graph, tokens, _row_data(gm, row_data))
+    prove(gm.graph, lambda: check_tokens(gm.graph, tokens, _row_data(gm, row_data)))
     check_rows(gm.graph, real)
     gm.meta[KV_SOURCES], gm.meta[ADDED_INPUTS] = shared_layers(gm.graph), {}
     _check_lengths(gm, tokens, raised > 0, max_length)

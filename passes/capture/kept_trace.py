@@ -32,6 +32,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves
 
 from quire.attn_ops.tuning.store import cache_folder
 from quire.passes import sources
@@ -44,8 +45,9 @@ from quire.passes.capture.facts import (
     environment,
     module_names,
 )
+from quire.passes.capture.kept_verdicts import KeptVerdicts
 from quire.passes.fake_values import At, Replay, Symbols, symbolic_sizes
-from quire.passes.fx import fake_mode, graph_module, source_name, source_of, text_of, value
+from quire.passes.fx import fake_mode, graph_module, source_name, source_of, storage_of, text_of, value
 
 logger = logging.getLogger(__name__)
 _MOST_FILES = 64  # the oldest go
@@ -199,6 +201,36 @@ def _node(node: fx.Node, at: Mapping[fx.Node, int]) -> _Node:
                  _summary(value(node)), source)
 
 
+def proving_once(trace_file: Path) -> Callable[[fx.Graph, Callable[[], object]], None]:
+    """Runs the proof of a graph that was made of a trace, unless an equal graph has passed it. A proof reads a graph and the
+    metadata of its values, and nothing of weights; quire's code and PyTorch's version are in the name of the file."""
+    verdicts = KeptVerdicts(trace_file, "proofs")
+
+    def prove(graph: fx.Graph, run: Callable[[], object]) -> None:
+        try:
+            digest = _digest(graph)
+        except NotPortable:
+            run()
+            return
+        if not verdicts.has(digest):
+            run()
+            verdicts.add(digest)
+
+    return prove
+
+
+def _digest(graph: fx.Graph) -> str:
+    """Of the nodes, the metadata of their values, and which of these share memory. Raises NotPortable."""
+    at, places = {node: i for i, node in enumerate(graph.nodes)}, dict[int, int]()
+    found = hashlib.blake2b(digest_size=16)
+    for node in graph.nodes:
+        tensors = [t for t in tree_leaves(value(node)) if isinstance(t, torch.Tensor)]
+        shared = [places.setdefault(storage_of(t), len(places)) for t in tensors]
+        source = source_name(node) if node.op == "placeholder" else ""
+        found.update(repr((_node(node, at)._replace(source=None), source, shared)).encode())
+    return found.hexdigest()
+
+
 def _mapped(node: _Node | fx.Node, change: Callable[[Any], Any]) -> tuple[Any, Any]:
     return fx.node.map_aggregate(node.args, change), fx.node.map_aggregate(node.kwargs, change)
 
@@ -336,7 +368,7 @@ class TraceFile:
             written.replace(self.path)  # whoever reads has the old file or the new one
             files = sorted(self.path.parent.glob("*.pickle"), key=lambda file: file.stat().st_mtime)
             for old in files[:-_MOST_FILES]:
-                for each in (old, old.with_suffix(".trials")):
+                for each in self.path.parent.glob(f"{old.stem}.*"):
                     each.unlink(missing_ok=True)
             return True
         return False

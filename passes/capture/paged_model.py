@@ -13,7 +13,6 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,7 +114,6 @@ class PagedModel:
         self._mode: InFloat32 | None = None
         self._graph: TracedGraph | None = None
         self._disk: TraceFile | None = None  # while it is traced
-        self.trace_file: Path | None = None  # with this trace
         self._read_call: Callable[[Mapping[str, Any]], tuple[Any, ...]] | None = None  # of a graph from the disk
         try:
             with timed("trace"), contextlib.nullcontext() if as_it_is else evaluating(model):
@@ -201,8 +199,8 @@ class PagedModel:
                 check_masks(self.model, self.reads.values())
             _ = self.sites  # verified here, not at the first step
             check_logits(self.model, self.num_logits)
-            if self._disk is not None and (taken or self._disk.write(self.graph.gm, scope, self.reads.stored())):
-                self.trace_file = self._disk.path
+            if self._disk is not None and not taken and not self._disk.write(self.graph.gm, scope, self.reads.stored()):
+                self.graph.trace_file = None
             self._disk = None
         return compiled
 
@@ -269,7 +267,8 @@ class PagedModel:
 
     def _keep(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self._graph = TracedGraph(gm, inputs, self.options, self.weights, config=self.config, any_shape=True,
-                                  ahead=self._ahead, row_data="L['sampling']")
+                                  ahead=self._ahead, row_data="L['sampling']",
+                                  trace_file=None if self._disk is None else self._disk.path)
         # For owners that never call ``close``. Not at exit: no model is saved after it.
         weakref.finalize(self, _restore, self._graph).atexit = False
         if self.options.page_size is not None:  # compiled before the cache exists

@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from quire.attn_ops.ops.small_linear import MAX_TOKENS
 from quire.attn_ops.registry import all_backends
 from quire.attn_ops.selection import Selection, select_backend, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, ensure_planned
+from quire.passes.capture.kept_trace import proving_once
 from quire.passes.capture.own_attention import check_callers, check_code, check_mask_makers, functions_beside, names_around
 from quire.passes.capture.own_masks import check_masks
 from quire.passes.capture.retrace import AnyLength, TracedCall, is_static
@@ -34,7 +36,7 @@ from quire.passes.fusions.base import FusedInputs, FusedWeights
 from quire.passes.fusions.registry import has_small_passes
 from quire.passes.fx import copy_graph, is_module_tensor, placeholders, value, written
 from quire.passes.options import QuireOptions
-from quire.passes.pipeline import check_longest, compile_graph, lower_graph, raise_graph
+from quire.passes.pipeline import check_longest, compile_graph, each_time, lower_graph, raise_graph
 from quire.passes.rewrite.last_rows import LAST_ROWS
 from quire.passes.rewrite.length_rope import LIMITS, check_lengths
 from quire.passes.rewrite.lower import Lowered, LoweringTarget
@@ -95,14 +97,16 @@ class TracedGraph:
         gm: as Dynamo gave it; never changed.  inputs: real values of its placeholders. See NOTE [Not kept alive].
         weights: made by fusions; graphs of one model share them.
         config, any_shape, row_data: see ``raise_graph``.  ahead: compiles kernels of the lowered graph in other processes.
+        trace_file: where the trace is kept on disk, and what is found out about it.
         call: what Dynamo is tracing. It is traced again for steps that this graph cannot serve: ``passes/capture/retrace.py``.
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: QuireOptions, weights: FusedWeights, *,
                  config: Any = None, any_shape: bool = False, ahead: CompileAhead | None = None,
-                 row_data: str | None = None, call: TracedCall | None = None) -> None:
+                 row_data: str | None = None, call: TracedCall | None = None, trace_file: Path | None = None) -> None:
         self.gm, self.options, self.weights = gm, options, weights
         self.config, self.any_shape, self.ahead, self.row_data = config, any_shape, ahead, row_data
+        self.trace_file = trace_file
         self.compilations: dict[Any, CompiledGraph] = {}  # by what ``compiled`` makes them for
         note_breaks(gm)
         note_changes(gm)
@@ -218,8 +222,9 @@ class TracedGraph:
     def _raised(self) -> tuple[fx.GraphModule, list[AttentionSite]]:
         check_changes(self.gm)
         check_whole(self.gm.graph)
+        prove = each_time if self.trace_file is None else proving_once(self.trace_file)
         return raise_graph(self.gm, self.inputs, self.config, self.any_shape, row_data=self.row_data,
-                           max_length=self.options.max_model_len)
+                           max_length=self.options.max_model_len, prove=prove)
 
     @property
     def raised(self) -> fx.GraphModule:
