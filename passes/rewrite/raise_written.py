@@ -1,9 +1,10 @@
 """Attention that is written out, ``softmax(q @ k.transpose(-1, -2) * scale + mask) @ v``, as F.scaled_dot_product_attention.
 
 GPT-J and other early models of transformers write it so, and users' modules do. ``find`` reads the chain from the product of
-q and k to that with v: numbers that scale the scores, masks (``+ mask``, ``where``, ``masked_fill``), views that add or remove
-a batch of one, softmax over keys, dropout, and casts to dtypes that hold q's numbers, behind softmax v's: others round. Queries
-may be in groups, (B, key heads, queries of each, S, D). Each step must have no other reader and change nothing in place.
+q and k to that with v: numbers that scale the scores, masks (``+ mask``, ``where``, ``masked_fill``), a bound as low as what
+they hide, views that add or remove a batch of one, softmax over keys, dropout, and casts to dtypes that hold q's numbers,
+behind softmax v's: others round. Queries may be in groups, (B, key heads, queries of each, S, D). Each step must have no other
+reader and change nothing in place.
 ``insert`` puts a call of F.scaled_dot_product_attention with the same result beside the chain; ``raise_sdpa`` proves its mask,
 and only then puts it in the chain's place. What is not such a chain stays as it is, and is refused later: it mixes tokens.
 Products by torch.einsum are matmul by now, softmax is one node, and what could be is out of place: ``einsum_products.py``,
@@ -47,6 +48,7 @@ _WEIGHTS_STAY = _CASTS | {"nan_to_num"}  # none is NaN, where each query sees a 
 _VIEWS = frozenset(("view", "reshape", "unsqueeze", "squeeze"))
 _PRODUCTS = frozenset(("matmul", "bmm"))
 _CONSTANTS = {"tensor": 0, "as_tensor": 0, "scalar_tensor": 0, "full": 1, "new_full": 2, "full_like": 1, "new_tensor": 1}
+_FILLED = frozenset(("where", "masked_fill", "max", "maximum"))  # by a number that is a tensor
 _MOST = 1e6  # times or parts that the scores are scaled by, up to any step and from the first mask to any step
 #: The scores' dtype there, and a tensor that is added; or a condition, and what is added where it holds and where it does not.
 Mask = tuple[torch.dtype, fx.Node] | tuple[torch.dtype, fx.Node, float, float]
@@ -210,6 +212,10 @@ def _changed(node: fx.Node, name: str, args: tuple[Any, ...]) -> Written | None:
     elif name == "where" and len(args) == 3:
         condition, yes, no = (args[1], args[0], args[2]) if node.op == "call_method" else args
         found = _chosen(node, condition, yes, no, False) or _chosen(node, condition, no, yes, True)
+    elif name in ("max", "maximum") and len(args) == 2:
+        for scores, low in _orders(args):
+            if found is None and _hides(low, node):
+                found = _then(node, scores)
     elif name == "masked_fill" and len(args) == 3:
         found = _chosen(node, args[1], args[0], args[2], True)
     return found
@@ -232,17 +238,22 @@ def _chosen(node: fx.Node, condition: Any, scores: Any, low: Any, holds: bool) -
     """The chain up to ``node``, which puts the number ``low`` in the place of scores where the condition ``holds`` or not. It
     must hide them whatever they are: one that is added to them is a bias, one that replaces them is not."""
     number = _filling(low)
-    if not is_tensor(condition) or not number <= torch.finfo(value(node).dtype).min / 2:
+    if not is_tensor(condition) or not _hides(low, node):
         return None
     if (found := _then(node, scores)) is not None:
         found.masks.append((value(node).dtype, condition, *((number, 0.0) if holds else (0.0, number))))
     return found
 
 
+def _hides(low: Any, scores: fx.Node) -> bool:
+    """Whether it is a number so low that it hides a key, and no score of a key that is seen is lower."""
+    return _filling(low) <= torch.finfo(value(scores).dtype).min / 2
+
+
 def _filling(low: Any) -> float:
     """``_number`` of what takes the place of scores, which may be a tensor made of it."""
     if isinstance(low, fx.Node) and (place := _CONSTANTS.get(torch_name(low))) is not None and len(low.args) > place:
-        changed = not value(low).is_floating_point() or any(torch_name(u) not in ("where", "masked_fill") for u in low.users)
+        changed = not value(low).is_floating_point() or any(torch_name(u) not in _FILLED for u in low.users)
         return math.nan if changed else _number(low.args[place])
     return _number(low)
 

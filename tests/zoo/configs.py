@@ -246,8 +246,7 @@ REFUSED: dict[str, Refused] = {
                      "its mask is not proven to be one of positions: .*ALiBi"),
     "mpt": Refused("MptConfig", dict(vocab_size=64, d_model=64, n_heads=4, n_layers=2),
                    "its mask is not proven to be one of positions", slow=True),
-    "xglm": Refused("XGLMConfig", dict(vocab_size=64, d_model=64, ffn_dim=96, num_layers=2, attention_heads=4), UNSEEN,
-                    slow=True),
+    "openai_gpt": Refused("OpenAIGPTConfig", dict(vocab_size=64, n_embd=64, n_layer=2, n_head=4), UNSEEN, slow=True),
     # Scores with a bias, sparse attention, two calls a layer, no causal mask.
     "falcon_alibi": Refused("FalconConfig", dict(SIZES, alibi=True), "its mask is not proven to be one of positions: .*ALiBi"),
     "doge": Refused("DogeConfig", SIZES, "was given an attention_mask", slow=True),

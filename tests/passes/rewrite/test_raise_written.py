@@ -70,6 +70,12 @@ def one_key_head(q, k, v, see):
     return torch.where(~see, -math.inf, 0.5 * (q @ k[:, :1].mT)).softmax(-1) @ v[:, :1]
 
 
+def xglm(q, k, v, see):
+    """What two masks hide together is brought back to the least number."""
+    scores = torch.max(q @ k.mT * 0.5 + hidden(see), torch.tensor(torch.finfo(torch.float32).min))
+    return torch.maximum(torch.full((), -math.inf), scores).softmax(-1) @ v
+
+
 def repeated(q, k, v, see):
     """Two key heads, repeated for four."""
     k, v = (x[:, :2].repeat_interleave(2, dim=1) for x in (k, v))
@@ -113,7 +119,7 @@ KEY_HEADS = {one_key_head: 1, repeated: 2, in_groups: 2, in_groups_with_mask: 2}
 @pytest.mark.parametrize("attend, scale, window", [
     (Attribute(), 1.0, None),
     (gpt_j, 0.5, None), (gpt_neo, 1.0, 5), (code_gen, 0.5, None), (gpt_neox_japanese, 0.5, None), (one_key_head, 0.5, None),
-    (repeated, 0.5, None), (in_groups, 0.5, None), (in_turns, 0.5, None), (values_in_turns, 0.5, None),
+    (repeated, 0.5, None), (xglm, 0.5, None), (in_groups, 0.5, None), (in_turns, 0.5, None), (values_in_turns, 0.5, None),
     (in_groups_with_mask, 0.5, None)])
 def test_served(attend: Attend, scale: float, window: int | None) -> None:
     served_model = model(attend)
@@ -140,6 +146,14 @@ def replaced_by_scores(q, k, v, see):
 
 def not_low(q, k, v, see):
     return (q @ k.mT).masked_fill(~see, -1e4).softmax(-1) @ v
+
+
+def bounded(q, k, v, see):
+    return torch.max(q @ k.mT + hidden(see), torch.tensor(-1e4)).softmax(-1) @ v
+
+
+def bounded_above(q, k, v, see):
+    return torch.min(q @ k.mT + hidden(see), torch.tensor(torch.finfo(torch.float32).min)).softmax(-1) @ v
 
 
 def a_bias(q, k, v, see):
@@ -272,11 +286,11 @@ def active_dropout(q, k, v, see):
 
 
 @pytest.mark.parametrize("attend", [
-    replaced_by_zero, replaced_by_scores, not_low, a_bias, other_sink, over_queries, capped, weights_read_twice, extreme,
-    negative, low_in_half, low_in_half_alone, more_value_heads, of_two_orders, low_changed, low_of_another_dtype,
-    narrower_than_values, scaled_away, scaled_away_and_back, rounded_scores, rounded_weights, rounded_by_softmax,
-    rounded_to_eight_bits, rounded_to_integers, bits_as_other_numbers, shown_again, all_shown_again, masks_of_groups,
-    active_dropout])
+    replaced_by_zero, replaced_by_scores, bounded, bounded_above, not_low, a_bias, other_sink, over_queries, capped,
+    weights_read_twice, extreme, negative, low_in_half, low_in_half_alone, more_value_heads, of_two_orders, low_changed,
+    low_of_another_dtype, narrower_than_values, scaled_away, scaled_away_and_back, rounded_scores, rounded_weights,
+    rounded_by_softmax, rounded_to_eight_bits, rounded_to_integers, bits_as_other_numbers, shown_again, all_shown_again,
+    masks_of_groups, active_dropout])
 def test_refused(attend: Attend) -> None:
     graph = trace(model(attend))  # the plain way works
     with pytest.raises(UnsupportedAttention):
