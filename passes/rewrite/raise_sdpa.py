@@ -144,8 +144,8 @@ def _raise_one(node: fx.Node, layer: int, prover: MaskProver) -> None:
         if (dtype := value(node).dtype) != value(q).dtype:  # torch.autocast casts what it calls, and not the semantic op
             q, k, v = (compute_value(node.graph.call_method("to", (x, dtype))) for x in (q, k, v))
         new = result = node.graph.call_function(attention, (q, k, v, None), {
-            "layer": layer, "scale": float(scale), "window": kind.window, "softcap": None, "chunk": kind.chunk,
-            "causal": kind.causal})
+            "layer": layer, "scale": float(scale), "window": kind.window, "softcap": node.meta.get(raise_written.SOFTCAP),
+            "chunk": kind.chunk, "causal": kind.causal})
         new.meta = {**node.meta, "quire_route": "raised"}
         if missing:
             compute_value(new)

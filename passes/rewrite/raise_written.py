@@ -1,10 +1,11 @@
 """Attention that is written out, ``softmax(q @ k.transpose(-1, -2) * scale + mask) @ v``, as F.scaled_dot_product_attention.
 
 GPT-J and other early models of transformers write it so, and users' modules do. ``find`` reads the chain from the product of
-q and k to that with v: numbers that scale the scores, masks (``+ mask``, ``where``, ``masked_fill``), a bound as low as what
-they hide, views that add or remove a batch of one, softmax over keys, dropout, and casts to dtypes that hold q's numbers,
-behind softmax v's: others round. Queries may be in groups, (B, key heads, queries of each, S, D). Each step must have no other
-reader and change nothing in place.
+q and k to that with v: numbers that scale the scores, one tanh (a softcap), masks (``+ mask``, ``where``, ``masked_fill``), a
+bound as low as what they hide, views that add or remove a batch of one, softmax over keys, dropout, and casts to dtypes that
+hold q's numbers, behind softmax v's: others round. Queries may be in groups, (B, key heads, queries of each, S, D). Each step
+must have no other reader and change nothing in place.
+
 ``insert`` puts a call of F.scaled_dot_product_attention with the same result beside the chain; ``raise_sdpa`` proves its mask,
 and only then puts it in the chain's place. What is not such a chain stays as it is, and is refused later: it mixes tokens.
 Products by torch.einsum are matmul by now, softmax is one node, and what could be is out of place: ``einsum_products.py``,
@@ -49,6 +50,7 @@ _VIEWS = frozenset(("view", "reshape", "unsqueeze", "squeeze"))
 _PRODUCTS = frozenset(("matmul", "bmm"))
 _CONSTANTS = {"tensor": 0, "as_tensor": 0, "scalar_tensor": 0, "full": 1, "new_full": 2, "full_like": 1, "new_tensor": 1}
 _FILLED = frozenset(("where", "masked_fill", "max", "maximum"))  # by a number that is a tensor
+SOFTCAP = "quire_softcap"  # in the meta of the call, which has no such argument
 _MOST = 1e6  # times or parts that the scores are scaled by, up to any step and from the first mask to any step
 #: The scores' dtype there, and a tensor that is added; or a condition, and what is added where it holds and where it does not.
 Mask = tuple[torch.dtype, fx.Node] | tuple[torch.dtype, fx.Node, float, float]
@@ -59,8 +61,8 @@ class Written:
     """A chain from the product of ``q`` and ``keys``, (..., S, D) and (..., D, S), to that with v: ``first`` to ``last``.
 
     Attributes:
-        scale: the product of the constants that scale the scores.  behind: of those that come after a mask.
-        factors: other numbers that do, and whether they divide.
+        scale: the product of the constants that scale the scores, up to a tanh ``inner``.  behind: of those that come after a
+            mask.  factors: other numbers that do, and whether they divide.
         masks: in the order of their use.
     """
 
@@ -69,6 +71,7 @@ class Written:
     first: fx.Node
     last: fx.Node
     scale: float = 1.0
+    inner: float | None = None
     behind: float = 1.0
     factors: list[tuple[fx.Node, bool]] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
@@ -134,8 +137,8 @@ def insert(written: Written) -> fx.Node:
                 tensor = compute_value(graph.call_function(torch.where, (either, tensor, mask)))
             mask = tensor
         new = result = graph.call_function(F.scaled_dot_product_attention, (q, k, v), {
-            "attn_mask": mask, "dropout_p": written.dropout, "scale": written.scale})
-        new.meta = dict(last.meta)
+            "attn_mask": mask, "dropout_p": written.dropout, "scale": written.scale * (written.inner or 1.0)})
+        new.meta = {**last.meta, SOFTCAP: None if written.inner is None else written.scale}
         if value(last).dim() == 3:
             new.meta["example_value"] = value(last)[None]
             result = call("squeeze", new, 0)
@@ -200,6 +203,11 @@ def _changed(node: fx.Node, name: str, args: tuple[Any, ...]) -> Written | None:
         found = _scores(args[0])
     elif node.kwargs:
         return None
+    elif name == "tanh":
+        found = _then(node, args[0])
+        if found is None or found.masks or found.inner is not None:
+            return None
+        found.inner, found.scale = found.scale, 1.0
     elif name == "add":
         for scores, mask in _orders(args):
             if is_tensor(mask) and value(mask).is_floating_point() and found is None and (found := _then(node, scores)):
@@ -228,7 +236,7 @@ def _scaled(found: Written, factor: Any, divides: bool) -> Written | None:
         found.scale *= number
         found.behind *= number if found.masks else 1.0
         return found if all(1 / _MOST <= x <= _MOST for x in (found.scale, found.behind)) else None
-    if math.isnan(number) and not found.masks and (not is_tensor(factor) or value(factor).dim() == 0):
+    if math.isnan(number) and not found.masks and found.inner is None and (not is_tensor(factor) or value(factor).dim() == 0):
         found.factors.append((factor, divides))
         return found
     return None

@@ -171,7 +171,7 @@ MIXES = {
     "tokens as heads": one(lambda m, x, p, q, k, v: [t.transpose(1, 2) for t in (q, k, v)], is_causal=True),
     "rotation by row numbers": rope(lambda x, p: torch.arange(x.shape[1])[:, None] * FREQUENCIES),
     "rotation by the longest": rope(lambda x, p: p[:, None, :, None] * FREQUENCIES / (p.max() / 4.0).clamp(min=1.0)),
-    "with softcap by hand": by_hand, "MultiheadAttention, not causal": multihead(),
+    "MultiheadAttention, not causal": multihead(),
     "bigram": before(lambda m, ids, x: x + m.table[(ids * 7 + F.pad(ids, (1, 0))[:, :-1]) % 64]),
     "documents by ids": before(lambda m, ids, x: x + m.table[(ids == 3).cumsum(1)]),
     "any id": before(lambda m, ids, x: x * torch.where((ids == 31).any(), 2.0, 1.0)),
@@ -207,6 +207,7 @@ SERVED = {
     "rotation": (rope(lambda x, p: p[:, None, :, None] * FREQUENCIES), (1, 4, 4)),
     "hash of ids": (before(lambda m, ids, x: x + m.table[(ids * 31 + 7) % 64] + m.table[ids ^ 5]), (1, 4, 4)),
     "a row for one id": (before(lambda m, ids, x: torch.where((ids == 3)[..., None], m.table[0], x)), (1, 4, 4)),
+    "with softcap by hand": (by_hand, (1, 4, 4)),
     "softcap of logits": (behind(lambda m, ids, y: 5 * (y / 5).tanh()), (1, 4, 4)),
 }
 # fmt: on

@@ -76,6 +76,15 @@ def xglm(q, k, v, see):
     return torch.maximum(torch.full((), -math.inf), scores).softmax(-1) @ v
 
 
+def capped(q, k, v, see):
+    """As Gemma 2 does it."""
+    return ((q @ k.mT * 0.5 / 5.0).tanh() * 5.0 + hidden(see)).softmax(-1) @ v
+
+
+def capped_and_scaled(q, k, v, see):
+    return ((torch.tanh(q @ k.mT / 5) * 2.5 + hidden(see)) * 2).softmax(-1) @ v
+
+
 def repeated(q, k, v, see):
     """Two key heads, repeated for four."""
     k, v = (x[:, :2].repeat_interleave(2, dim=1) for x in (k, v))
@@ -156,6 +165,25 @@ def bounded_above(q, k, v, see):
     return torch.min(q @ k.mT + hidden(see), torch.tensor(torch.finfo(torch.float32).min)).softmax(-1) @ v
 
 
+def capped_after_a_mask(q, k, v, see):
+    return (torch.tanh(q @ k.mT + hidden(see)) * 20).softmax(-1) @ v
+
+
+def capped_twice(q, k, v, see):
+    return (torch.tanh(torch.tanh(q @ k.mT) * 2) * 3 + hidden(see)).softmax(-1) @ v
+
+
+class LearnedCap(nn.Module):
+    """No number that a backend could be given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cap = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, q, k, v, see):
+        return (torch.tanh(q @ k.mT) * self.cap + hidden(see)).softmax(-1) @ v
+
+
 def a_bias(q, k, v, see):
     ahead = torch.arange(q.shape[2]) - torch.arange(q.shape[2])[:, None]
     return (q @ k.mT + ahead * 0.1 + hidden(see)).softmax(-1) @ v
@@ -168,10 +196,6 @@ def other_sink(q, k, v, see):
 
 def over_queries(q, k, v, see):
     return (q @ k.mT + hidden(see)).softmax(-2) @ v
-
-
-def capped(q, k, v, see):
-    return (torch.tanh(q @ k.mT) + hidden(see)).softmax(-1) @ v
 
 
 def weights_read_twice(q, k, v, see):
@@ -286,11 +310,11 @@ def active_dropout(q, k, v, see):
 
 
 @pytest.mark.parametrize("attend", [
-    replaced_by_zero, replaced_by_scores, bounded, bounded_above, not_low, a_bias, other_sink, over_queries, capped,
-    weights_read_twice, extreme, negative, low_in_half, low_in_half_alone, more_value_heads, of_two_orders, low_changed,
-    low_of_another_dtype, narrower_than_values, scaled_away, scaled_away_and_back, rounded_scores, rounded_weights,
-    rounded_by_softmax, rounded_to_eight_bits, rounded_to_integers, bits_as_other_numbers, shown_again, all_shown_again,
-    masks_of_groups, active_dropout])
+    replaced_by_zero, replaced_by_scores, bounded, bounded_above, not_low, a_bias, other_sink, over_queries,
+    capped_after_a_mask, capped_twice, LearnedCap(), weights_read_twice, extreme, negative, low_in_half, low_in_half_alone,
+    more_value_heads, of_two_orders, low_changed, low_of_another_dtype, narrower_than_values, scaled_away,
+    scaled_away_and_back, rounded_scores, rounded_weights, rounded_by_softmax, rounded_to_eight_bits, rounded_to_integers,
+    bits_as_other_numbers, shown_again, all_shown_again, masks_of_groups, active_dropout])
 def test_refused(attend: Attend) -> None:
     graph = trace(model(attend))  # the plain way works
     with pytest.raises(UnsupportedAttention):
@@ -302,6 +326,16 @@ def test_changes_in_place_between_are_refused() -> None:
     graph = trace(model(written_between))
     with pytest.raises(UnsupportedAttention, match="no attention was found"):
         _ = graph.sites
+
+
+@pytest.mark.parametrize("attend, scale, cap", [
+    (capped, 0.5, 5.0), (capped_and_scaled, 1.0, 5.0),
+    (lambda q, k, v, see: (torch.tanh(q @ k.mT) + hidden(see)).softmax(-1) @ v, 1.0, 1.0)])
+def test_softcap(attend: Attend, scale: float, cap: float) -> None:
+    served_model = model(attend)
+    graph = trace(served_model)
+    assert [(s.scale, s.softcap, s.causal) for s in graph.sites] == [(scale, cap, True)] * 2
+    assert served(graph, served_model) <= TOLERANCE
 
 
 def test_one_refusal_says_why_and_leaves_the_graph() -> None:

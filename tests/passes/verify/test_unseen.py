@@ -32,7 +32,7 @@ class Whole(nn.Module):
 
 
 def capped(q, k, v, see):
-    return (torch.tanh(q @ k.mT) + hidden(see)).softmax(-1) @ v
+    return (torch.asinh(q @ k.mT) + hidden(see)).softmax(-1) @ v
 
 
 def over_queries(q, k, v, see):
@@ -77,7 +77,7 @@ OUTWEIGHED = ", which a lower score would outweigh (-math.inf hides a key, and s
 
 @pytest.mark.parametrize("attend, step", [
     (not_low, f"masked_fill by -1e+09{OUTWEIGHED}"), (chosen, f"where by -10000{OUTWEIGHED}"),
-    (capped, "tanh"), (over_queries, "softmax over dimension -2 (the keys are the last)"), (one_more, "pad"),
+    (capped, "asinh"), (over_queries, "softmax over dimension -2 (the keys are the last)"), (one_more, "pad"),
     (rounded, "softmax to torch.bfloat16"), (transposed, "mT"), (read_twice, "softmax, whose result is read 2 times"),
     (linear, "mul"), (key_heads, "einsum")])
 def test_the_step_is_named(attend, step: str) -> None:
