@@ -7,7 +7,7 @@ Before::
 
 After::
 
-    weights = softmax(scores, -1)
+    weights = softmax(scores, -1)                      # as of softmax(scores - amax(scores, -1, keepdim=True), -1)
     safe = nan_to_num(weights, 0, inf, -inf)
 
 Left as it is: one without the maximum, whose exponentials are infinite or all 0 for large scores; one with anything else in the
@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from quire.passes.fake_values import compute_value
-from quire.passes.fx import erase_dead, is_tensor, named_arguments, torch_name, value, written_between
+from quire.passes.fx import argument, erase_dead, is_tensor, named_arguments, torch_name, value, written_between
 from quire.passes.rewrite.raise_written import of_pairs
 
 _QUOTIENTS = frozenset(("div", "divide", "truediv", "true_divide"))
@@ -51,12 +51,28 @@ def _join(node: fx.Node) -> bool:
     return True
 
 
-def _softmax(node: fx.Node) -> _Found | None:
-    quotient: Any = node.args if torch_name(node) in _QUOTIENTS and len(node.args) == 2 and not node.kwargs else (None, None)
-    exp, total = quotient
-    if not _calls(exp, "exp") or exp.kwargs or not _calls(exp.args[0], "sub") or exp.args[0].kwargs:
+def _softmax(node: Any) -> _Found | None:
+    if torch_name(node) == "softmax":
+        found = _less_its_largest(argument(node, 0, "input"))
+        given = named_arguments(node, ("input", "dim"))
+        joins = found is not None and given.keys() <= {"input", "dim", "dtype"} and (
+            given.get("dim") in (found[1], value(node).dim() + found[1]))
+    else:
+        plain = torch_name(node) in _QUOTIENTS and len(node.args) == 2 and not node.kwargs
+        parts: Any = node.args if plain else (None, None)
+        exp, total = parts
+        found = _less_its_largest(exp.args[0]) if _calls(exp, "exp") and not exp.kwargs else None
+        joins = found is not None and _calls(total, "sum") and _kept_in(total, exp) == found[1]
+    if found is None or not joins or value(found[0]).dtype != value(node).dtype:
         return None
-    x, most = exp.args[0].args
+    return torch.softmax, found[:2], found[2]
+
+
+def _less_its_largest(node: Any) -> tuple[Any, int, fx.Node] | None:
+    """The tensor of which a node takes away the largest numbers along a dimension, that dimension, and the first node of it."""
+    if not _calls(node, "sub") or node.kwargs:
+        return None
+    x, most = node.args
     while _calls(most, "detach"):
         most = most.args[0]
     if _calls(most, "getitem") and most.args[1] == 0 and _calls(most.args[0], "max"):
@@ -64,9 +80,7 @@ def _softmax(node: fx.Node) -> _Found | None:
     elif not _calls(most, "amax"):
         return None
     dim = _kept_in(most, x)
-    if dim is None or not _calls(total, "sum") or _kept_in(total, exp) != dim or value(x).dtype != value(node).dtype:
-        return None
-    return torch.softmax, (x, dim), most
+    return None if dim is None else (x, dim, most)
 
 
 def _without_nan(node: fx.Node) -> _Found | None:

@@ -45,6 +45,8 @@ def halved(x: torch.Tensor, see: torch.Tensor) -> torch.Tensor:
     lambda x, see: over(torch.exp(x - torch.max(x, -1, keepdim=True)[0])),
     lambda x, see: over(torch.exp(x - x.amax(3, True).detach()), (-1,)),
     lambda x, see: torch.nan_to_num(over((x - x.amax(-1, keepdim=True)).exp())),
+    lambda x, see: (x - x.amax(-1, keepdim=True).detach()).softmax(dim=-1),
+    lambda x, see: torch.softmax(x - x.max(-1, keepdim=True)[0], 3, dtype=torch.float32),
     lambda x, see: x.softmax(-1).nan_to_num(0.0),
     lambda x, see: (w := x.softmax(-1)).masked_fill(torch.isnan(w), 0.0),
     lambda x, see: torch.where(torch.isnan(w := x.softmax(-1)), torch.zeros_like(w), w),
@@ -55,6 +57,8 @@ def test_served(weights: Weights) -> None:
 
 @pytest.mark.parametrize("weights", [
     lambda x, see: over(x.exp()), lambda x, see: over((x - x.amax(-1, keepdim=True)).exp(), -2),
+    lambda x, see: (x - x.amax(-1, keepdim=True)).softmax(-1, dtype=torch.bfloat16).float(),
+    lambda x, see: (x - x.amax(-2, keepdim=True)).softmax(-1), lambda x, see: (x - x.amax(-1, keepdim=True)).softmax(-2),
     lambda x, see: over((x - x.amax(-2, keepdim=True)).exp()), halved, lower_later,
     lambda x, see: (e := (x - x.amax(-1, keepdim=True)).exp()) / (1 + e.sum(-1, keepdim=True)),
     lambda x, see: (e := (x - x.amax(-1, keepdim=True)).exp()) / (e * see).sum(-1, keepdim=True).clamp(min=2),
