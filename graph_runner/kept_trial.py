@@ -3,9 +3,9 @@ own forward once instead of three times, and its graph not at all.
 
 What that trial finds follows from three things: the graph, the tokens, and what the model's own forward computes. The graph is
 the one on the disk, of which the file's digest is noted. The forward is asked: its logits for all tokens of the trial, as one
-sequence in float32, must have the bits that they had then. So other weights, or other code that no guard of the trace saw,
-mean another trial. A model with code of the user's, which may do something else with a cache or for one token, has a trial at
-each start, as has one whose sums are in another order each time.
+sequence in float32, must have the bits that they had then. So other weights (but of experts that these tokens do not meet), or
+other code that no guard of the trace saw, mean another trial. A model with code of the user's, which may do something else with
+a cache or for one token, has a trial at each start, as has one whose sums are in another order each time.
 """
 
 from __future__ import annotations

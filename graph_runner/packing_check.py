@@ -22,6 +22,9 @@ The model's own forward, in float32, must give what the batch gives for the firs
 0, 1, 2, ..., the same for a first token with and without tokens behind it, and where code of the user's is in it, the same with
 a KV cache and beside another row (``own_cache.py``).
 
+Where code of the user's is in a model with windows, one more sequence, longer than these, must have the logits of the model's
+own forward: transformers makes more masks in a trace than elsewhere, and code may change those that there are.
+
 Of a model in half precision, what is found in float32 is kept with the trace (``kept_trial.py``).
 """
 
@@ -42,7 +45,7 @@ from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, KVScales
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step
 from quire.graph_runner.kept_trial import KeptTrial
-from quire.graph_runner.own_cache import both_ways
+from quire.graph_runner.own_cache import both_ways, has_users_code
 from quire.graph_runner.step_buffers import BatchShape
 from quire.passes.capture.evaluating import ChangedWhileTraced
 from quire.passes.capture.in_float32 import EXACT, HALVES, InFloat32, exact_products
@@ -61,6 +64,8 @@ _ROUNDING_OF_HALVES = 0.1
 #: Rounding in float32, see NOTE [Two trials]. 32: a sum in two halves is one other order of many, and the largest of a few
 #: hundred differences of one kind is within some standard deviations of that of others.
 _TIMES, _LAST_BITS = 32, 2.0**-20
+#: Tokens behind the largest window in the sequence that shows it, and the longest such sequence: of larger windows none is run.
+_BEHIND, _LONGEST = 8, 4200
 #: In float32, a last bit may choose another expert: a difference of a model with experts must show in as many draws.
 _DRAWS_OF_EXPERTS = 3
 _PLACE = "its place in the batch"
@@ -128,6 +133,8 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
                     raise
         raise AssertionError
 
+    with exact_products():
+        _check_windows(paged, sites, step_of, vocab_size, max_model_len, seed, routed)
     coarse = kv_dtype in QUANTIZED_KV_DTYPES  # a last bit of a key can move it by a whole step
     precise = not coarse and not routed and _is_precise(paged, sites[0].dtype)
     all_ids = torch.cat([ids.first, ids.second, ids.changed, ids.rare])[:max_model_len].to(device)
@@ -339,6 +346,38 @@ def _check_own_cache(paged: PagedModel, ids: torch.Tensor, mode: InFloat32, quan
             f"logits of {len(ids)} tokens differ by {most / max(_largest(plain), 1e-30):.2g} of the largest from those without "
             "it. A forward, hook or wrapper of your own asks for the cache or for what comes with it, or mixes rows; quire "
             "computes without a cache, each row alone. Do the same in all cases.")
+
+
+def _check_windows(paged: PagedModel, sites: Sequence[AttentionSite], step_of: Callable[..., tuple[Step, torch.Tensor]],
+                   vocab_size: int, most: int, seed: int, routed: bool) -> None:
+    """Refuse a model with code of the user's in whose own forward no layer has the windows of the graph."""
+    window = max((size for s in sites for size in (s.window, s.chunk) if size is not None), default=0)
+    length = min(window + _BEHIND, most)
+    if not window < length <= _LONGEST or not has_users_code(paged.model):
+        return
+    ids = torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
+    step, row = step_of(ids)
+    own, mode = InFloat32(_half(paged)), InFloat32(_half(paged), [length])
+    plain = _by_itself(paged, row, step.metadata.positions, own, f"by itself on {length} tokens")
+    if plain is None:
+        return
+    try:
+        found = paged.in_mode(mode, step, row, step.metadata.positions).float()
+    except (UnsupportedAttention, ChangedWhileTraced):
+        raise
+    except Exception as error:
+        logger.warning("packing check: %d tokens do not run in float32, so what the windows of %s do is not compared: %s: %s",
+                       length, type(paged.model).__name__, type(error).__name__, error)
+        return
+    limit = (_ROUNDING_OF_HALVES if own.kept or mode.kept else _ROUNDING[torch.float32]) * _largest(plain)
+    behind = _gap(found, plain)[window:].amax(-1)
+    off = (behind.min() if routed else behind.max()).item()  # a last bit may choose another expert for some token
+    if not off <= limit:
+        raise UnsupportedAttention(
+            f"a trial sequence of {length} tokens, longer than the window of {window}, has other logits paged than by the "
+            f"model's own forward: they differ by {off / max(_largest(plain), 1e-30):.2g} of the largest. A layer of yours may "
+            "change the attention_mask only where it gets one: transformers makes none for a plain causal sequence, but where "
+            "it is traced. Make the window in both cases, or name it in the config (sliding_window).")
 
 
 def _check_one_token(paged: PagedModel, ids: torch.Tensor, plain: torch.Tensor, mode: InFloat32) -> None:

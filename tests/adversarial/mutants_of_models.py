@@ -406,6 +406,7 @@ MUTANTS = [
          "finite logits beside them, which change as well"),
         ("trial: against the model's own forward", "test_another_forward_when_compiled", "    if not most <= limit:"),
         ("trial: one token", "test_another_path_for_one_token", "    if [-most > limit-]{+False+}:\n        raise"),
+        ("trial: windows", "test_a_window_that_is_there_only_in_a_trace", "if {+True or +}not window < length <= _LONGEST"),
         ("trial: positions from 0", "test_positions_of_its_own", "if most > 3 * again:"),
         ("trial: half precision in float32", "test_leaks_below_rounding",
          "plain, complete = in_float32([-not precise-]{+False+})"),

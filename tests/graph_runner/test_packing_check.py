@@ -9,16 +9,19 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import quire.passes.pipeline
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.registry import get_backend
+from quire.graph_runner.engine import Engine
 from quire.graph_runner.packing_check import check_packing
 from quire.passes.capture.evaluating import ChangedWhileTraced
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.options import QuireOptions
 from tests.adversarial import harness
 from tests.adversarial.harness import VOCAB, WIDTH
+from tests.tiny import small_llama
 
 Mix = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MIXES: dict[str, Mix] = {
@@ -220,3 +223,41 @@ def test_training_set_meanwhile_is_no_excuse(call: int, monkeypatch) -> None:
     monkeypatch.setattr(paged, "by_itself", spoiled)
     with pytest.raises(ChangedWhileTraced):
         try_packing(paged)
+
+
+class Near(LlamaDecoderLayer):
+    """Sees the last 20 tokens only, where it gets a mask; ``always``: without one too."""
+
+    always = False
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        place = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        back = place[:, None] - place
+        if attention_mask is not None:
+            attention_mask = attention_mask & (back < 20)
+        elif self.always:
+            attention_mask = ((back >= 0) & (back < 20))[None, None]
+        return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
+
+
+class Inside(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("always, length, refused", [(False, 64, True), (True, 64, False), (False, 20, False)],
+                         ids=["where there is a mask", "always", "too short to matter"])
+def test_a_window_that_is_there_only_in_a_trace(always: bool, length: int, refused: bool, dtype, monkeypatch) -> None:
+    """transformers makes no mask for a plain causal sequence, but where it is traced, so that layers that change it compute
+    something else there. Short sequences do not show it."""
+    monkeypatch.setattr(Near, "always", always)
+    model = small_llama(0.3).to(dtype)
+    for layer in model.model.layers:
+        layer.__class__ = Near
+    with pytest.raises(UnsupportedAttention, match="longer than the window of 20") if refused else nullcontext():
+        Engine(Inside(model).eval(), num_pages=16, max_model_len=length, compiler="eager").close()
