@@ -137,6 +137,13 @@ SECTIONS = {
             "graph_runner/test_own_training::test_generate_in_training_mode")),
         Row("a path of its own for one token", "refused by the trial", (
             "graph_runner/test_packing_check::test_another_path_for_one_token",)),
+        Row("a window that a layer makes only where it gets a mask, as it does in a trace", "refused by the trial", (
+            "graph_runner/test_packing_check::test_a_window_that_is_there_only_in_a_trace",)),
+        Row("a verdict on a kept trace: another graph, other weights, another forward", "found out again", (
+            "passes/capture/test_kept_verdicts::test_any_difference_is_proved",
+            "graph_runner/test_kept_trial::test_the_same_model_has_one_trial",
+            "graph_runner/test_kept_trial::test_a_forward_that_computes_something_else_is_found",
+            "passes/capture/test_kept_verdicts::test_a_graph_that_is_refused_is_refused_again")),
         Row("longrope into a buffer of another dtype; by another sum", "exact; refused", (
             "passes/rewrite/test_length_rope::test_the_frequencies_are_those_of_the_buffer",
             "passes/rewrite/test_length_rope::test_other_choices_stay")),
