@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -183,14 +184,17 @@ def _as_processors_do(config: Any, names: list[str], engine: Callable[[], Engine
 
 @functools.cache
 def ignores_padding() -> bool:
-    """Whether transformers' repetition penalty leaves out the masked tokens before a prompt: older releases count them."""
+    """Whether transformers' repetition penalty is known to leave out the masked tokens before a prompt: older releases count
+    them, and another one may not be asked in this way."""
     from transformers import GenerationConfig, GenerationMixin
 
     model: Any = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False),
                                  _merge_criteria_processor_list=lambda made, own: made)
-    (processor,) = GenerationMixin._get_logits_processor(
-        model, GenerationConfig(repetition_penalty=2.0), 2, model_kwargs={"attention_mask": torch.tensor([[0, 1]])})
-    return bool(processor(torch.tensor([[0, 1]]), torch.ones(1, 2))[0, 0] == 1)
+    with contextlib.suppress(Exception):
+        (processor,) = GenerationMixin._get_logits_processor(
+            model, GenerationConfig(repetition_penalty=2.0), 2, model_kwargs={"attention_mask": torch.tensor([[0, 1]])})
+        return bool(processor(torch.tensor([[0, 1]]), torch.ones(1, 2))[0, 0] == 1)
+    return False
 
 
 def _counts_prompts(ids: torch.Tensor, keep: torch.Tensor, first: torch.Tensor, last: torch.Tensor, prompts: list[list[int]]
