@@ -170,7 +170,7 @@ def test_masked_tokens_that_count(plain, model, tokenizer, steps, monkeypatch) -
 @pytest.mark.parametrize("options", [
     dict(return_dict_in_generate=True, output_scores=True), dict(logits_processor=LogitsProcessorList([lambda ids, x: -x])),
     dict(stop_strings=["e"], tokenizer=...), dict(no_repeat_ngram_size=2), dict(num_beams=2), dict(bad_words_ids=[[12, 358]]),
-    dict(repetition_penalty=1e-39, do_sample=False), dict(suppress_tokens=[12.0])], ids=str)
+    dict(repetition_penalty=1e-39, do_sample=False), dict(suppress_tokens=[12.0])], ids=lambda options: " ".join(options))
 def test_what_else_looks_at_each_token_advances_in_lockstep(options, plain, model, batch, steps, tokenizer) -> None:
     given = {k: tokenizer if v is ... else v for k, v in options.items()}
     same(plain, model, **batch, **{**PENALTY, "do_sample": True, "top_k": 5, **given})  # by transformers' own random numbers
