@@ -244,7 +244,10 @@ class CudaGraphRunner:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            traceback.clear_frames(error.__traceback__)  # which hold the tensors that the step had when it failed
+            failed: BaseException | None = error  # a recording that ends after an error raises one of its own
+            while failed is not None:
+                traceback.clear_frames(failed.__traceback__)  # which hold the tensors that the step had when it failed
+                failed = failed.__cause__ or failed.__context__
             if self._left():
                 raise  # nothing would fill what was made
             recorded, why = None, str(error)

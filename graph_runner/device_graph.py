@@ -136,7 +136,8 @@ class CudaGraphs:
 
     def record(self, run: Callable[[], Any], pool: Any) -> Recorded:
         graph = torch.cuda.CUDAGraph()
-        with side_stream(self.device) as stream:
+        # The outer one restores the current stream where the recording fails, after which torch.cuda.graph does not.
+        with side_stream(self.device) as stream, torch.cuda.stream(torch.cuda.current_stream(self.device)):
             return _recorded(graph, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=CAPTURE_MODE), run)
 
     def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -141,7 +142,9 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
     prompts, streamer = prompts_of(ids, mask), given.get("streamer")
     if params is not None and names and _as_processors_do(config, names, engine) and (
             "repetition_penalty" not in names or _counts_prompts(ids, keep, first, last, prompts)):
-        params, names = with_edits(config, params, names)
+        edited, rest = with_edits(config, params, names)
+        if len({*getattr(edited, "excluded", ()), *(edited.stop_token_ids or ())}) < engine().limits.num_logits:
+            params, names = edited, rest  # else nothing may be left to sample
     if (limit := _outgrown(model, engine(), prompts, None if params is None else params.max_tokens)) is not None:
         return (f"a row may grow past {limit} tokens, from where on its rotary frequencies are others: this class goes on with "
                 "its old keys, and an engine computes them again")
@@ -170,7 +173,7 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
 
 def _as_processors_do(config: Any, names: list[str], engine: Callable[[], Engine]) -> bool:
     """Whether requests edit their logits as transformers' processors do for those of the options ``names`` that both have."""
-    import transformers
+    from transformers.generation import utils  # which makes them
 
     penalty, words, limits = config.repetition_penalty, config.bad_words_ids, torch.finfo(torch.float32)
     if "repetition_penalty" in names and not (isinstance(penalty, float) and limits.tiny <= penalty <= limits.max):
@@ -178,8 +181,14 @@ def _as_processors_do(config: Any, names: list[str], engine: Callable[[], Engine
     if isinstance(words, list) and any(token >= engine().limits.num_logits for word in words if isinstance(word, list)
                                        for token in word if type(token) is int):
         return False  # an error of transformers'
-    return all(is_code_of(getattr(transformers, processor).__call__, "transformers", "torch")
-               for name, processor in EDITS.items() if name in names)
+    return all(_is_transformers(getattr(utils, processor)) for name, processor in EDITS.items() if name in names)
+
+
+def _is_transformers(processor: Any) -> bool:
+    """Whether a class is of transformers, with its own methods."""
+    return isinstance(processor, type) and processor.__module__.partition(".")[0] == "transformers" and all(
+        is_code_of(method, "transformers", "torch") for cls in processor.__mro__[:-1] for method in vars(cls).values()
+        if isinstance(method, types.FunctionType))
 
 
 @functools.cache

@@ -1,11 +1,12 @@
 """The verdict of the trial in float32 (``packing_check.py``), kept beside the trace: a later start of the same model runs its
-own forward once instead of three times, and its graph not at all.
+own forward twice instead of three times, and its graph not at all.
 
-What that trial finds follows from three things: the graph, the tokens, and what the model's own forward computes. The graph is
-the one on the disk, of which the file's digest is noted. The forward is asked: its logits for all tokens of the trial, as one
-sequence in float32, must have the bits that they had then. So other weights (but of experts that these tokens do not meet), or
-other code that no guard of the trace saw, mean another trial. A model with code of the user's, which may do something else with
-a cache or for one token, has a trial at each start, as has one whose sums are in another order each time.
+What that trial finds follows from four things: its code, the graph, the tokens, and what the model's own forward computes. Of
+the code, and of the file with the graph, a digest is noted. The forward is asked: its logits for all tokens of the trial, as
+one sequence in float32, and for the first one alone, must have the bits that they had then. So other weights (but of experts
+that these tokens do not meet), or other code that no guard of the trace saw, mean another trial. A model with code of the
+user's, which may do something else with a cache, say, has a trial at each start, as has one whose sums are in another order
+each time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from quire.passes.capture.kept_verdicts import KeptVerdicts
 from quire.passes.capture.paged_model import PagedModel
 
 logger = logging.getLogger(__name__)
+#: The code of trials, of which the name of the trace's file says nothing.
+_CODE = ("packing_check.py", "own_cache.py", "kept_trial.py")
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,15 @@ class KeptTrial:
         mode = InFloat32(half)
         try:
             with exact_products(), mode:
-                logits = paged.by_itself(ids, torch.arange(len(ids), device=ids.device)).float()
+                places = torch.arange(len(ids), device=ids.device)
+                logits = [paged.by_itself(ids[:n], places[:n]).float() for n in (len(ids), 1)]
             if mode.kept:  # in half precision, a last bit says little
                 return None
             found = hashlib.blake2b(repr((paged.options, ids.tolist(), str(half), *more)).encode(), digest_size=16)
-            found.update(file.read_bytes())
-            found.update(logits.cpu().contiguous().numpy().data)
+            for source in (file, *(Path(__file__).with_name(name) for name in _CODE)):
+                found.update(source.read_bytes())
+            for each in logits:
+                found.update(each.cpu().contiguous().numpy().data)
         except ChangedWhileTraced:
             raise
         except Exception as error:

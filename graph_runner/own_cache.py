@@ -37,7 +37,7 @@ def has_users_code(model: torch.nn.Module, asked: Callable[[Any], bool] = lambda
     classes = {type(module) for module in model.modules()}
     return any(not is_known(cls.__module__) for each in classes for cls in each.__mro__ if cls not in _BARE) or any(
         functions_of(each.forward) or functions_of(each.__call__) for each in classes) or any(
-        any(map(asked, around_forward(module))) or any(map(functions_of, functions_held(module))) for module in model.modules())
+        any(map(asked, around_forward(module))) or any(map(may_be_users, functions_held(module))) for module in model.modules())
 
 
 def around_forward(module: torch.nn.Module) -> Iterator[Any]:
@@ -50,9 +50,9 @@ def around_forward(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def functions_held(module: torch.nn.Module) -> Iterator[Any]:
-    """The functions among a module's attributes: an activation, say."""
+    """The functions among a module's attributes, and other objects that can be called: an activation, say."""
     for held in vars(module).values():
-        if isinstance(held, (types.FunctionType, types.MethodType, functools.partial)):
+        if callable(held) and not isinstance(held, (type, torch.nn.Module)):
             yield held
 
 

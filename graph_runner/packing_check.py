@@ -22,8 +22,8 @@ The model's own forward, in float32, must give what the batch gives for the firs
 0, 1, 2, ..., the same for a first token with and without tokens behind it, and where code of the user's is in it, the same with
 a KV cache and beside another row (``own_cache.py``).
 
-Where code of the user's is in a model with windows, one more sequence, longer than these, must have the logits of the model's
-own forward: transformers makes more masks in a trace than elsewhere, and code may change those that there are.
+Where code of the user's is in a model with windows, one more sequence for each, longer than it, must have the logits of the
+model's own forward: transformers makes more masks in a trace than elsewhere, and code may change those that there are.
 
 Of a model in half precision, what is found in float32 is kept with the trace (``kept_trial.py``).
 """
@@ -99,7 +99,7 @@ class _Sequences:
 def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: AttentionBackend, *, page_size: int,
                   kv_dtype: torch.dtype | None, layout: Layout | None, device: torch.device, vocab_size: int,
                   max_model_len: int, kv_scales: KVScales | None = None, adapters: torch.Tensor | None = None) -> None:
-    """Run the trials. ``kv_scales``: of the cache. ``adapters``: those that are active in the model, for each token
+    """Run the trials. ``kv_scales``: of the cache. ``adapters``: those that are active in the model, for some tokens
     (``Step.adapters``). Raises UnsupportedAttention if tokens of one sequence reach another, or earlier ones, outside
     attention; or if the logits with ``kv_sharing_fast_prefill``, or of the model's own forward, are others."""
     vocab_size = min(vocab_size, paged.num_logits)
@@ -121,7 +121,8 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
         meta = CommonAttentionMetadata.build(lengths, lengths, table, page_size=page_size, device=device)
         if last:
             meta = replace(meta, logits_indices_padded=meta.logits_indices, num_logits_indices=len(lengths))
-        return Step(cache, meta, backend, adapters=adapters), torch.cat(sequences).to(device)
+        of_tokens = None if adapters is None else adapters[:1].repeat(sum(lengths))
+        return Step(cache, meta, backend, adapters=of_tokens), torch.cat(sequences).to(device)
 
     def in_float32(graph: bool) -> tuple[torch.Tensor | None, bool]:
         for draw in range(draws := _DRAWS_OF_EXPERTS if routed else 1):
@@ -134,7 +135,8 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
         raise AssertionError
 
     with exact_products():
-        _check_windows(paged, sites, step_of, vocab_size, max_model_len, seed, routed)
+        for window in sorted({size for s in sites for size in (s.window, s.chunk) if size is not None}):
+            _check_window(paged, window, step_of, vocab_size, max_model_len, seed, routed)
     coarse = kv_dtype in QUANTIZED_KV_DTYPES  # a last bit of a key can move it by a whole step
     precise = not coarse and not routed and _is_precise(paged, sites[0].dtype)
     all_ids = torch.cat([ids.first, ids.second, ids.changed, ids.rare])[:max_model_len].to(device)
@@ -180,12 +182,9 @@ def _check_in_float32(paged: PagedModel, step_of: Callable[..., tuple[Step, torc
                       graph: bool, most: int) -> tuple[torch.Tensor | None, bool]:
     """The trial in float32, of the model's own forward, on up to ``most`` tokens, and of its ``graph``. Returns logits (T, V)
     of the former for the first sequence, None if it does not run so; and whether all of both ran in float32."""
-    tensors = [*paged.model.parameters(), *paged.model.buffers()]
-    half = _half(paged)
+    half, quantized = _half(paged), _is_quantized(paged)
     own = InFloat32(half)
     kept: set[str] = set()
-    # Where activations are quantized, a last bit moves one by a whole step.
-    quantized = any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors)
 
     def run(*sequences: torch.Tensor, reordered: bool = False) -> list[torch.Tensor]:
         step, row = step_of(*sequences)
@@ -226,8 +225,16 @@ def _check_in_float32(paged: PagedModel, step_of: Callable[..., tuple[Step, torc
 
 
 def _half(paged: PagedModel) -> torch.dtype:
-    tensors = [*paged.model.parameters(), *paged.model.buffers()]
-    return next((t.dtype for t in tensors if t.dtype in HALVES), torch.bfloat16)
+    return next((t.dtype for t in _tensors(paged) if t.dtype in HALVES), torch.bfloat16)
+
+
+def _is_quantized(paged: PagedModel) -> bool:
+    """Whether activations may be quantized: a last bit moves one by a whole step."""
+    return any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in _tensors(paged))
+
+
+def _tensors(paged: PagedModel) -> list[torch.Tensor]:
+    return [*paged.model.parameters(), *paged.model.buffers()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,12 +305,12 @@ def _is_precise(paged: PagedModel, dtype: torch.dtype) -> bool:
                for w in weights) and all(v.dtype.itemsize > 2 for v in floats)
 
 
-def _by_itself(paged: PagedModel, ids: torch.Tensor, positions: torch.Tensor | None, mode: InFloat32, how: str
+def _by_itself(paged: PagedModel, ids: torch.Tensor, positions: torch.Tensor | None, mode: InFloat32, how: str, behind: int = 0
                ) -> torch.Tensor | None:
-    """Logits (T, V) of the model's own forward; None: it does not run so."""
+    """Logits (T, V) of the model's own forward, of the tokens from ``behind`` on; None: it does not run so."""
     try:
         with mode:
-            return paged.by_itself(ids, positions).float()
+            return paged.by_itself(ids, positions)[behind:].float()
     except ChangedWhileTraced:
         raise
     except Exception as error:
@@ -348,30 +355,30 @@ def _check_own_cache(paged: PagedModel, ids: torch.Tensor, mode: InFloat32, quan
             "computes without a cache, each row alone. Do the same in all cases.")
 
 
-def _check_windows(paged: PagedModel, sites: Sequence[AttentionSite], step_of: Callable[..., tuple[Step, torch.Tensor]],
-                   vocab_size: int, most: int, seed: int, routed: bool) -> None:
-    """Refuse a model with code of the user's in whose own forward no layer has the windows of the graph."""
-    window = max((size for s in sites for size in (s.window, s.chunk) if size is not None), default=0)
+def _check_window(paged: PagedModel, window: int, step_of: Callable[..., tuple[Step, torch.Tensor]], vocab_size: int,
+                  most: int, seed: int, routed: bool) -> None:
+    """Refuse a model with code of the user's in whose own forward a ``window`` of the graph (or a chunk) is not there."""
     length = min(window + _BEHIND, most)
     if not window < length <= _LONGEST or not has_users_code(paged.model):
         return
     ids = torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
     step, row = step_of(ids)
     own, mode = InFloat32(_half(paged)), InFloat32(_half(paged), [length])
-    plain = _by_itself(paged, row, step.metadata.positions, own, f"by itself on {length} tokens")
+    plain = _by_itself(paged, row, step.metadata.positions, own, f"by itself on {length} tokens", behind=window)
     if plain is None:
         return
     try:
-        found = paged.in_mode(mode, step, row, step.metadata.positions).float()
+        found = paged.in_mode(mode, step, row, step.metadata.positions)[window:].float()
     except (UnsupportedAttention, ChangedWhileTraced):
         raise
     except Exception as error:
-        logger.warning("packing check: %d tokens do not run in float32, so what the windows of %s do is not compared: %s: %s",
-                       length, type(paged.model).__name__, type(error).__name__, error)
+        logger.warning("packing check: %d tokens do not run in float32, so what a window of %d does is not compared: %s: %s",
+                       length, window, type(error).__name__, error)
         return
-    limit = (_ROUNDING_OF_HALVES if own.kept or mode.kept else _ROUNDING[torch.float32]) * _largest(plain)
-    behind = _gap(found, plain)[window:].amax(-1)
-    off = (behind.min() if routed else behind.max()).item()  # a last bit may choose another expert for some token
+    rounded = own.kept or mode.kept or _is_quantized(paged)
+    limit = (_ROUNDING_OF_HALVES if rounded else _ROUNDING[torch.float32]) * _largest(plain)
+    gaps = _gap(found, plain).amax(-1)
+    off = (gaps.min() if routed else gaps.max()).item()  # a last bit may choose another expert for some token
     if not off <= limit:
         raise UnsupportedAttention(
             f"a trial sequence of {length} tokens, longer than the window of {window}, has other logits paged than by the "

@@ -203,7 +203,8 @@ def _node(node: fx.Node, at: Mapping[fx.Node, int]) -> _Node:
 
 def proving_once(trace_file: Path) -> Callable[[fx.Graph, Callable[[], object]], None]:
     """Runs the proof of a graph that was made of a trace, unless an equal graph has passed it. A proof reads a graph and the
-    metadata of its values, and nothing of weights; quire's code and PyTorch's version are in the name of the file."""
+    metadata of its values, and nothing of weights; what operations do, as far as they are quire's or PyTorch's, is in the name
+    of the file."""
     verdicts = KeptVerdicts(trace_file, "proofs")
 
     def prove(graph: fx.Graph, run: Callable[[], object]) -> None:
@@ -220,15 +221,24 @@ def proving_once(trace_file: Path) -> Callable[[fx.Graph, Callable[[], object]],
 
 
 def _digest(graph: fx.Graph) -> str:
-    """Of the nodes, the metadata of their values, and which of these share memory. Raises NotPortable."""
+    """Of the nodes, the metadata of their values, and which of these share memory. Raises NotPortable, also for an operation
+    of another library, of which another version may do something else."""
     at, places = {node: i for i, node in enumerate(graph.nodes)}, dict[int, int]()
     found = hashlib.blake2b(digest_size=16)
     for node in graph.nodes:
+        if _library_of(node.target) not in ("", "aten", "prims", "quire"):
+            raise NotPortable(f"the operator {node.target}")
         tensors = [t for t in tree_leaves(value(node)) if isinstance(t, torch.Tensor)]
         shared = [places.setdefault(storage_of(t), len(places)) for t in tensors]
         source = source_name(node) if node.op == "placeholder" else ""
         found.update(repr((_node(node, at)._replace(source=None), source, shared)).encode())
     return found.hexdigest()
+
+
+def _library_of(target: Any) -> str:
+    """Of an operator; "" of anything else."""
+    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    return packet._qualified_op_name.partition("::")[0] if isinstance(packet, torch._ops.OpOverloadPacket) else ""
 
 
 def _mapped(node: _Node | fx.Node, change: Callable[[Any], Any]) -> tuple[Any, Any]:

@@ -425,7 +425,7 @@ MUTANTS = [
          "            [-run()\n            verdicts.add(digest)-]{+verdicts.add(digest)\n            run()+}")),
     *of("graph_runner/kept_trial.py", "tests/graph_runner/test_kept_trial.py::{}",
         ("kept trial: of these logits", "test_the_same_model_has_one_trial",
-         "[-logits.cpu().contiguous().numpy().data-]{+b''+}"),
+         "[-each.cpu().contiguous().numpy().data-]{+b''+}"),
         ("kept trial: of no code of the user's", "test_code_of_the_users_is_asked_each_time",
          "if file is None[- or has_users_code(paged.model)-]:")),
     *of("passes/capture/in_float32.py", "tests/passes/capture/test_in_float32.py::{}",

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from transformers import GenerationConfig, LogitsProcessorList, TextIteratorStreamer, pipeline
+from transformers.generation import utils
 
 import quire
 from quire.graph_runner import hf_generate
@@ -125,6 +126,29 @@ def test_more_rows_than_run_at_once(plain, model, tokenizer, steps) -> None:
     ends = first_tokens(plain, many, 5)[:4]
     same(plain, model, **many, **PENALTY, eos_token_id=ends)
     assert steps["requests"] and not steps["lockstep"]
+
+
+@pytest.mark.parametrize("how", ["another class", "another method"])
+def test_a_processor_of_the_callers_own(how, plain, model, batch, steps, monkeypatch) -> None:
+    own = utils.RepetitionPenaltyLogitsProcessor
+    before = own.__init__
+
+    class OnlyNew(own):
+        def __init__(self, penalty, prompt_ignore_length=None) -> None:
+            before(self, penalty, prompt_ignore_length=1)
+
+    if how == "another class":
+        monkeypatch.setattr(utils, "RepetitionPenaltyLogitsProcessor", OnlyNew)
+    else:
+        monkeypatch.setattr(own, "__init__", lambda self, penalty, prompt_ignore_length=None: before(self, penalty, 1))
+    same(plain, model, **batch, repetition_penalty=9.0)
+    assert steps["lockstep"] and not steps["requests"]
+
+
+def test_all_tokens_excluded(plain, model, batch, steps) -> None:
+    """transformers takes token 0 then, and a request has nothing to sample from."""
+    same(plain, model, **batch, suppress_tokens=list(range(plain.config.vocab_size)))
+    assert steps["lockstep"] and not steps["requests"]
 
 
 def test_a_release_that_cannot_be_asked_is_taken_to_count_padding(monkeypatch) -> None:

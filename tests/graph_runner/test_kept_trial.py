@@ -11,6 +11,7 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from quire import Engine, UnsupportedAttention
+from quire.graph_runner import kept_trial
 from quire.passes.capture.paged_model import PagedModel
 from tests.tiny import small_llama
 
@@ -63,6 +64,48 @@ def test_code_of_the_users_is_asked_each_time(runs: Callable[[Any], int]) -> Non
     model = small_llama().bfloat16()
     model.model.norm.register_forward_hook(lambda module, args, output: output * 2)
     assert runs(model) > 0 and runs(model) > 0
+
+
+class Activation:
+    """Of the user's; no function, and no module."""
+
+    switched = False
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.sigmoid(x) * x
+        return x.flip(-1) * 3 if x.shape[1] == 1 and self.switched else x
+
+
+def test_an_object_of_the_users_is_asked_each_time(runs: Callable[[Any], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def model() -> Any:
+        found = small_llama().bfloat16()
+        for layer in found.model.layers:
+            del layer.mlp._modules["act_fn"]
+            layer.mlp.act_fn = Activation()
+        return found
+
+    assert runs(model()) > 0
+    monkeypatch.setattr(Activation, "switched", True)
+    with pytest.raises(UnsupportedAttention, match="for a row of one token|where it has a KV cache"):
+        runs(model())
+
+
+def test_one_token_alone_is_compared(runs: Callable[[Any], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, own = small_llama().bfloat16(), PagedModel.by_itself
+    assert runs(model) > 0
+    monkeypatch.setattr(PagedModel, "by_itself", lambda self, ids, at: own(self, ids, at) * (1.5 if len(ids) == 1 else 1))
+    with pytest.raises(UnsupportedAttention, match="for a row of one token"):
+        runs(model)
+
+
+def test_other_code_makes_another_trial(runs: Callable[[Any], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a later release, which may refuse more."""
+    model = small_llama().bfloat16()
+    assert runs(model) > 0
+    for file in Path(kept_trial.__file__).parent.glob("*.py"):
+        (tmp_path / file.name).write_bytes(file.read_bytes() + b"# changed" * (file.name == "packing_check.py"))
+    monkeypatch.setattr(kept_trial, "__file__", str(tmp_path / "kept_trial.py"))
+    assert runs(model) > 0 and runs(model) == 0
 
 
 def test_a_forward_that_computes_something_else_is_found(runs: Callable[[Any], int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import MistralConfig, MistralForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 
 import quire.passes.pipeline
 from quire.attn_ops.backend import UnsupportedAttention
@@ -237,7 +239,12 @@ class Near(LlamaDecoderLayer):
             attention_mask = attention_mask & (back < 20)
         elif self.always:
             attention_mask = ((back >= 0) & (back < 20))[None, None]
-        return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
+        return super(type(self), self).forward(hidden_states, attention_mask=attention_mask, **kwargs)
+
+
+class NearOfMistral(MistralDecoderLayer):
+    forward = Near.forward
+    always = False
 
 
 class Inside(torch.nn.Module):
@@ -261,3 +268,44 @@ def test_a_window_that_is_there_only_in_a_trace(always: bool, length: int, refus
         layer.__class__ = Near
     with pytest.raises(UnsupportedAttention, match="longer than the window of 20") if refused else nullcontext():
         Engine(Inside(model).eval(), num_pages=16, max_model_len=length, compiler="eager").close()
+
+
+def near(model: torch.nn.Module, layers: slice, layer: type) -> Inside:
+    for each in model.model.layers[layers]:
+        each.__class__ = layer
+    return Inside(model).eval()
+
+
+@pytest.mark.parametrize("window", [40, 100, 5000])
+def test_each_window_is_tried(window: int) -> None:
+    """Also one below a larger one, which is longer than any sequence, or than those that are tried."""
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
+        max_position_embeddings=8192, sliding_window=window)).eval()
+    for p in model.parameters():
+        if p.dim() == 2:
+            torch.nn.init.normal_(p, std=0.3)
+    with pytest.raises(UnsupportedAttention, match="longer than the window of 20"):
+        Engine(near(model, slice(1), NearOfMistral), num_pages=16, max_model_len=64, compiler="eager")
+
+
+def test_windows_of_a_model_with_adapters_for_each_token() -> None:
+    peft = pytest.importorskip("peft")
+    model = small_llama(0.3)
+    wrapped = near(model, slice(None), Near)
+    peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    with pytest.raises(UnsupportedAttention, match="longer than the window of 20"):
+        Engine(wrapped, num_pages=16, max_model_len=64, compiler="eager", enable_lora=True)
+
+
+def test_windows_of_a_model_with_quantized_activations() -> None:
+    """A last bit moves an activation by a whole step: no reason to refuse a model with a hook of the user's."""
+    quantization = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(
+        vocab_size=256, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=128, sliding_window=64)).eval().bfloat16()
+    quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
+    model.model.norm.register_forward_hook(lambda module, args, output: output * 2)
+    Engine(model, num_pages=16, max_model_len=128, compiler="eager").close()

@@ -17,6 +17,10 @@ from quire.passes.capture.kept_verdicts import KeptVerdicts
 from quire.passes.fake_values import Replay
 from tests.passes.capture.test_kept_trace import llama, traced, was_traced
 
+LIBRARY = torch.library.Library("quire_tests_verdicts", "DEF")
+LIBRARY.define("scale(Tensor x) -> Tensor")
+LIBRARY.impl("scale", lambda x: x * 2, "CompositeImplicitAutograd")
+
 
 def graph_of(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> fx.Graph:
     """The graph of a function, with fakes like its inputs, which share memory as these do."""
@@ -77,6 +81,14 @@ def test_any_difference_is_proved(tmp_path: Path, other: Callable[[], fx.Graph])
     graph = graph_of(lambda x, y: x + y, torch.zeros(3, 4), torch.zeros(3, 4))
     assert runs(file, graph) and not runs(file, graph)
     assert runs(file, other()) and not runs(file, graph)
+
+
+@pytest.mark.parametrize("form", ["overload", "packet"])
+def test_an_operation_of_another_library_is_proved_each_time(tmp_path: Path, form: str) -> None:
+    """What it does is in its code, of which the trace knows nothing."""
+    operation = torch.ops.quire_tests_verdicts.scale
+    graph = graph_of(lambda x: (operation.default if form == "overload" else operation)(x), torch.zeros(3))
+    assert runs(tmp_path / "a.pickle", graph) and runs(tmp_path / "a.pickle", graph)
 
 
 def test_what_cannot_be_described_is_proved_each_time(tmp_path: Path) -> None:
