@@ -562,7 +562,7 @@ MUTANTS = [
         ("generate: a penalty of older releases counts padding", "test_masked_tokens_that_count",
          "    whole = [-not ignores_padding()-]{+False+}\n"),
         ("generate: a processor that the caller changed runs", "test_a_processor_that_the_caller_changed_runs",
-         'return [-all(-]{+True or all(+}is_code_of(getattr(transformers, processor)'),
+         'return [-all(-]{+True or all(+}_is_transformers(getattr(utils, processor)'),
         ("generate: a penalty that transformers refuses", "test_values_that_transformers_refuses",
          'if "repetition_penalty" in names and not (isinstance(penalty, float) and limits.tiny <= penalty <= limits.max):'),
         ("generate: a bad word without a logit", "test_values_that_transformers_refuses",
