@@ -23,7 +23,9 @@ The model's own forward, in float32, must give what the batch gives for the firs
 a KV cache and beside another row (``own_cache.py``).
 
 Where code of the user's is in a model with windows, one more sequence for each, longer than it, must have the logits of the
-model's own forward: transformers makes more masks in a trace than elsewhere, and code may change those that there are.
+model's own forward: transformers makes more masks in a trace than elsewhere, and code may change those that there are, or make
+some where there are none. So of a transformers model whose code chooses its attention or makes its masks, which is traced as it
+is, another sequence is as long as may be, and runs with a KV cache too.
 
 Of a model in half precision, what is found in float32 is kept with the trace (``kept_trial.py``).
 """
@@ -66,6 +68,7 @@ _ROUNDING_OF_HALVES = 0.1
 _TIMES, _LAST_BITS = 32, 2.0**-20
 #: Tokens behind the largest window in the sequence that shows it, and the longest such sequence: of larger windows none is run.
 _BEHIND, _LONGEST = 8, 4200
+_LONGEST_ON_CPU = 512  # where no window is known
 #: In float32, a last bit may choose another expert: a difference of a model with experts must show in as many draws.
 _DRAWS_OF_EXPERTS = 3
 _PLACE = "its place in the batch"
@@ -135,8 +138,9 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
         raise AssertionError
 
     with exact_products():
-        for window in sorted({size for s in sites for size in (s.window, s.chunk) if size is not None}):
-            _check_window(paged, window, step_of, vocab_size, max_model_len, seed, routed)
+        for length, window in _longer(paged, sites, max_model_len, device):
+            drawn = torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
+            _check_long(paged, drawn, window, step_of, routed)
     coarse = kv_dtype in QUANTIZED_KV_DTYPES  # a last bit of a key can move it by a whole step
     precise = not coarse and not routed and _is_precise(paged, sites[0].dtype)
     all_ids = torch.cat([ids.first, ids.second, ids.changed, ids.rare])[:max_model_len].to(device)
@@ -355,36 +359,50 @@ def _check_own_cache(paged: PagedModel, ids: torch.Tensor, mode: InFloat32, quan
             "computes without a cache, each row alone. Do the same in all cases.")
 
 
-def _check_window(paged: PagedModel, window: int, step_of: Callable[..., tuple[Step, torch.Tensor]], vocab_size: int,
-                  most: int, seed: int, routed: bool) -> None:
-    """Refuse a model with code of the user's in whose own forward a ``window`` of the graph (or a chunk) is not there."""
-    length = min(window + _BEHIND, most)
-    if not window < length <= _LONGEST or not has_users_code(paged.model):
-        return
-    ids = torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
+def _longer(paged: PagedModel, sites: Sequence[AttentionSite], most: int, device: torch.device) -> list[tuple[int, int]]:
+    """Lengths of more sequences to try, of up to ``most`` tokens, and the window of the graph, or chunk, that each shows; 0: it
+    shows none. Empty for a model without code of the user's."""
+    if not has_users_code(paged.model):
+        return []
+    windows = sorted({size for s in sites for size in (s.window, s.chunk) if size is not None})
+    found = [(length, size) for size in windows if size < (length := min(size + _BEHIND, most)) <= _LONGEST]
+    if paged.config is not None and not paged.by_interface:  # other rotary frequencies are others with a cache
+        longest = min(_LONGEST if device.type == "cuda" else _LONGEST_ON_CPU, *paged.graph.length_limits, most)
+        found.append((longest, 0))
+    return found
+
+
+def _check_long(paged: PagedModel, ids: torch.Tensor, window: int, step_of: Callable[..., tuple[Step, torch.Tensor]],
+                routed: bool) -> None:
+    """Refuse a model whose own forward computes something else for the last of so many tokens (T,). ``window``: of the graph,
+    which they show, or 0."""
+    length, behind = len(ids), max(window, len(ids) - 8 * _BEHIND)
     step, row = step_of(ids)
     own, mode = InFloat32(_half(paged)), InFloat32(_half(paged), [length])
-    plain = _by_itself(paged, row, step.metadata.positions, own, f"by itself on {length} tokens", behind=window)
+    plain = _by_itself(paged, row, step.metadata.positions, own, f"by itself on {length} tokens", behind)
     if plain is None:
         return
     try:
-        found = paged.in_mode(mode, step, row, step.metadata.positions)[window:].float()
+        found = paged.in_mode(mode, step, row, step.metadata.positions)[behind:].float()
     except (UnsupportedAttention, ChangedWhileTraced):
         raise
     except Exception as error:
-        logger.warning("packing check: %d tokens do not run in float32, so what a window of %d does is not compared: %s: %s",
-                       length, window, type(error).__name__, error)
+        logger.warning("packing check: %d tokens do not run in float32, so what masks do to them is not compared: %s: %s",
+                       length, type(error).__name__, error)
         return
-    rounded = own.kept or mode.kept or _is_quantized(paged)
+    rounded = bool(own.kept or mode.kept) or _is_quantized(paged)
     limit = (_ROUNDING_OF_HALVES if rounded else _ROUNDING[torch.float32]) * _largest(plain)
     gaps = _gap(found, plain).amax(-1)
     off = (gaps.min() if routed else gaps.max()).item()  # a last bit may choose another expert for some token
     if not off <= limit:
+        shows = f", longer than the window of {window}," if window else ""
         raise UnsupportedAttention(
-            f"a trial sequence of {length} tokens, longer than the window of {window}, has other logits paged than by the "
-            f"model's own forward: they differ by {off / max(_largest(plain), 1e-30):.2g} of the largest. A layer of yours may "
-            "change the attention_mask only where it gets one: transformers makes none for a plain causal sequence, but where "
-            "it is traced. Make the window in both cases, or name it in the config (sliding_window).")
+            f"a trial sequence of {length} tokens{shows} has other logits paged than by the model's own forward: they differ "
+            f"by {off / max(_largest(plain), 1e-30):.2g} of the largest. Code of yours may change the attention_mask only "
+            "where it gets one, or make one only where it gets none: transformers makes none for a plain causal sequence, but "
+            "where it is traced. Make the mask in both cases, or name a window in the config (sliding_window).")
+    if not window:
+        _check_own_cache(paged, row, own, rounded)
 
 
 def _check_one_token(paged: PagedModel, ids: torch.Tensor, plain: torch.Tensor, mode: InFloat32) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
+import re
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from quire.passes.fx import evaluate, sizes_of, storage_of, value, written_by
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PASSES_ON = re.compile(r"[/\\]torch[/\\](fx[/\\]experimental[/\\]|__init__\.py$)|[/\\]fake_values\.py$")
 _KEEPS_STATE = (operator.setitem, torch._C._log_api_usage_once)
 #: Makes a result like another one, of inputs like its inputs. It holds no fake, which would keep the mode.
 Make = Callable[[list[Any], FakeTensorMode], Any]
@@ -51,11 +53,14 @@ class At:
 
 
 class Symbols(ShapeEnv):
-    """A ShapeEnv that does not search the stack for the user's line at each symbol and guard, which nobody would read:
-    PyTorch imports all of torch.export for it, a few tenths of a second."""
+    """A ShapeEnv that knows by itself which files do not ask for a symbol or a guard but pass it on: PyTorch imports all of
+    torch.export for that, a few tenths of a second."""
 
     def _get_user_frame(self) -> types.FrameType | None:
-        return inspect.currentframe()
+        frame = inspect.currentframe()
+        while frame is not None and _PASSES_ON.search(frame.f_code.co_filename):
+            frame = frame.f_back
+        return frame
 
 
 class Replay(fx.Interpreter):

@@ -146,7 +146,7 @@ class PagedModel:
         self._graph, self.reads = None, Reads()
 
     def _trace(self, by_interface: bool) -> Any:
-        device = next(self.model.parameters()).device
+        self.by_interface, device = by_interface, next(self.model.parameters()).device
         # Guards are dropped: one graph serves every batch shape. ``raise_graph`` refuses a trace whose guards mattered.
         forward, found = types.MethodType(with_own_code(type(self)._forward), self), weakref.ref(self)
         scope = forward.__func__.__globals__

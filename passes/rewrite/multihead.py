@@ -18,6 +18,7 @@ torch.autocast or in torch.vmap.
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from collections.abc import Callable
@@ -29,11 +30,10 @@ from torch import fx
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from quire.passes.fake_values import compute_value
-from quire.passes.fx import named_arguments, value
+from quire.passes.fx import named_arguments, symbolic, value
 
 SAID_CAUSAL = "quire_said_causal"
-_ATTENTION = ("query", "key", "value", "embed_dim", "heads", "w", "b", "bias_k", "bias_v", "add_zero_attn", "dropout_p",
-              "w_out", "b_out", "training")
+_ATTENTION = tuple(inspect.signature(F.multi_head_attention_forward).parameters)
 _LAYER = ("x", "embed_dim", "heads", "w", "b", "w_out", "b_out", "gelu", "norm_first", "eps", "w_norm1", "b_norm1", "w_norm2",
           "b_norm2", "w1", "b1", "w2", "b2", "mask", "mask_type")
 _ADDED = ("bias_k", "bias_v", "add_zero_attn", "static_k", "static_v")
@@ -65,6 +65,8 @@ def write_out_multihead(graph: fx.Graph) -> int:
 def _write_out(node: fx.Node) -> bool:
     function, names = _WRITTEN[node.target]
     given, results = named_arguments(node, names), [node]
+    if len(node.args) > len(names) or not _read_alike(given, function):
+        return False
     if function is _attention:
         results = [n for n in node.users if n.target is operator.getitem and n.args[1] == 0]
         if len(results) != len(node.users) or any(given.get(name) not in (None, False) for name in _ADDED):
@@ -83,23 +85,32 @@ def _write_out(node: fx.Node) -> bool:
     return True
 
 
-def _attention(query: Any, key: Any, value: Any, heads: int, w: Any, b: Any, w_out: Any, b_out: Any, dropout_p: float,
-               training: bool = True, key_padding_mask: Any = None, need_weights: bool = True, attn_mask: Any = None,
-               is_causal: bool = False, use_separate_proj_weight: bool = False, q_proj_weight: Any = None,
-               k_proj_weight: Any = None, v_proj_weight: Any = None, **unused: Any) -> Any:
+def _read_alike(given: dict[str, Any], function: Any) -> bool:
+    """Whether PyTorch reads the mask as it is written out here: of keys that are not the tokens' it leaves out one that is said
+    to be causal, and gives NaN where a mask hides all of them, and no proof of a mask comes later."""
+    read, tokens = ("is_causal", value(given["key"]).shape[0]) if function is _attention else (
+        "mask", value(given["x"]).shape[1])
+    return given.get(read) in (None, False) or symbolic(tokens)
+
+
+def _attention(query: Any, key: Any, value: Any, num_heads: int, in_proj_weight: Any, in_proj_bias: Any, out_proj_weight: Any,
+               out_proj_bias: Any, dropout_p: float, training: bool = True, key_padding_mask: Any = None,
+               need_weights: bool = True, attn_mask: Any = None, is_causal: bool = False,
+               use_separate_proj_weight: bool = False, q_proj_weight: Any = None, k_proj_weight: Any = None,
+               v_proj_weight: Any = None, **unused: Any) -> Any:
     """As F.multi_head_attention_forward, of (S, N, E) or (S, E)."""
     batched, mask = _of(query).dim() == 3, attn_mask
     if mask is not None:
         mask = _added(mask, _of(query).dtype)
-        mask = mask.unflatten(0, (-1, heads)) if batched and _of(mask).dim() == 3 else mask
+        mask = mask.unflatten(0, (-1, num_heads)) if batched and _of(mask).dim() == 3 else mask
     if key_padding_mask is not None:
         padding = _added(key_padding_mask, _of(query).dtype)[..., None, None, :]
         mask = padding if mask is None else mask + padding
-    weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else w
+    weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight
     xs = [query] if query is key is value and not use_separate_proj_weight else [query, key, value]
     xs = [x.transpose(0, 1) for x in xs] if batched else xs
-    said = is_causal and key_padding_mask is None and not need_weights
-    out = _attend(xs, heads, weights, b, w_out, b_out, mask, dropout_p if training else 0.0, said)
+    said, dropout = is_causal and key_padding_mask is None and not need_weights, dropout_p if training else 0.0
+    out = _attend(xs, num_heads, weights, in_proj_bias, out_proj_weight, out_proj_bias, mask, dropout, said)
     return out.transpose(0, 1) if batched else out
 
 

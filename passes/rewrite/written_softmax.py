@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from quire.passes.fake_values import compute_value
 from quire.passes.fx import argument, erase_dead, is_tensor, named_arguments, torch_name, value, written_between
@@ -39,7 +40,7 @@ def join_softmax(graph: fx.Graph) -> int:
 
 def _join(node: fx.Node) -> bool:
     found = _softmax(node) or _without_nan(node)
-    if found is None or written_between(found[2], node):
+    if found is None or written_between(found[2], node) or is_functorch_wrapped_tensor(value(node)):
         return False
     function, arguments, _ = found
     with node.graph.inserting_before(node):

@@ -9,7 +9,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers.masking_utils import find_packed_sequence_indices
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 
@@ -309,3 +310,28 @@ def test_windows_of_a_model_with_quantized_activations() -> None:
     quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
     model.model.norm.register_forward_hook(lambda module, args, output: output * 2)
     Engine(model, num_pages=16, max_model_len=128, compiler="eager").close()
+
+
+class Makes(LlamaForCausalLM):
+    """Makes a mask of a window of 40 where ``wanted``."""
+
+    wanted = staticmethod(lambda position_ids: True)
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        back = position_ids[:, :, None] - position_ids[:, None]
+        window = 40 if self.wanted(position_ids) else 1000
+        mask = torch.where((back >= 0) & (back < window), 0.0, torch.finfo(torch.float32).min)[:, None]
+        return super().forward(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, **kwargs)
+
+
+@pytest.mark.parametrize("wanted, why", [
+    (lambda position_ids: True, "where it has a KV cache"),
+    (lambda position_ids: find_packed_sequence_indices(position_ids) is None, "a trial sequence of 64 tokens"),
+], ids=["not with a cache", "not in a trace"])
+def test_a_mask_that_short_sequences_do_not_show(wanted: Callable, why: str, monkeypatch) -> None:
+    """With a cache, the mask of one query is one number and hides nothing; in a trace transformers answers otherwise."""
+    monkeypatch.setattr(Makes, "wanted", staticmethod(wanted))
+    model = small_llama(0.3)
+    model.__class__ = Makes
+    with pytest.raises(UnsupportedAttention, match=why):
+        Engine(model, num_pages=16, max_model_len=64, compiler="eager")

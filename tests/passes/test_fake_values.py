@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._pytree import tree_leaves
 
 from quire.passes.capture.paged_model import PagedModel
-from quire.passes.fake_values import Replay, compute_value
+from quire.passes.fake_values import Replay, Symbols, compute_value
 from quire.passes.fx import copy_graph, fake_mode, placeholders, storage_of, value
 from quire.passes.options import QuireOptions
 from tests.zoo.configs import SERVED, build
@@ -145,3 +145,12 @@ def test_nothing_outlives_the_trace() -> None:
     del graph, mode, x, node, first, second
     gc.collect()
     assert alive() is None
+
+
+def test_a_guard_knows_who_asked() -> None:
+    """By that, a guard on a layout is told from a path of the model's own."""
+    env = Symbols()
+    x = FakeTensorMode(shape_env=env).from_tensor(torch.zeros(6, 4), source=ConstantSource("x"), symbolic_context=(
+        StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])))
+    assert bool(x.shape[0] > 5)
+    assert env.guards[-1].sloc.framework_loc.filename == __file__  # type: ignore[union-attr]

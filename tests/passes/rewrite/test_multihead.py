@@ -55,6 +55,31 @@ def by_function(a: nn.MultiheadAttention, x: torch.Tensor, p: torch.Tensor, trai
         training, attn_mask=ahead(p))[0].transpose(0, 1)
 
 
+def late(p: torch.Tensor) -> torch.Tensor:
+    """Of five keys, which from the third token on are not all seen."""
+    return (p[0][:, None] >= 3) & (torch.arange(5) < 3)
+
+
+def with_memory(call: Callable[..., torch.Tensor]) -> Forward:
+    """Attention to the tokens, and ``call(module, x, memory, positions)`` to stored keys (5, 1, WIDTH)."""
+    return heads(lambda a, x, p, i: a(x, x, x, attn_mask=ahead(p))[0] + call(a, x, a.out_proj.weight[:5, None], p))
+
+
+def by_position(a: nn.MultiheadAttention, x: torch.Tensor, memory: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """All arguments, in PyTorch's order."""
+    return F.multi_head_attention_forward(
+        x.transpose(0, 1), memory, memory, WIDTH, HEADS, a.in_proj_weight, a.in_proj_bias, None, None, False, 0.0,
+        a.out_proj.weight, a.out_proj.bias, False, None, False, late(p))[0].transpose(0, 1)
+
+
+def by_name(a: nn.MultiheadAttention, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    x = x.transpose(0, 1)
+    return F.multi_head_attention_forward(
+        query=x, key=x, value=x, embed_dim_to_check=WIDTH, num_heads=HEADS, in_proj_weight=a.in_proj_weight,
+        in_proj_bias=a.in_proj_bias, bias_k=None, bias_v=None, add_zero_attn=False, dropout_p=0.0,
+        out_proj_weight=a.out_proj.weight, out_proj_bias=a.out_proj.bias, training=False, attn_mask=ahead(p))[0].transpose(0, 1)
+
+
 def shown(ids: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(ids, dtype=torch.bool)
 
@@ -86,6 +111,7 @@ def result(forward: Forward, layers: int = 1, route: str = "engine") -> str:
     quick("a mask for each head", heads(lambda a, x, p, i: a(x, x, x, attn_mask=ahead(p).expand(HEADS, -1, -1))[0])),
     quick("nothing is padding", heads(lambda a, x, p, i: a(x, x, x, attn_mask=ahead(p), key_padding_mask=shown(i))[0])),
     quick("by the function", heads(lambda a, x, p, i: by_function(a, x, p, training=False))),
+    quick("by names", heads(lambda a, x, p, i: by_name(a, x, p))), quick("by places", with_memory(by_position)),
 ])
 def test_attention_is_served(forward: Forward) -> None:
     assert result(forward) == "exact"
@@ -125,6 +151,10 @@ def test_queries_keys_and_values_are_one_product() -> None:
     quick("said to be causal",
           heads(lambda a, x, p, i: a(x, x, x, attn_mask=outside(p), need_weights=False, is_causal=True)[0]),
           "is_causal says"),
+    quick("a memory said to be causal",
+          with_memory(lambda a, x, memory, p: a(x, *[memory.transpose(0, 1)] * 2, attn_mask=late(p), need_weights=False,
+                                                is_causal=True)[0]),
+          "mixes the tokens"),
     quick("weights that are read",
           heads(lambda a, x, p, i: (o := a(x, x, x, attn_mask=ahead(p)))[0] + o[1].amax(-1)[..., None]),
           "reads its weights"),
