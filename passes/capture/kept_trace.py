@@ -210,7 +210,7 @@ def proving_once(trace_file: Path) -> Callable[[fx.Graph, Callable[[], object]],
     def prove(graph: fx.Graph, run: Callable[[], object]) -> None:
         try:
             digest = _digest(graph)
-        except NotPortable:
+        except Exception:  # NotPortable, or of an odd object in the graph
             run()
             return
         if not verdicts.has(digest):

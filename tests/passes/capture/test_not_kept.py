@@ -72,7 +72,9 @@ def test_off(folder: Path, monkeypatch: pytest.MonkeyPatch, chosen: str) -> None
 def test_old_files_go(folder: Path) -> None:
     (folder / "traces").mkdir()
     for i in range(70):
-        (folder / "traces" / f"{i}.pickle").write_bytes(b"")
+        for kind in ("pickle", "proofs", "trials"):
+            (folder / "traces" / f"{i}.{kind}").write_bytes(b"")
     assert was_traced(tiny)
-    assert len(list((folder / "traces").iterdir())) == 64
+    kept = {kind: {file.stem for file in (folder / "traces").glob(f"*.{kind}")} for kind in ("pickle", "proofs", "trials")}
+    assert len(kept["pickle"]) == 64 and kept["proofs"] == kept["pickle"] > kept["trials"]
     assert not was_traced(tiny)
