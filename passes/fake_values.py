@@ -54,7 +54,7 @@ class At:
 
 class Symbols(ShapeEnv):
     """A ShapeEnv that knows by itself which files do not ask for a symbol or a guard but pass it on: PyTorch imports all of
-    torch.export for that, a few tenths of a second."""
+    torch.export for that."""
 
     def _get_user_frame(self) -> types.FrameType | None:
         frame = inspect.currentframe()
