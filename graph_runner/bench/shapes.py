@@ -15,8 +15,15 @@ def _rope(theta: float, **scaling: Any) -> dict[str, Any]:
 def _llama3(factor: float, **sizes: Any) -> tuple[str, dict[str, Any]]:
     rope = _rope(500000.0, rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0,
                  original_max_position_embeddings=8192)
-    return "LlamaConfig", dict(vocab_size=128256, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072,
-                               rms_norm_eps=1e-5, bos_token_id=128000, eos_token_id=128001, rope_parameters=rope, **sizes)
+    shared = dict(vocab_size=128256, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072,
+                  rms_norm_eps=1e-5, bos_token_id=128000, eos_token_id=128001, rope_parameters=rope)
+    return "LlamaConfig", shared | sizes
+
+
+def _gemma3(**sizes: Any) -> tuple[str, dict[str, Any]]:
+    rope = {"full_attention": _rope(1e6, rope_type="linear", factor=8.0), "sliding_attention": _rope(10000.0)}
+    return "Gemma3TextConfig", dict(vocab_size=262208, head_dim=256, query_pre_attn_scalar=256, max_position_embeddings=131072,
+                                    rms_norm_eps=1e-6, rope_parameters=rope, **sizes)
 
 
 #: name -> (transformers config class, arguments from the published config.json).
@@ -70,9 +77,50 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         routed_scaling_factor=1.0, max_position_embeddings=163840, rms_norm_eps=1e-6, tie_word_embeddings=False,
         rope_parameters=_rope(10000.0, rope_type="yarn", factor=40, beta_fast=32, beta_slow=1, mscale=0.707,
                               mscale_all_dim=0.707, original_max_position_embeddings=4096))),
+    # Shapes that no kernel parameter was fitted on.
+    "llama-3b": _llama3(  # Llama 3.2 3B, 3.21 B parameters, tied embeddings, three query heads per KV head
+        32.0, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, head_dim=128, num_attention_heads=24,
+        tie_word_embeddings=True),
+    "qwen2.5-0.5b": ("Qwen2Config", dict(  # 0.49 B parameters, tied embeddings, seven query heads per KV head, biases
+        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, max_position_embeddings=32768, rms_norm_eps=1e-6, tie_word_embeddings=True,
+        rope_parameters=_rope(1e6))),
+    "phi-4": ("Phi3Config", dict(  # 14.7 B parameters
+        vocab_size=100352, hidden_size=5120, intermediate_size=17920, num_hidden_layers=40, num_attention_heads=40,
+        num_key_value_heads=10, max_position_embeddings=16384, original_max_position_embeddings=16384, rms_norm_eps=1e-5,
+        tie_word_embeddings=False, bos_token_id=100257, eos_token_id=100265, pad_token_id=100349,
+        rope_parameters=_rope(250000.0))),
+    "glm4-9b": ("Glm4Config", dict(  # 0414, 9.40 B parameters, 16 query heads per KV head, half of each head rotated
+        vocab_size=151552, hidden_size=4096, intermediate_size=13696, num_hidden_layers=40, num_attention_heads=32,
+        num_key_value_heads=2, head_dim=128, attention_bias=True, max_position_embeddings=32768, rms_norm_eps=1e-5,
+        tie_word_embeddings=False, eos_token_id=151336, pad_token_id=151329,
+        rope_parameters=_rope(10000.0, partial_rotary_factor=0.5))),
+    "gemma3-1b": _gemma3(  # 1.00 B parameters, tied embeddings, one KV head; window 512 on five of six layers
+        hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1,
+        sliding_window=512),
+    "gemma3-4b": _gemma3(  # 3.88 B parameters, tied embeddings; window 1024 on five of six layers
+        hidden_size=2560, intermediate_size=10240, num_hidden_layers=34, num_attention_heads=8, num_key_value_heads=4,
+        sliding_window=1024),
+    "starcoder2-7b": ("Starcoder2Config", dict(  # 7.17 B parameters, nine query heads per KV head, LayerNorm, biases
+        vocab_size=49152, hidden_size=4608, intermediate_size=18432, num_hidden_layers=32, num_attention_heads=36,
+        num_key_value_heads=4, hidden_act="gelu_pytorch_tanh", norm_epsilon=1e-5, use_bias=True, sliding_window=4096,
+        max_position_embeddings=16384, bos_token_id=0, eos_token_id=0, rope_parameters=_rope(1e6))),
+    "olmoe-7b": ("OlmoeConfig", dict(  # 6.92 B parameters, 64 experts, 8 per token; as many KV heads as query heads
+        vocab_size=50304, hidden_size=2048, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=16,
+        num_key_value_heads=16, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False, max_position_embeddings=4096,
+        rms_norm_eps=1e-5, tie_word_embeddings=False, eos_token_id=50279, pad_token_id=1, rope_parameters=_rope(10000.0))),
+    "granite-3b-moe": ("GraniteMoeConfig", dict(  # 3.1 3B a800m, 3.30 B parameters, 40 experts, 8 per token
+        vocab_size=49155, hidden_size=1536, intermediate_size=512, num_hidden_layers=32, num_attention_heads=24,
+        num_key_value_heads=8, num_local_experts=40, num_experts_per_tok=8, embedding_multiplier=12.0,
+        attention_multiplier=0.015625, residual_multiplier=0.22, logits_scaling=6.0, max_position_embeddings=131072,
+        rms_norm_eps=1e-6, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, rope_parameters=_rope(1e7))),
+    "mixtral-8x7b": ("MixtralConfig", dict(  # 46.7 B parameters, 8 experts, 2 per token
+        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=32768, rms_norm_eps=1e-5,
+        tie_word_embeddings=False, rope_parameters=_rope(1e6))),
 }
 NAMES = (*SHAPES, "tiny")
-#: of ``quire bench matrix``, in the order of its tables
+#: of ``quire bench matrix`` unless it is told others, in the order of its tables
 MATRIX = ("llama-8b", "llama-1b", "qwen3-0.6b", "qwen3-8b", "gemma2-9b", "llama2-7b", "phi-3-mini", "qwen2-7b", "mistral-7b",
           "gpt-oss-20b", "qwen3-30b-a3b", "deepseek-v2-lite")
 
