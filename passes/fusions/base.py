@@ -135,14 +135,16 @@ class FusedInputs:
 
 
 class Fusion:
-    """What a fusion pass works on: the ``graph``, the values behind the placeholders of a raised one, ``real``, the ``weights``
-    made of parameters, the ``backend`` of a lowered one, and the tensors given to ``add_weight``, ``added``."""
+    """What a fusion pass works on: the ``graph``, without dropouts that do nothing, which are removed here; the values behind
+    the placeholders of a raised one, ``real``; the ``weights`` made of parameters; the ``backend`` of a lowered one; and the
+    tensors given to ``add_weight``, ``added``."""
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any] = (), weights: FusedWeights | None = None,
                  backend: AttentionBackend | None = None) -> None:
         self.graph, self.weights, self.backend = gm.graph, weights or FusedWeights(), backend
         self.real: dict[fx.Node, Any] = dict(zip(placeholders(gm.graph), inputs, strict=False))
         self.added: list[torch.Tensor] = []
+        _remove_idle_dropouts(gm.graph)
 
     def tensor(self, node: Any) -> torch.Tensor | None:
         """The real tensor behind a placeholder; None for any other node."""
@@ -187,8 +189,9 @@ def bias_of(layer: fx.Node) -> Any:
     return argument(layer, 2, "bias")
 
 
-def before_dropout(x: Any) -> Any:
-    """``x`` before dropouts that do nothing: LoRA's layers have one each."""
-    while is_function(x, (torch.nn.functional.dropout,)) and argument(x, 2, "training", True) is False:
-        x = x.args[0]
-    return x
+def _remove_idle_dropouts(graph: fx.Graph) -> None:
+    """Those of modules in evaluation mode, which return what they are given: patterns do not have to look past them."""
+    for node in graph.find_nodes(op="call_function", target=torch.nn.functional.dropout):
+        if argument(node, 2, "training", True) is False:
+            node.replace_all_uses_with(argument(node, 0, "input"))
+            graph.erase_node(node)

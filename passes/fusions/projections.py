@@ -27,7 +27,7 @@ from torch import fx
 from quire.attn_ops.ops.small_linear import small_linear
 from quire.attn_ops.ops.small_linear_wide import is_int4, rows_of
 from quire.passes.fake_values import compute_value
-from quire.passes.fusions.base import Fusion, before_dropout, bias_of, columns
+from quire.passes.fusions.base import Fusion, bias_of, columns
 from quire.passes.fusions.match.lora import adapted_layers
 from quire.passes.fx import LINEAR, is_function, is_method, only_user, replace_node, schema_arguments, value, written_between
 
@@ -52,7 +52,7 @@ def fuse_projections(fusion: Fusion) -> int:
             weight, scale = tensors["weight"].real, tensors.get("scale")
             groups = len(scale.real) if scale is not None and is_int4(weight) else None
             # Under torch.autocast two layers of one dtype may give two.
-            key = before_dropout(node.args[0]), *tensors, weight.dtype, value(node).dtype, groups
+            key = node.args[0], *tensors, weight.dtype, value(node).dtype, groups
             siblings.setdefault(key, []).append((node, tensors))
     return sum(_fuse(fusion, *zip(*group, strict=True)) for group in siblings.values() if len(group) > 1)
 
@@ -117,7 +117,7 @@ def _fuse(fusion: Fusion, nodes: tuple[fx.Node, ...], tensors: tuple[_Tensors, .
         return False
     sizes = [rows_of(weight) for weight in groups["weight"]]
     whole = {name: fusion.add_weight(fusion.weights.fuse(group), tensors[0][name].node) for name, group in groups.items()}
-    x = before_dropout(first.args[0])
+    x = first.args[0]
     with graph.inserting_before(first):
         if "scale" in whole:
             scale, widths = whole["scale"], [sizes]

@@ -112,18 +112,25 @@ def _norm(node: Any) -> RMSNorm | None:
 def _swiglu(node: fx.Node) -> fx.Node | None:
     """The product in linear -> split in two halves -> silu(first) * second, if nothing else reads what is between."""
     split = only_user(node)
-    if split is None or not is_function(split, (torch.split, torch.functional.split)) or len(split.users) != 2 \
+    if split is None or not _is_in_halves(split, node) or len(split.users) != 2 \
             or not all(is_function(n, (operator.getitem,)) for n in split.users):
-        return None
-    sizes = split.args[1]
-    halves = isinstance(sizes, (list, tuple)) and len(sizes) == 2 and sizes[0] == sizes[1]
-    if not halves or argument(split, 2, "dim", 0) not in (-1, value(node).dim() - 1):
         return None
     gate, up = sorted(split.users, key=lambda n: n.args[1])  # type: ignore[arg-type,return-value]
     active, product = only_user(gate), only_user(up)
     if (gate.args[1], up.args[1]) != (0, 1) or active is None or only_user(active) is not product:
         return None
     return product if is_method(active, "silu") and (active, up) in operands(product, MUL) else None
+
+
+def _is_in_halves(split: fx.Node, node: fx.Node) -> bool:
+    """Whether ``split`` cuts ``node`` into two equal parts along its last dimension."""
+    if argument(split, 2, "dim", 0) not in (-1, value(node).dim() - 1):
+        return False
+    width = value(node).shape[-1]
+    if is_method(split, "chunk"):
+        return argument(split, 1, "chunks") == 2 and width % 2 == 0
+    sizes = argument(split, 1, "split_size_or_sections") if is_function(split, (torch.split, torch.functional.split)) else None
+    return isinstance(sizes, (list, tuple)) and len(sizes) == 2 and sizes[0] == sizes[1]
 
 
 def _residual(node: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node] | None:

@@ -32,6 +32,17 @@ def test_a_layer_with_experts(name: str, experts: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["phi-3-mini", "qwen3-8b"])
+def test_a_dense_layer(name: str) -> None:
+    """Attention, and four products with all that is around them, however the model spells it."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs Triton")
+    model = skeleton(ModelSpec(name, torch.bfloat16, torch.device("cpu"), 3)).to_empty(device="cpu").eval()
+    layer = launches(programs(model, small=True, own_experts=False)[1])
+    assert layer == [*["small_linear"] * 4, "triton_rope_paged_attention"]
+
+
+@pytest.mark.slow
 def test_a_layer_with_adapters() -> None:
     """PEFT's LoRA, in float32 or the model's dtype, takes no launch of its own beside one per forward that zeroes counters."""
     if importlib.util.find_spec("triton") is None:

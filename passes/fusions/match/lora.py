@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from quire.attn_ops.ops.lora_rows import MAX_KERNEL_ADAPTERS, MAX_RANK
-from quire.passes.fusions.base import Fusion, before_dropout, bias_of
+from quire.passes.fusions.base import Fusion, bias_of
 from quire.passes.fx import ADD, LINEAR, MUL, is_function, is_method, is_tensor, only_user, operands, same_shape, value
 
 HALF = (torch.bfloat16, torch.float16)
@@ -116,9 +116,9 @@ def _term(node: Any, dtype: torch.dtype, fusion: Fusion) -> _Term | None:
 
 def _casts(x: Any, dtype: torch.dtype) -> list[fx.Node]:
     """From x back to the tensor of this dtype behind its casts to float32, and (of a second adapter) back; empty if none."""
-    path = [before_dropout(x)]
+    path = [x]
     while is_method(path[-1], "to"):
-        before = before_dropout(path[-1].args[0])
+        before = path[-1].args[0]
         dtypes = {value(before).dtype, value(path[-1]).dtype}
         if torch.float32 not in dtypes or not dtypes <= {dtype, torch.float32}:
             break

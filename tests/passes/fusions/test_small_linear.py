@@ -8,6 +8,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.nn import functional as F
 
+from quire.attn_ops.ops.small_linear import small_linear
 from quire.passes.fusions.projections import fuse_projections
 from quire.passes.fusions.registry import has_small_passes
 from quire.passes.fusions.small_linear import fuse_small_linear
@@ -52,6 +53,19 @@ return (small_linear_default_1,)""")
     with torch.no_grad():
         assert torch.equal(out, model(x))  # on a CPU the op runs its definition, in the order the model has it
     assert after(Layer(dtype=torch.float32), x.float(), fuse_projections, fuse_small_linear)[0][1] == 0
+
+
+def test_gate_and_up_in_one_layer_and_dropouts_that_are_off() -> None:
+    """Else a step of Phi-3, Phi-4 or GLM-4 has up to three more launches in each layer."""
+    torch.manual_seed(1)
+    x, model = torch.randn(1, 5, 32, dtype=torch.bfloat16), layer(in_halves)
+    model.both = nn.Linear(32, 96, bias=False).bfloat16()
+    model.eval()
+    (matches,), gm, out = after(model, x, fuse_small_linear)
+    assert matches == 2
+    assert [node.target for node in gm.graph.nodes if node.op.startswith("call")] == [small_linear] * 2
+    with torch.no_grad():
+        assert torch.equal(out, model(x))
 
 
 class Shared(Layer):
@@ -104,6 +118,26 @@ def split_of_tokens(self, x):
     return self.act(a) * b
 
 
+def in_halves(self, x):
+    """As Phi-3 and GLM-4 have it: gate and up are one layer, cut by chunk, and the sum is behind a dropout that is off."""
+    gate, up = self.both(self.norm(x)).chunk(2, dim=-1)
+    return x + F.dropout(self.down(up * self.act(gate)), 0.1, self.training)
+
+
+def in_thirds(self, x):
+    gate, up, more = self.both(self.norm(x)).chunk(3, -1)
+    return self.square(up * self.act(gate)) + more
+
+
+def halves_of_tokens(self, x):
+    gate, up = self.both(x[:, :4]).chunk(2, 1)
+    return up * self.act(gate)
+
+
+def dropout_that_is_on(self, x):
+    return x + F.dropout(self.down(self.up(x)), 0.0, True)
+
+
 def weight_by_name(self, x):
     return x + self.down(self.act(F.linear(self.norm(x), weight=self.gate.weight)))
 
@@ -137,8 +171,11 @@ CHANGES = (input_changed_before_the_sum, input_changed_before_the_product, input
     (Layer(norm=RMSNorm(32, offset=1.0)), 2, ["rsqrt"]),  # Gemma's norm
     (Layer(norm=nn.LayerNorm(32)), 2, ["layer_norm"]),
     (Layer(norm=norm_of_one_weight()), 2, ["rsqrt"]), (Layer(norm=norm_of_one_weight(1)), 2, ["rsqrt"]),
+    (layer(in_thirds), 2, ["chunk", "silu"]), (layer(halves_of_tokens), 1, ["chunk", "silu"]),
+    (layer(dropout_that_is_on), 2, ["dropout", "add"]),
     (Shared(), 2, ["rsqrt", "add"]), (layer(weight_by_name), 1, []), *((layer(change), None, []) for change in CHANGES),
-], ids=["gelu", "gemma_norm", "layer_norm", "scalar_weight", "one_weight", "shared", "weight_by_name",
+], ids=["gelu", "gemma_norm", "layer_norm", "scalar_weight", "one_weight", "in_thirds", "halves_of_tokens",
+        "dropout_that_is_on", "shared", "weight_by_name",
         *(change.__name__ for change in CHANGES)])
 def test_what_stays(model, matches, left) -> None:
     model.both, model.square = nn.Linear(32, 96, bias=False).bfloat16(), nn.Linear(32, 32, bias=False).bfloat16()
