@@ -41,6 +41,7 @@ class Step:
         states: the backends' own states, by name (``AttentionBackend.make_state``).
         graph_key: names the CUDA graph that is captured or replayed; None in eager steps.  by_hand: of ``quire.step``.
         adapters: (at least T,) int64, the adapters of each token as bits (``attn_ops/ops/lora_rows.py``), or None.
+        positions: (T,) int64, of each token, if they are in a tensor already; None: those of the metadata.
         served: layers whose attention has run.  planned: backends that have planned.
         number: which of the steps of one CUDA graph, whose metadata is all made before the first runs
             (``make_draft_metadata``). Planning number 0 begins a new set.
@@ -54,6 +55,7 @@ class Step:
     capturing: bool = False
     by_hand: bool = False
     adapters: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
     served: set[int] = field(default_factory=set)
     planned: set[str] = field(default_factory=set)
     notes: dict[Any, Any] = field(default_factory=dict, init=False)  # not of a copy, which may have other metadata

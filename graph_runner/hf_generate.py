@@ -139,6 +139,9 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
     if note is not None and config.token_healing:
         return ("token_healing changes the last token of a prompt, and here padding follows it (set tokenizer.padding_side = "
                 "'left')")
+    if not bool(keep.all()) and engine().runner.paged.counts_tokens:
+        return ("the model takes no position_ids and counts padding as tokens, so that a padded prompt is another one to it, "
+                "and an engine pads none")
     prompts, streamer = prompts_of(ids, mask), given.get("streamer")
     if params is not None and names and _as_processors_do(config, names, engine) and (
             "repetition_penalty" not in names or _counts_prompts(ids, keep, first, last, prompts)):

@@ -132,7 +132,7 @@ def limited(config: EngineConfig, model: torch.nn.Module) -> EngineConfig:
 def model_length(model: torch.nn.Module, requested: int | None) -> int:
     """Maximum tokens of a sequence. Raises ValueError if more are requested than the model has positions."""
     config = text_config(getattr(model, "config", None))
-    own = next((getattr(config, n) for n in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+    own = next((getattr(config, n) for n in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "block_size")
                 if isinstance(length := getattr(config, n, None), int) and length > 0), None)  # XLNet's is -1: no maximum
     if requested is not None and own is not None and requested > own:
         raise ValueError(f"max_model_len={requested}, but the model has {own} positions")
@@ -153,7 +153,8 @@ def vocab_size(model: torch.nn.Module) -> int:
     found = [m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     if not found:
         raise ValueError(f"{type(model).__name__} has no embedding, so its vocabulary size is unknown")
-    return max(found)
+    named = getattr(getattr(model, "config", None), "vocab_size", None)  # a table of positions may have more rows
+    return named if named in found else max(found)
 
 
 def eos_token_ids(model: torch.nn.Module, tokenizer: Any) -> frozenset[int]:

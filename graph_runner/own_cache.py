@@ -119,11 +119,13 @@ def logits_with_cache(model: Any, ids: torch.Tensor, steps: int, rows: int = 2) 
     options = {"return_dict": True} if takes_all or "return_dict" in parameters else {}
     cache, batch = DynamicCache(config=model.config), torch.stack([ids, ids.flip(0)])[:rows]
     positions = torch.arange(len(ids), device=ids.device).repeat(rows, 1)
+    named = takes_all or "position_ids" in parameters
     found, seen = list[torch.Tensor](), 0
     for end in range(len(ids) - steps, len(ids) + 1):
         mask = torch.ones(rows, end, dtype=torch.int64, device=ids.device)
-        out = model(input_ids=batch[:, seen:end], position_ids=positions[:, seen:end], attention_mask=mask,
-                    past_key_values=cache, use_cache=True, **options)
+        places = {"position_ids": positions[:, seen:end]} if named else {}
+        out = model(input_ids=batch[:, seen:end], attention_mask=mask, past_key_values=cache, use_cache=True,
+                    **places, **options)
         found.append(logits_of(out)[0, -(end - seen):])
         if not cache.get_seq_length():
             if not seen:

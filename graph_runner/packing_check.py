@@ -314,7 +314,7 @@ def _by_itself(paged: PagedModel, ids: torch.Tensor, positions: torch.Tensor | N
     """Logits (T, V) of the model's own forward, of the tokens from ``behind`` on; None: it does not run so."""
     try:
         with mode:
-            return paged.by_itself(ids, positions)[behind:].float()
+            return paged.by_itself(ids, positions, behind).float()
     except ChangedWhileTraced:
         raise
     except Exception as error:
@@ -326,8 +326,8 @@ def _check_own_positions(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) 
     """Refuse a model whose own positions are not 0, 1, 2, ... (RoBERTa's begin at padding_idx + 1). The same kernels run with
     and without positions, so a difference is not rounding. Returns its logits with positions; None: it does not run so."""
     plain = _by_itself(paged, ids, torch.arange(len(ids), device=ids.device), mode, "by itself")
-    if plain is None:
-        return None
+    if plain is None or not paged.takes_positions:
+        return plain
     own = _by_itself(paged, ids, None, mode, "by itself without positions")
     if own is None:  # it may need them, or something else that the engine does without
         return plain

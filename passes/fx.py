@@ -9,7 +9,7 @@ import math
 import operator
 import re
 import types
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,24 @@ def operands(node: Any, targets: tuple[Any, ...]) -> list[tuple[Any, Any]]:
     """The operands of ``targets(a, b)``, in both orders; empty for other nodes, and with more arguments (alpha=, out=)."""
     two = is_function(node, targets) and len(node.args) == 2 and not node.kwargs
     return [node.args, node.args[::-1]] if two else []
+
+
+def items_of(node: fx.Node) -> list[Any]:
+    """The items of the index of ``x[...]``."""
+    index: Any = node.args[1]
+    return [*index] if isinstance(index, tuple) else [index]
+
+
+def dims_of(items: Sequence[Any], ndim: int) -> Iterator[tuple[int, int]]:
+    """(place, dimension) of each item of an index of a tensor of ``ndim`` dimensions that takes something of one. (A mask of
+    several dimensions counts as one.)"""
+    dim = 0
+    for at, item in enumerate(items):
+        if item is Ellipsis:
+            dim = ndim - sum(i is not None for i in items[at + 1 :])
+        elif item is not None:
+            yield at, dim
+            dim += 1
 
 
 def only_user(node: fx.Node) -> fx.Node | None:

@@ -22,7 +22,7 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.step import Step
 from quire.passes.compile.ahead import CompileAhead, StepShape
 from quire.passes.compile.inductor import compile_lowered
-from quire.passes.compile.size_guards import Assumptions, checked, watched
+from quire.passes.compile.size_guards import Assumptions, checked, forget_bounds, watched
 from quire.passes.fusions.base import FusedInputs, FusedWeights
 from quire.passes.fusions.registry import apply_fusions, apply_lowered_fusions
 from quire.passes.fx import (
@@ -37,10 +37,11 @@ from quire.passes.fx import (
     value,
 )
 from quire.passes.rewrite.device_numbers import numbers_on_device
+from quire.passes.rewrite.last_alone import take_wanted_rows
 from quire.passes.rewrite.last_rows import keep_last_rows
 from quire.passes.rewrite.length_rope import choose_per_sequence, use_short_frequencies
 from quire.passes.rewrite.lower import ADDED_INPUTS, Lowered, LoweringTarget, lower
-from quire.passes.rewrite.own_positions import use_given_positions
+from quire.passes.rewrite.own_positions import TABLES, use_given_positions
 from quire.passes.rewrite.raise_mla import raise_mla, with_latents
 from quire.passes.rewrite.raise_sdpa import raise_sdpa
 from quire.passes.start_times import timed
@@ -97,16 +98,18 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
             if str(x.shape[0]) != str(shape[0]):
                 raise UnsupportedAttention(f"attention site {site.layer} ({site.name}) calls attention with keys or values of "
                                            f"shape {tuple(x.shape)} for queries of shape {shape}; need one batch for all")
-    if config is not None:
-        use_given_positions(gm, tokens)
-        if max_length is not None:
-            use_short_frequencies(gm, config, max_length)
+    use_given_positions(gm, tokens)
+    take_wanted_rows(gm, tokens)
+    if config is not None and max_length is not None:
+        use_short_frequencies(gm, config, max_length)
     choose_per_sequence(gm, tokens)
     check_positions(gm.graph, tokens, config is not None)
     prove(gm.graph, lambda: check_tokens(gm.graph, tokens, _row_data(gm, row_data)))
     check_rows(gm.graph, real)
     gm.meta[KV_SOURCES], gm.meta[ADDED_INPUTS] = shared_layers(gm.graph), {}
     _check_lengths(gm, tokens, raised > 0, max_length)
+    if any_shape:  # else Dynamo has yet to make guards of the bounds
+        forget_bounds(tokens)
     return gm, with_sources(gm, with_latents(gm, sites))
 
 
@@ -156,10 +159,14 @@ def compile_graph(lowered: Lowered, compiler: str, context: TracingContext | Non
 
 def _check_lengths(gm: fx.GraphModule, tokens: Any, raised: bool, max_length: int | None) -> None:
     """Refuse a trace that does not show what the model computes for sequences of up to ``max_length`` tokens: of a path that
-    it takes for some numbers of tokens only, or of a stored mask that ends before. If none is given, note how far it does."""
+    it takes for some numbers of tokens only, or of a stored mask or table that ends before. If none is given, note how far it
+    does."""
     conditions = shape_conditions(tokens, longest=max_length)
     if (last := gm.meta["quire_mask_length"]) is not None and (max_length is None or last < max_length):
         conditions[f"its stored mask has {last} positions"] = last + 1
+    for where, rows in gm.meta.get(TABLES, {}).items():
+        if max_length is None or rows < max_length:
+            conditions[f"its table of positions at {where} has {rows} rows"] = rows + 1
     longest = min(conditions.values(), default=0) - 1
     if conditions and (max_length is not None or longest < 2):
         raise UnsupportedAttention(

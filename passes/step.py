@@ -24,7 +24,7 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
 
     The model must reach quire: compiled with ``torch.compile(model, backend="quire")``, its forward decorated with
     ``quire.paged``, or a transformers model after ``quire.paged(model)``. Give it the ragged row ``input_ids[None]`` (1, T) and
-    ``position_ids=metadata.positions[None]``, with ``use_cache=False`` and no attention mask.
+    ``position_ids=metadata.positions[None]``, if it takes any, with ``use_cache=False`` and no attention mask.
 
     Args:
         cache: from ``PagedKVCache.for_model``.  metadata: of this step's batch.

@@ -94,7 +94,7 @@ def unwrapped(error: Exception, model: Any, by_itself: Callable[[], Any] | None 
     if type(error).__name__ == "TorchRuntimeError" and fails is not None:
         return UnsupportedAttention(
             f"{name}'s forward fails on one row of token ids, as a ragged batch is given to it: {fails[1]}: {fails[3]}"
-            f"{_reason(text)}. It must take input_ids and position_ids of shape (1, tokens).")
+            f"{_reason(text)}. It must take token ids of shape (1, tokens), and such position_ids if any.")
     means = next((meaning for sign, meaning in _MEANS.items() if re.search(sign, text)), None)
     try:
         _ = by_itself() if means is None and by_itself is not None else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import types
 import weakref
@@ -30,6 +29,7 @@ from quire.attn_ops.registry import get_backend
 from quire.attn_ops.selection import Selection, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, running
 from quire.passes.capture import four_bit
+from quire.passes.capture.arguments import Arguments, wrapped
 from quire.passes.capture.errors import is_first_read, unwrapped, without_warnings_once
 from quire.passes.capture.evaluating import ChangedWhileTraced, evaluating, without_backward
 from quire.passes.capture.gradients import may_ask_unseen
@@ -52,7 +52,8 @@ from quire.passes.fusions.base import FusedWeights
 from quire.passes.fx import is_stored, placeholders, source_name, value, with_own_code
 from quire.passes.options import QuireOptions
 from quire.passes.rewrite.adapted_matrices import multiply_adapted_matrices
-from quire.passes.rewrite.own_positions import check_uncompiled
+from quire.passes.rewrite.last_alone import LAST_ALONE, rows_of_last
+from quire.passes.rewrite.own_positions import adds_positions, check_uncompiled
 from quire.passes.start_times import timed
 from quire.passes.verify.quantized import check_layers
 from quire.passes.verify.sites import check_checkpoint, check_config, check_logits, check_model, transformers_config
@@ -65,8 +66,9 @@ class PagedModel:
     """A causal LM traced for paged steps: call it inside a step with (T,) token ids and positions.
 
     Args:
-        model: a transformers causal LM, or any module whose forward takes ``input_ids`` (1, T) and ``position_ids`` (1, T) and
-            returns logits (1, T, V), as a tensor, as ``.logits``, or first in a tuple (``passes/capture/results.py``).
+        model: a transformers causal LM, or any module whose forward can do with token ids (1, T) and maybe ``position_ids``
+            (1, T) (``arguments.py``), and returns logits (1, T, V), or (1, 1, V) of the last token
+            (``passes/rewrite/last_alone.py``), as a tensor, as ``.logits``, or first in a tuple (``results.py``).
         options: with ``page_size`` set the graph is compiled here, else at the first step.
         draws: the graph also draws the tokens of rows with a temperature (``attn_ops/ops/sampling.py``).
         ahead: starts on the kernels of the graph while it is compiled; the caller waits for it.
@@ -91,26 +93,13 @@ class PagedModel:
             check_checkpoint(model)
         for check in (check_model, check_adapters_served, check_wrapped_parts, check_layers):
             check(model)
-        parameters = inspect.signature(model.forward).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        missing = [n for n in ("input_ids", "position_ids") if n not in parameters and not takes_any]
-        if missing:
-            raise UnsupportedAttention(
-                f"{type(model).__name__}.forward takes no {' and no '.join(missing)}; a ragged batch cannot be given to it. "
-                f"quire serves causal LMs whose forward takes input_ids and position_ids{_wrapped(model)}.")
-        needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD
-                  and p.kind is not p.VAR_POSITIONAL and p.name not in ("input_ids", "position_ids", "logits_to_keep")]
-        if needed:
-            raise UnsupportedAttention(f"{type(model).__name__}.forward cannot do without {' and '.join(needed)}; quire gives "
-                                       "a model token ids and positions.")
-        self._keep_name = "logits_to_keep" if "logits_to_keep" in parameters else None
+        self._ids_name, self.takes_positions, self._keep_name, self._use_cache = Arguments.of(model, self.config is not None)
         self._vocabulary = vocabulary(model)
-        self._use_cache = "use_cache" in parameters or (takes_any and self.config is not None)
         self.reads = Reads()  # what the trace read
         self.stand_ins: Mapping[int, torch.Tensor] = {}  # tensors to use in the places of the model's own, by their ids
         self._chosen = ""  # why the model is not traced by transformers' attention interface, if its own code is why
         self._call = model  # under this name, which fx.module_path drops from the paths of modules
-        self._ahead, self._closed = ahead, False
+        self._ahead, self._closed, self.last_alone = ahead, False, False
         self._mode: InFloat32 | None = None
         self._graph: TracedGraph | None = None
         self._disk: TraceFile | None = None  # while it is traced
@@ -120,7 +109,7 @@ class PagedModel:
                 self._compiled = self._traced_by_interface() or self._trace(False)
         except BaseException as error:
             self.close()
-            if isinstance(error, UnsupportedAttention) and self.config is None and (hint := _wrapped(model)):
+            if isinstance(error, UnsupportedAttention) and self.config is None and (hint := wrapped(model)):
                 raise UnsupportedAttention(str(error).rstrip(".") + hint) from error
             if isinstance(error, UnsupportedAttention) and self._chosen:
                 raise UnsupportedAttention(f"{error}\nIt was traced with the attention that it has: {self._chosen}") from error
@@ -197,7 +186,7 @@ class PagedModel:
                     check_mask_makers(self.graph.gm.graph, {getattr(f, "__name__", "") for f in self.reads.values().values()})
                 check_code(None, self.reads.values())
                 check_masks(self.model, self.reads.values())
-            _ = self.sites  # verified here, not at the first step
+            self.last_alone = LAST_ALONE in self.graph.raised.meta  # verified here, not at the first step
             check_logits(self.model, self.num_logits)
             if self._disk is not None and not taken and not self._disk.write(self.graph.gm, scope, self.reads.stored()):
                 self.graph.trace_file = None
@@ -236,17 +225,19 @@ class PagedModel:
                 "TorchDispatchMode that is active), and quire runs models that it traces; switch it on")
         if self.places is not None:  # under this name the trace reads them at each call, and not by a layer's forward
             _ = self.places.count
-        options: dict[str, Any] = {"use_cache": False} if self._use_cache else {}
+        options = self._given(input_ids, position_ids)
         if self._keep_name is not None:
             options[self._keep_name] = logits_indices
-        out = self._call(input_ids=input_ids, position_ids=position_ids, **options)
+        out = self._call(**options)
         check_first(out, self._vocabulary)
         out = logits_of(out)
         if out.dim() != 3:
-            raise UnsupportedAttention("the model has no language-model head: its logits are not (batch, tokens, vocabulary)")
+            raise UnsupportedAttention("the model has no language-model head: its logits are not (batch, tokens, vocabulary). "
+                                       "(Those of the last token alone are, if they are taken as hidden[:, [-1], :].)")
         # Some models take logits_to_keep and ignore it.
         kept = self._keep_name is not None and not statically_known_true(out.shape[1] == input_ids.shape[1])
-        logits = out[0] if kept else out[0][logits_indices]
+        alone = statically_known_true(out.shape[1] == 1)
+        logits = rows_of_last(out, logits_indices) if alone else out[0] if kept else out[0][logits_indices]
         # Tokens are chosen here, inside the compiled graph; -1 where logits are NaN, or all -inf.
         if sampling:
             return logits, sample_tokens(logits, *sampling)
@@ -282,7 +273,7 @@ class PagedModel:
             args = tuple(self.stand_ins.get(id(x), x) for x in args)
         if self._mode is not None:
             with self._mode:
-                return fx.Interpreter(self._graph.raised).run(*args)
+                return fx.Interpreter(self._graph.raised).run(*self._graph.with_positions(step, args))
         return self._graph.run_paged(step, *args)
 
     @property
@@ -305,6 +296,11 @@ class PagedModel:
     def sites(self) -> list[AttentionSite]:
         """The attention sites, in the order of the graph."""
         return self.graph.sites
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the model's own forward takes no positions and counts the tokens of a row, padding included."""
+        return adds_positions(self.graph.raised)
 
     def other_tensors(self) -> list[torch.Tensor | None]:
         """Other tensors than parameters and buffers that the graph reads, as they are now; None for one that is gone, or made
@@ -358,6 +354,7 @@ class PagedModel:
             raise ValueError("this PagedModel was traced with draws=False: its graph takes greedy tokens only")
         if self._closed:
             raise RuntimeError("this PagedModel is closed, and the model as it was before; make a new one")
+        step.positions = positions
         with running(step), torch.no_grad():
             sampling = self._all_greedy(logits_indices) if sampling is None else sampling
             return self._compiled(input_ids[None], positions[None], logits_indices, *sampling)
@@ -369,13 +366,22 @@ class PagedModel:
         like = torch.zeros_like(logits_indices)
         return like.float(), like, torch.zeros_like(like)
 
-    def by_itself(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
-        """Logits (T, V) of the model's own forward of one sequence (T,), without quire. Raises what its forward raises."""
-        options: dict[str, Any] = {"use_cache": False} if self._use_cache else {}
-        if position_ids is not None:
-            options["position_ids"] = position_ids[None]
+    def _given(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> dict[str, Any]:
+        """The arguments of the model's forward, for rows of tokens and positions (1, T)."""
+        options: dict[str, Any] = {self._ids_name: input_ids} | ({"use_cache": False} if self._use_cache else {})
+        if self.takes_positions and position_ids is not None:
+            options["position_ids"] = position_ids
+        return options
+
+    def by_itself(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, behind: int = 0) -> torch.Tensor:
+        """Logits (T - behind, V) of the model's own forward of one sequence (T,), without quire: of the tokens from ``behind``
+        on. A model that gives those of the last token alone is run on each beginning. Raises what its forward raises."""
+        places = None if position_ids is None else position_ids[None]
         with evaluating(self.model), torch.no_grad():
-            return logits_of(self.model(input_ids=input_ids[None], **options))[0]
+            ends = range(behind + 1, len(input_ids) + 1) if self.last_alone else (len(input_ids),)
+            each = [logits_of(self.model(**self._given(input_ids[None, :end], None if places is None else places[:, :end])))[0]
+                    for end in ends]
+        return torch.cat(each) if self.last_alone else each[0][behind:]
 
     def _settle(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
         """Let layers in 4 bits do what they do at their first call, so that the traced one changes nothing."""
@@ -406,12 +412,6 @@ class PagedModel:
         self._closed, self.places = True, None
         if self._graph is not None:
             self._graph.restore()
-
-
-def _wrapped(model: torch.nn.Module) -> str:
-    """Names the transformers model inside a module that is none, such as ``nn.DataParallel``, for messages."""
-    found = next(((n, type(m).__name__) for n, m in model.named_modules() if n and hasattr(type(m), "generate")), None)
-    return "" if found is None else f". Its module {found[0]!r} is a {found[1]}: give quire that one"
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,6 +40,7 @@ from quire.passes.pipeline import check_longest, compile_graph, each_time, lower
 from quire.passes.rewrite.last_rows import LAST_ROWS
 from quire.passes.rewrite.length_rope import LIMITS, check_lengths
 from quire.passes.rewrite.lower import Lowered, LoweringTarget
+from quire.passes.rewrite.own_positions import adds_positions, positions_of
 from quire.passes.verify.breaks import check_whole, note_breaks
 from quire.passes.verify.sites import check_config, check_model, site_nodes
 
@@ -147,6 +148,7 @@ class TracedGraph:
             check_step(step, tokens)
         check_longest(self.raised, step)
         self.raised.meta["quire_stored_masks"].check(args)
+        args = self.with_positions(step, args)
         if step.by_hand and self.length_limits:
             check_lengths(step, self.length_limits)
         if not all(run.fused.hold(args) for run in compiled.runs):
@@ -155,6 +157,10 @@ class TracedGraph:
                 logger.warning("parameters are not those that were fused (replaced, or another module's): running unfused")
             compiled = self.compiled(step, fusions=False)
         return compiled(step, tokens, args)
+
+    def with_positions(self, step: Step, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The inputs of the raised graph, from those of the traced one: also positions, for a model that is given none."""
+        return (*args, positions_of(step)) if adds_positions(self.raised) else tuple(args)
 
     @property
     def static(self) -> bool:

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.fx import fake_mode, placeholders, value
@@ -40,6 +42,16 @@ class Assumptions:
             if names <= sizes.keys() and not eval(condition, {"math": math, "torch": torch}, sizes):
                 return SYMBOL.sub(lambda match: self.roles.get(match[0], match[0]), condition)
         return None
+
+
+def forget_bounds(size: Any) -> None:
+    """Let a dynamic ``size`` be any number from 2 on, whatever a trace found it to be bounded by: a model may assert that a
+    sequence has no more tokens than a table has rows, and a step has those of many. The compiler takes a known bound for
+    granted, and would note no condition for it."""
+    env, symbol = size.node.shape_env, size.node.expr
+    if symbol in env.var_to_range:
+        env.var_to_range[symbol] = ValueRanges(2, int_oo)
+        env._update_version_counter()  # what follows from the bound is remembered
 
 
 @contextlib.contextmanager

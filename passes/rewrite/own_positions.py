@@ -1,82 +1,153 @@
-"""Numbers of tokens that a model makes itself, though it is given positions.
+"""Numbers of tokens that a model makes itself: positions take their place.
 
-Llama 4 scales queries by their position, and takes ``arange`` of the row's length for it, whatever ``position_ids`` say. In a
-ragged row only these are right, so they replace an ``arange`` that the model computes with. One that only picks rows of a
-tensor stays: it means the row.
+A model that is given token ids alone counts them, or takes the first rows of a stored table. Of one sequence alone these are
+its positions; of a ragged row only the step knows them. Before (T tokens)::
+
+    pos = arange(0, T);  x = embedding(ids) + embedding(pos, w);  q = q * cos[:T]
+
+After::
+
+    pos = reshape(positions, -1);  x = embedding(ids) + embedding(pos, w);  q = q * index_select(cos, 0, reshape(positions, -1))
+
+``positions`` is the model's input ``position_ids`` if its graph has one, else a new last input, ``POSITIONS`` (1, T) int64,
+which ``TracedGraph`` takes from the step.
+
+Why it is right: with positions 0, 1, 2, ... the graph is the same, number by number, so one sequence alone gets what the model
+gives it. And ``check_tokens`` proves of the new graph that each token's row follows from its id, its position and attention, so
+that it gets this in a ragged row and in a later step too. What is put in place of what must therefore be equal, and nothing
+else need be known of the model. It is
+
+* ``arange`` from 0 in steps of 1, in a dtype that holds each of these numbers. One that only picks rows of tokens (to route
+  them) stays: it means the place in the row.
+* ``table[:T]``, in one dimension of a fixed size, whatever else is taken of the others (``table[:, :T, None]``, ``narrow``).
+
+Refused: such numbers that are both computed with and pick rows, or lie in memory that anything changes in place, or on another
+device. Other ways to count (``linspace``, ``T - 1 - arange(T)``, ``table[1 : T + 1]``, ...) stay, and ``check_positions`` or
+``check_tokens`` refuses what follows from them.
+
+A sequence may be as long as the shortest table that positions pick rows of (``gm.meta[TABLES]``): beyond, the model's own
+forward fails, and a kernel of a GPU would read other memory. A table bounds nothing if it is looked up by more than a formula
+of one position, as it bounds nothing in a model that takes ``position_ids``.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fake_values import made_like
+from quire.attn_ops.step import Step
+from quire.passes.fake_values import compute_value, made_like
 from quire.passes.fx import (
+    add_input,
     argument,
+    dims_of,
+    evaluate,
+    fake_mode,
+    is_tensor,
+    items_of,
     longest_shown,
     module_path,
     placeholders,
     same_shape,
+    sizes_of,
     source_name,
     storage_of,
     symbolic,
     target_name,
+    torch_name,
     value,
     written_memory,
 )
+from quire.passes.rewrite.last_alone import LAST_ALONE
 from quire.passes.rewrite.length_rope import LIMITS
 
+#: The input that is added to a graph whose model reads no positions.
+POSITIONS = "quire_positions"
+#: In the meta of a graph: of each table that positions pick rows of, what it is, and for how many positions it has rows.
+TABLES = "quire_position_tables"
+_OWN = "quire_own_positions"
+#: They hold each number from 0 to 2**24. In bfloat16, ``arange`` and positions round to other numbers.
+_EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 #: Functions and methods that pass numbers on as they are.
 _PASSED_ON = frozenset({"view", "reshape", "unsqueeze", "squeeze", "expand", "flatten", "to", "long", "int", "contiguous",
                         "clone", "detach", "type", "transpose", "permute", "repeat_interleave", "expand_as", "view_as"})
+#: Those that make a number of one other, and of numbers in the graph.
+_FORMULA = frozenset({"add", "sub", "rsub", "mul", "floordiv", "floor_divide", "mod", "remainder", "neg", "abs", "clamp",
+                      "clamp_min", "clamp_max", "clip"})
 #: Those that index a dimension: where the dimension and the index stand among the arguments.
 _PICKING = {**dict.fromkeys(("index_select", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_add",
                              "index_add_", "index_copy", "index_copy_", "index_fill"), (1, 2)), "take_along_dim": (2, 1)}
-_OWN = "quire_own_positions"
+_MANY = 2**20  # positions that are tried for tables
 
 
 def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
-    """Replace each ``arange`` over the row (of size ``tokens``) that the model computes with, in place; returns how many. For a
-    graph after raising. Raises UnsupportedAttention if the numbers are used both ways, or do not count 0, 1, 2, ..."""
+    """Put positions in the place of the numbers that a graph, after raising, makes of the length ``tokens`` of its row, in
+    place; see the module's docstring. Returns how many. Raises UnsupportedAttention: what was found, and what to do."""
     graph = gm.graph
-    given = next((n for n in placeholders(graph) if n.users and "pos" in source_name(n) and _is_row(n, tokens)), None)
-    if given is None:
-        return 0  # a model that makes positions and reads none is refused: passes/verify/sites.py
-    found = [n for n in graph.nodes if n.op == "call_function" and target_name(n) == "arange" and n.users
-             and same_shape(value(n).shape, (tokens,))]
-    replaced, written = list[str](), written_memory(graph) if found else set()
-    for node in found:
-        picks, counts = _uses(node)
-        if not counts:
-            continue
-        where = module_path(node) or node.name
-        start = argument(node, 0, "start", 0) if len(node.args) > 1 or "end" in node.kwargs else node.kwargs.get("start", 0)
-        step = argument(node, 2, "step", 1)
+    if not symbolic(tokens) or tokens.node.expr.is_number:
+        return 0  # which ``check_tokens`` refuses
+    cuts = {n: cut for n in graph.nodes if n.users and (cut := _cut_of(n, tokens)) is not None}
+    found = [n for n in graph.nodes if n in cuts or (is_numbering(n, tokens) and _uses(n)[1])]
+    if not found:
+        return 0
+    given = next((n for n in placeholders(graph) if n.users and "position_ids" in source_name(n) and _is_row(n, tokens)), None)
+    given = given or _added(graph, tokens, value(found[0]).device)
+    written, replaced = written_memory(graph), [module_path(n) or n.name for n in found]
+    flat, tables = list[fx.Node](), dict[str, int]()
+    for node, where in zip(found, replaced, strict=True):
         if not written.isdisjoint(storage_of(value(n)) for n in (node, given)):
             raise UnsupportedAttention(
                 f"{where} numbers the tokens of the row ({node.format_node()}), and these numbers, or position_ids, are "
                 "changed in place; in a ragged row every sequence has positions of its own. Compute with position_ids, and out "
                 "of place.")
-        if picks or start != 0 or step != 1:
-            raise UnsupportedAttention(
-                f"{where} numbers the tokens of the row ({node.format_node()}) " + (
-                    "and uses the numbers both to compute and to pick rows" if picks else "other than 0, 1, 2, ...")
-                + "; in a ragged row every sequence has positions of its own. Compute with position_ids instead.")
-        with graph.inserting_before(node):
-            flat = made_like(graph.call_method("reshape", (given, -1)), node)
-            if value(flat).dtype != value(node).dtype:
-                flat = made_like(graph.call_method("to", (flat, value(node).dtype)), node)
-        node.replace_all_uses_with(flat)
-        graph.erase_node(node)
-        replaced.append(where)
-    if replaced:
-        gm.meta[_OWN] = replaced
-        graph.lint()
-        gm.recompile()
+        if node in cuts:
+            _take_rows(graph, node, given, *cuts[node])
+            table, dim, _ = cuts[node]
+            tables[where] = min(tables.get(where, _MANY), int(value(table).shape[dim]))
+        else:
+            _check_numbering(node, where)
+            flat += _take_positions(graph, node, given, where)
+    for where, rows in _tables_of(graph, flat):
+        tables[where] = min(tables.get(where, _MANY), rows)
+    gm.meta[_OWN], gm.meta[TABLES] = replaced, tables
+    graph.lint()
+    gm.recompile()
     return len(replaced)
+
+
+def adds_positions(gm: fx.GraphModule) -> bool:
+    """Whether the last input of a raised graph is ``POSITIONS``."""
+    return placeholders(gm.graph)[-1].target == POSITIONS
+
+
+def positions_of(step: Step) -> torch.Tensor:
+    """What ``POSITIONS`` is in a step: (1, T) int64, 0 for padding tokens. By hand it is computed on the device, which a CUDA
+    graph that is captured by hand repeats."""
+    if step.positions is not None:
+        return step.positions[None]
+    meta = step.metadata
+    place = torch.arange(meta.num_tokens, dtype=torch.int64, device=meta.seq_lens.device)
+    row = torch.searchsorted(meta.query_start_loc[1:].long(), place, right=True).clamp_max(len(meta.seq_lens) - 1)
+    found = place + (meta.seq_lens - meta.query_start_loc[1:])[row]
+    return torch.where(place < meta.query_start_loc[-1], found, 0)[None]
+
+
+def picks_rows_alone(node: fx.Node, tokens: Any) -> bool:
+    """Whether these are numbers of tokens that only pick rows, so that they mean the place in the row."""
+    return is_numbering(node, tokens) and not _uses(node)[1]
+
+
+def is_numbering(node: fx.Node, tokens: Any) -> bool:
+    """Whether this is an ``arange`` as long as the row."""
+    return node.op == "call_function" and target_name(node) == "arange" and bool(node.users) and same_shape(
+        value(node).shape, (tokens,))
 
 
 def check_uncompiled(gm: fx.GraphModule) -> None:
@@ -92,12 +163,167 @@ def check_uncompiled(gm: fx.GraphModule) -> None:
             "the model chooses its rotary frequencies by the longest sequence of the batch (longrope), so an uncompiled paged "
             "step would be wrong for the others. quire.Engine, quire.paged's generate() and torch.compile(model, "
             "backend='quire') choose them for each sequence.")
+    if gm.meta.get(LAST_ALONE):
+        raise UnsupportedAttention("the model gives logits of its last token alone, so an uncompiled paged step would give no "
+                                   "others. quire.Engine serves it.")
     own = gm.meta.get(_OWN)
     if own:
         raise UnsupportedAttention(
             f"{own[0]} numbers the tokens of the row itself, instead of using position_ids, so an uncompiled paged step "
             "would be wrong for all sequences but the first. quire.Engine and quire.paged's generate() compile the model, and "
             "serve it.")
+
+
+def _added(graph: fx.Graph, tokens: Any, device: torch.device) -> fx.Node:
+    """The input ``POSITIONS``, on the device of the token ids; ``device``: where the graph has none."""
+    row = next((value(n) for n in placeholders(graph) if _is_row(n, tokens)), None)
+    mode = fake_mode(graph)
+    assert mode is not None
+    with mode, enable_python_dispatcher():
+        example = torch.empty((1, tokens), dtype=torch.int64, device=device if row is None else row.device)
+    return add_input(graph, POSITIONS, example)
+
+
+def _check_numbering(node: fx.Node, where: str) -> None:
+    """Raises UnsupportedAttention unless this ``arange`` counts 0, 1, 2, ..., and is there to compute with alone."""
+    start = argument(node, 0, "start", 0) if len(node.args) > 1 or "end" in node.kwargs else node.kwargs.get("start", 0)
+    dtype, why = value(node).dtype, ""
+    if _uses(node)[0]:
+        why = "and uses the numbers both to compute and to pick rows"
+    elif start != 0 or argument(node, 2, "step", 1) != 1:
+        why = "other than 0, 1, 2, ..."
+    elif dtype not in _EXACT:
+        why = f"in {dtype}, which does not hold each of them; count in int64 or float32, and convert then"
+    if why:
+        raise UnsupportedAttention(
+            f"{where} numbers the tokens of the row ({node.format_node()}) {why}; in a ragged row every sequence has positions "
+            "of its own. Compute with position_ids instead, or with torch.arange(T), T the number of tokens.")
+
+
+def _take_positions(graph: fx.Graph, node: fx.Node, given: fx.Node, where: str) -> list[fx.Node]:
+    """Put positions in the place of an ``arange``, or of what it becomes where the positions are; returns these."""
+    device = value(given).device
+    places = [node] if value(node).device == device else list(node.users)
+    if any(value(n).device != device or (n is not node and torch_name(n) not in ("to", "cuda")) for n in places):
+        raise _elsewhere(node, where, device)
+    made = []
+    for place in places:
+        with graph.inserting_before(place):
+            flat = made_like(graph.call_method("reshape", (given, -1)), place)
+            if value(flat).dtype != value(place).dtype:
+                flat = made_like(graph.call_method("to", (flat, value(place).dtype)), place)
+        place.replace_all_uses_with(flat)
+        graph.erase_node(place)
+        made.append(flat)
+    if places != [node]:
+        graph.erase_node(node)
+    return made
+
+
+def _take_rows(graph: fx.Graph, node: fx.Node, given: fx.Node, table: fx.Node, dim: int, rest: tuple[Any, ...]) -> None:
+    """Put the rows of positions in the place of the first ones. ``table``, ``dim``, ``rest``: of ``_cut_of``."""
+    if value(table).device != value(given).device:
+        raise _elsewhere(node, module_path(node) or node.name, value(given).device)
+    with graph.inserting_before(node):
+        flat = made_like(graph.call_method("reshape", (given, -1)), node)
+        rows = made_like(graph.call_method("index_select", (table, dim, flat)), node)
+        if any(item != slice(None) for item in rest):
+            rows = made_like(graph.call_function(operator.getitem, (rows, rest)), node)
+    node.replace_all_uses_with(rows)
+    graph.erase_node(node)
+    changed = {rows}  # a copy in memory of its own, and so are the views of it
+    for n in graph.nodes:
+        if n.op.startswith("call") and not changed.isdisjoint(n.all_input_nodes):
+            before, now = value(n), value(compute_value(n))
+            views = isinstance(now, torch.Tensor) and any(
+                is_tensor(x) and storage_of(value(x)) == storage_of(now) for x in n.all_input_nodes)
+            if views or not isinstance(now, torch.Tensor) or sizes_of(before) != sizes_of(now):
+                changed.add(n)
+
+
+def _elsewhere(node: fx.Node, where: str, device: torch.device) -> UnsupportedAttention:
+    return UnsupportedAttention(
+        f"{where} numbers the tokens of the row ({node.format_node()}) on another device than the model's, and the positions "
+        f"that take their place are on {device}. Make them there (device=input_ids.device), or the table a buffer of the "
+        "module.")
+
+
+def _cut_of(node: fx.Node, tokens: Any) -> tuple[fx.Node, int, tuple[Any, ...]] | None:
+    """Of a node that takes the first T rows of a table: the table, the dimension, and what it takes of these rows, as an index;
+    None for any other."""
+    name = torch_name(node)
+    table: Any = node.args[0] if node.args else None
+    if name not in ("getitem", "__getitem__", "narrow") or not is_tensor(node) or not is_tensor(table):
+        return None
+    val = value(table)
+    if [str(n) for n in value(node).shape].count(str(tokens)) != 1 or is_traceable_wrapper_subclass(val):
+        return None
+    if name == "narrow":
+        dim, start, length = (argument(node, k, n) for k, n in enumerate(("dim", "start", "length"), 1))
+        if type(dim) is not int or start != 0 or not symbolic(value(length)) or str(value(length)) != str(tokens):
+            return None
+        dim = at = dim % val.dim()
+        items: list[Any] = [slice(None)] * (dim + 1)
+    else:
+        items = items_of(node)
+        if not all(i is None or i is Ellipsis or type(i) is int or isinstance(i, slice) for i in items):
+            return None
+        found = [(dim, at) for at, dim in dims_of(items, val.dim()) if _is_first(items[at], tokens)]
+        if len(found) != 1:
+            return None
+        dim, at = found[0]
+    if symbolic(val.shape[dim]):
+        return None
+    items[at] = slice(None)
+    fixed = all(not isinstance(x, fx.Node) for i in items if isinstance(i, slice) for x in (i.start, i.stop, i.step))
+    return (table, dim, tuple(items)) if fixed else None
+
+
+def _is_first(item: Any, tokens: Any) -> bool:
+    """Whether an item of an index is ``:T``."""
+    return isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1) and symbolic(
+        stop := value(item.stop)) and str(stop) == str(tokens)
+
+
+def _tables_of(graph: fx.Graph, flat: list[fx.Node]) -> Iterator[tuple[str, int]]:
+    """Of each table of a fixed size that positions, or a formula of one position, pick rows of: where that is, and for how many
+    positions from 0 on there is a row, if not for all that are tried."""
+    numbers: dict[fx.Node, torch.Tensor] = dict.fromkeys(flat, torch.arange(_MANY))
+    for node in graph.nodes if flat else ():
+        for index, size in _lookups(node):
+            if isinstance(index, fx.Node) and index in numbers and not symbolic(size):
+                outside = ~((numbers[index] < size) & (numbers[index] >= -size))
+                if bool(outside.any()):
+                    yield module_path(node) or node.name, int(outside.int().argmax())
+        of = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 and node not in numbers else None
+        name = torch_name(node)
+        if of not in numbers or not is_tensor(node) or value(node).dtype not in _EXACT:
+            continue
+        whole = name == "getitem" and all(i is None or i is Ellipsis or i == slice(None) for i in items_of(node))
+        plain = all(isinstance(x, (int, float, fx.Node, type(None))) for x in (*node.args, *node.kwargs.values()))
+        if name in _PASSED_ON or whole:
+            numbers[node] = numbers[of]
+        elif name in _FORMULA and plain:
+            env = {of: numbers[of]}
+            evaluate([node], env)
+            numbers[node] = env[node]
+
+
+def _lookups(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    """(index, size of the dimension) of what a node looks up."""
+    name = torch_name(node) or target_name(node)
+    if name == "embedding" and node.target is not torch.embedding and is_tensor(weight := argument(node, 1, "weight")):
+        yield argument(node, 0, "input"), value(weight).shape[0]
+    elif node.target is torch.embedding and len(node.args) > 1:  # its arguments are in the other order
+        yield node.args[1], value(node.args[0]).shape[0]
+    elif name in ("index_select", "gather") and is_tensor(node.args[0]):
+        dim, index = argument(node, 1, "dim"), argument(node, 2, "index")
+        if type(dim) is int:
+            yield index, value(node.args[0]).shape[dim]
+    elif name == "getitem" and is_tensor(node.args[0]):
+        shape, items = value(node.args[0]).shape, items_of(node)
+        for at, dim in dims_of(items, len(shape)):
+            yield items[at], shape[dim]
 
 
 def _is_row(node: fx.Node, tokens: Any) -> bool:

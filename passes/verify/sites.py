@@ -16,6 +16,7 @@ from quire.attn_ops.mla import mla_attention
 from quire.attn_ops.registry import aligned
 from quire.passes.fx import ancestors, argument, constant, module_path, placeholders, source_name, symbolic, value
 from quire.passes.rewrite.length_rope import ropes_of
+from quire.passes.rewrite.own_positions import POSITIONS, picks_rows_alone
 from quire.passes.rewrite.raise_sdpa import find_sdpa
 from quire.passes.verify.unseen import unseen
 
@@ -83,9 +84,10 @@ def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusal
 
 
 def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
-    """Refuse a model that counts positions itself, which is wrong for all sequences of a ragged row but the first, or whose
-    positions do not begin at 0. ``graph``: after raising. ``has_config``: of transformers. Raises UnsupportedAttention if the
-    graph makes something as long as the row out of nothing, or looks positions up in a table with an entry for padding."""
+    """Refuse a model that counts positions itself in a way that ``own_positions.py`` does not take up, which is wrong for all
+    sequences of a ragged row but the first, or whose positions do not begin at 0. ``graph``: after that. ``has_config``: of
+    transformers. Raises UnsupportedAttention if the graph makes something as long as the row out of nothing, but to pick rows,
+    or looks given positions up in a table with an entry for padding."""
 
     def long_as_row(n: Any) -> bool:
         val = value(n)
@@ -97,7 +99,7 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
                 argument(node, 2, "padding_idx"), int):
             leaves = {n for n in ancestors(argument(node, 0, "input"))
                       if n.op == "placeholder" and isinstance(value(n), torch.Tensor)}
-            if leaves and all("pos" in source_name(n) for n in leaves):  # RoBERTa and its kin
+            if leaves and all("pos" in source_name(n) and n.target != POSITIONS for n in leaves):  # RoBERTa and its kin
                 raise UnsupportedAttention(
                     f"the positions at {module_path(node) or node.name} are looked up in a table with an entry for padding, so "
                     "that the model's own count begins behind it and not at 0, where quire's positions begin.")
@@ -111,10 +113,11 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
         cut = name in ("getitem", "narrow") and isinstance(value(node.args[0]), torch.Tensor) and not any(
             map(long_as_row, ancestors(node.args[0])))  # of a stored table
         made = (cut or name in ("arange", "linspace")) and not any(long_as_row(n) for n in node.all_input_nodes)
-        if node.op.startswith("call") and node.users and long_as_row(node) and made:
+        if node.op.startswith("call") and node.users and long_as_row(node) and made and not picks_rows_alone(node, tokens):
             raise UnsupportedAttention(
-                f"the model makes positions of its own ({name} at {module_path(node) or node.name}); in a "
-                "ragged batch every sequence has its own. Its forward must take position_ids and use them.")
+                f"the model makes positions of its own ({name} at {module_path(node) or node.name}: {node.format_node()}); in "
+                "a ragged batch every sequence has its own. quire puts them in place of torch.arange(T) and of table[:T], T "
+                "the number of tokens, and of nothing else. Write it so, or let the forward take position_ids and use them.")
 
 
 def check_rope(config: Any) -> None:

@@ -328,7 +328,8 @@ def check_tokens(graph: fx.Graph, tokens: Any, row_data: Collection[fx.Node] = (
     if not symbolic(tokens):
         raise UnsupportedAttention(
             f"the graph was traced for exactly {tokens} tokens, so it cannot be proved that they meet in attention only; "
-            "compile with dynamic=True and give at least 2 tokens")
+            "compile with dynamic=True and give at least 2 tokens, and let no operation take the length of the row as a plain "
+            "number (torch.linspace does)")
     expr = tokens.node.expr
     if expr.is_number:
         raise UnsupportedAttention(

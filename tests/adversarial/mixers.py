@@ -261,10 +261,10 @@ MIXES = {
     "repeated row": lambda m, x, p: x.repeat(1, 2, 1)[:, 1::2],
     "interleaved row": lambda m, x, p: x.repeat_interleave(2, 1)[:, : x.shape[1]],
     "row numbers in a byte": lambda m, x, p: x + x[:, torch.arange(x.shape[1]).to(torch.int8).long()],
-    "cut table": lambda m, x, p: x + m.table[: x.shape[1]],
+    "cut table from row 1": lambda m, x, p: x + m.table[1 : x.shape[1] + 1],
     "positions from the first": lambda m, x, p: x + m.table[p - p[:, :1]],
     "linspace": lambda m, x, p: x + torch.linspace(0, 1, x.shape[1])[None, :, None],
-    "embedding by row number": lambda m, x, p: x + F.embedding(torch.arange(x.shape[1]), m.table),
+    "embedding by row number from the end": lambda m, x, p: x + F.embedding(torch.arange(x.shape[1]).flip(0), m.table),
     "product with (T, T)": lambda m, x, p: torch.ones(x.shape[1], x.shape[1]).tril() @ x,
     "identity (T, T)": lambda m, x, p: torch.eye(x.shape[1]).roll(1, 0) @ x,
     "decay by distance": lambda m, x, p: (0.5 ** (p[0][:, None] - p[0]).abs()).tril() @ x,
@@ -369,5 +369,7 @@ SERVED = {
     "no_grad": lambda m, x, p: torch.no_grad()(lambda: x * 2)(),
     "diagonal per token": lambda m, x, p: x + x.unflatten(-1, (4, 4)).diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True),
     "triangle per token": lambda m, x, p: x.unflatten(-1, (4, 4)).tril().flatten(2),
+    "cut table": lambda m, x, p: x + m.table[: x.shape[1]],
+    "embedding by row number": lambda m, x, p: x + F.embedding(torch.arange(x.shape[1]), m.table),
 }
 # fmt: on

@@ -110,6 +110,15 @@ SECTIONS = {
         Row("`position_ids`, or numbers that a model makes itself, changed in place", "refused", (
             "passes/rewrite/test_own_positions::test_refused",
             "passes/rewrite/test_own_positions::test_given_positions_that_are_changed_are_not_those_of_others")),
+        Row("tokens numbered by the model, by `arange` or the first rows of a table; in other ways", "exact; refused", (
+            "adversarial/test_counting::test_served", "adversarial/test_counting::test_refused")),
+        Row("a sequence longer than a table that positions pick rows of", "refused", (
+            "adversarial/test_counting::test_a_sequence_is_no_longer_than_the_table",
+            "adversarial/test_counting::test_a_step_by_hand_is_no_longer_than_the_table")),
+        Row("logits of the last token alone: engine; by hand; of another token", "exact; refused; refused", (
+            "adversarial/test_counting::test_logits_of_the_last_token_are_those_of_each_wanted_one",
+            "adversarial/test_counting::test_the_last_logits_by_hand_are_refused",
+            "adversarial/test_counting::test_other_single_logits_are_refused")),
         Row("rare events", "refused", (
             *_mixers("rare gate", "rare any"), "adversarial/test_mixers::test_uncompiled[rare event]",
             "graph_runner/test_packing_check::test_what_kind[rarer]")),
@@ -183,13 +192,16 @@ SECTIONS = {
             "passes/capture/test_encoder_attention::test_masks_with_a_meaning",)),
         Row("steps by the interface of a layer that uses eager attention's weights", "refused", (
             "passes/capture/test_retrace::test_attention_weights_that_a_layer_uses_are_not_dropped",)),
-        Row("uncompiled steps of models with positions of their own", "refused", (
-            "adversarial/test_positions::test_uncompiled_steps_of_models_with_own_positions_are_refused",)),
+        Row("uncompiled steps of models with positions of their own, or logits of the last token alone", "refused", (
+            "adversarial/test_positions::test_uncompiled_steps_of_models_with_own_positions_are_refused",
+            "adversarial/test_counting::test_an_uncompiled_step_would_be_wrong")),
         Row("what an uncompiled forward reads changes between steps; so do hooks, by hand", "proved again", (
             "adversarial/test_mixers::test_changes_between_uncompiled_steps_are_seen",
             "adversarial/test_mixers::test_a_hook_between_steps_by_hand_is_seen")),
         Row("labels, losses of routers and filled caches in an uncompiled step", "refused", (
             "passes/test_step::test_inputs_that_are_no_ragged_row",)),
+        Row("padding in `generate` that a model without `position_ids` counts", "transformers' own path", (
+            "graph_runner/test_hf_generate::test_a_model_that_counts_padding",)),
         Row("masks with holes on window models; odd numbers of `generate`", "transformers' own path", (
             "graph_runner/test_paged::test_masks_with_holes_and_windows",
             "graph_runner/test_paged::test_numbers_as_transformers_reads_them",

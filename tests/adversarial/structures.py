@@ -169,7 +169,7 @@ MIXES = {
     "the first key": one(lambda m, x, p, q, k, v: (q, k[:, :, :1], v[:, :, :1]), is_causal=False),
     "keys of other tokens": one(lambda m, x, p, q, k, v: (q, k.index_select(2, p[0] // 2), v)),
     "tokens as heads": one(lambda m, x, p, q, k, v: [t.transpose(1, 2) for t in (q, k, v)], is_causal=True),
-    "rotation by row numbers": rope(lambda x, p: torch.arange(x.shape[1])[:, None] * FREQUENCIES),
+    "rotation by row numbers from the end": rope(lambda x, p: torch.arange(x.shape[1]).flip(0)[:, None] * FREQUENCIES),
     "rotation by the longest": rope(lambda x, p: p[:, None, :, None] * FREQUENCIES / (p.max() / 4.0).clamp(min=1.0)),
     "MultiheadAttention, not causal": multihead(),
     "bigram": before(lambda m, ids, x: x + m.table[(ids * 7 + F.pad(ids, (1, 0))[:, :-1]) % 64]),
@@ -209,6 +209,7 @@ SERVED = {
     "a row for one id": (before(lambda m, ids, x: torch.where((ids == 3)[..., None], m.table[0], x)), (1, 4, 4)),
     "with softcap by hand": (by_hand, (1, 4, 4)),
     "softcap of logits": (behind(lambda m, ids, y: 5 * (y / 5).tanh()), (1, 4, 4)),
+    "rotation by row numbers": (rope(lambda x, p: torch.arange(x.shape[1])[:, None] * FREQUENCIES), (1, 4, 4)),
 }
 # fmt: on
 

@@ -198,6 +198,7 @@ def page() -> str:
         "These calls always fall back: a model in training mode with dropout or code of yours that computes otherwise then,",
         "`torch.autocast`, a model class with generation methods of its own or a forward that reads the mask or the cache,",
         "hooks and forwards around its parts that do, or that an engine refuses as they record or read values on the host,",
+        "padded prompts of a model that takes no `position_ids` and counts padding as tokens (BART's decoder),",
         "embeddings as input, sequences longer than the engine's `max_model_len`, and those that grow past longrope's",
         "`original_max_position_embeddings`, but for classes that compute them again there, as Phi-3's does. They run in the",
         "model's own dtype, also where the engine has another one (`quire.paged(model, dtype=...)`).", "",

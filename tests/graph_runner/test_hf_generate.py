@@ -21,6 +21,7 @@ from transformers.generation import utils
 import quire
 from quire.graph_runner import hf_generate
 from tests.tiny import PROMPTS, assert_idle, load_model
+from tests.zoo.configs import SERVED, build
 
 pytestmark = pytest.mark.usefixtures("tokens_unchecked", "traces_kept")
 NEW = 16
@@ -109,6 +110,23 @@ def test_served_as_requests(name, plain, model, batch, steps) -> None:
     assert steps["requests"] and not steps["lockstep"]
     kept = {k: v for k, v in options.items() if k not in (*hf_generate.EDITS, "generation_config")}
     assert not torch.equal(out, same(plain, plain, **batch, **kept)), "the option changes nothing here"
+
+
+def test_a_model_that_counts_padding(monkeypatch) -> None:
+    """BART's decoder takes no positions, so that to it a padded prompt is another one than in an engine, which pads none."""
+    plain, model = (build(SERVED["bart_decoder"]) for _ in range(2))
+    quire.paged(model, page_size=4, num_pages=60, max_num_seqs=4, max_model_len=40, compiler="eager")
+    ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*not paged.*")
+        same(plain, model, input_ids=ids, attention_mask=mask, eos_token_id=[])
+    mask[0, :4] = 0
+    with pytest.warns(UserWarning, match="counts padding as tokens"):
+        padded = same(plain, model, input_ids=ids, attention_mask=mask, eos_token_id=[])
+    alone = plain.generate(ids[:1, 4:], max_new_tokens=NEW, eos_token_id=[])
+    assert not torch.equal(padded[0, 9:], alone[0, 5:]), "padding does not show here"
+    model.generate.close()
 
 
 def test_an_end_token_is_no_bad_word(plain, model, batch, steps) -> None:

@@ -18,6 +18,10 @@ GPT2 = dict(vocab_size=64, n_embd=64, n_layer=2, n_head=4, n_positions=64)
 MHA = dict(SIZES, num_key_value_heads=4)
 MLA = dict(MHA, q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
 MOE = dict(num_experts_per_tok=2, moe_intermediate_size=32)
+#: The decoder of an encoder-decoder model, by itself.
+DECODER = dict(vocab_size=64, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+               decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=64, is_decoder=True,
+               is_encoder_decoder=False)
 DEEPSEEK = dict(MLA, **MOE, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1)
 DEEPSEEK_ONE_GROUP = dict(DEEPSEEK, n_group=1)
 GLM_MOE = dict(SIZES, **MOE, head_dim=16, n_routed_experts=4, n_group=1, topk_group=1)
@@ -94,6 +98,10 @@ SERVED: dict[str, Served] = {
     "stablelm": served("StableLmConfig", route="raised", slow=True),
     "nemotron": served("NemotronConfig", slow=True),
     "biogpt": served("BioGptConfig", route="raised", slow=True),
+    # Positions that the model counts itself: a learned table with an offset, sinusoids, a rotation by them.
+    "bart_decoder": served("BartConfig", DECODER, route="raised", forced_eos_token_id=None),
+    "marian_decoder": served("MarianConfig", DECODER, route="raised", pad_token_id=0, slow=True),
+    "roformer_decoder": served("RoFormerConfig", MHA, route="raised", is_decoder=True, slow=True),
     "bert_decoder": served("BertConfig", is_decoder=True, slow=True),
     "cohere": served("CohereConfig", logit_scale=1.0, slow=True),
     "granite": served("GraniteConfig", attention_multiplier=0.5, features={"scale": 0.5}, slow=True),
@@ -256,11 +264,6 @@ REFUSED: dict[str, Refused] = {
     "bert": Refused("BertConfig", SIZES, "no non-causal attention", slow=True),
     "t5": Refused("T5Config", dict(vocab_size=64, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4),
                   "encoder-decoder"),
-    # Positions that the model counts itself, from 0.
-    "bart_decoder": Refused("BartConfig", dict(
-        vocab_size=64, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=64, is_decoder=True,
-        is_encoder_decoder=False, forced_eos_token_id=None), "positions of its own", slow=True),
     # Positions that begin at padding_idx + 1 where none are given.
     "roberta": Refused("RobertaConfig", dict(SIZES, is_decoder=True), "looked up in a table with an entry for padding",
                        slow=True),

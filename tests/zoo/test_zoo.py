@@ -37,7 +37,8 @@ from tests.zoo.harness import TOLERANCE, Batch, error, reference, serve
 #: Those that the rope fusion leaves alone. No rotation (Flint: not in these layers), or one that it says why it leaves.
 UNROTATED = {"gpt2", "gpt2_per_layer_scale", "gpt_bigcode", "opt", "biogpt", "bert_decoder", "flint",
              "deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "axk1", "youtu", "mistral4", "longcat_flash",
-             "kimi_k25", "ministral3", "jetmoe", "gptj", "gpt_neo", "codegen", "gpt_neox_japanese"}
+             "kimi_k25", "ministral3", "jetmoe", "gptj", "gpt_neo", "codegen", "gpt_neox_japanese", "bart_decoder",
+             "marian_decoder", "roformer_decoder"}
 #: Some whose last layer is all row-wise behind its attention, and some with parts that are: products on B rows, head included.
 LAST_ROWS = {"llama": 5, "gpt2": 4, "gemma2": 5, "phi": 4, "opt": 4, "falcon": 4, "gemma4": 7, "mixtral": 1, "deepseek_v3": 4}
 TRITON = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4")

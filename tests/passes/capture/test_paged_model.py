@@ -99,9 +99,14 @@ layer  module                    route      needs                               
     assert model.config.to_dict() == config
 
 
-class NoPositions(nn.Module):
-    def forward(self, input_ids):
-        return input_ids
+class NoTokens(nn.Module):
+    def forward(self, targets=None):
+        return targets
+
+
+class NeedsMore(nn.Module):
+    def forward(self, ids, mask):
+        return ids
 
 
 class TwoLogits(Tiny):
@@ -123,7 +128,8 @@ class CausalIf(Tiny):
 
 
 @pytest.mark.parametrize("model, message", [
-    (NoPositions(), "NoPositions.forward takes no position_ids; a ragged batch cannot be given to it"),
+    (NoTokens(), "NoTokens.forward takes no input_ids; a ragged batch cannot be given to it"),
+    (NeedsMore(), "NeedsMore.forward cannot do without ids and mask; quire gives a model token ids and positions"),
     (Breaks(Attention(4, 2, is_causal=True)), "Breaks could not be traced into one graph"),
     (CausalIf(), r"CausalIf could not be traced .*condition on the length as is_causal .*is_causal=True.*test_paged_model.py"),
     (tiny(is_causal=True, dropout_p=0.5), "layers.0: dropout 0.5"), (Tiny(), "no attention was found"),

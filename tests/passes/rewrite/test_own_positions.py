@@ -1,18 +1,23 @@
-"""An ``arange`` over the row that a model computes with becomes the positions given; one that picks rows stays."""
+"""An ``arange`` over the row that a model computes with becomes positions, as do the first rows of a table; one that picks rows
+stays. Whole models are in tests/adversarial/test_counting.py."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import fx, nn
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import placeholders, value
-from quire.passes.rewrite.own_positions import check_uncompiled, use_given_positions
-from tests.passes.models import capture
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.step import Step
+from quire.passes.fx import copy_graph, placeholders, value
+from quire.passes.rewrite.own_positions import POSITIONS, adds_positions, check_uncompiled, positions_of, use_given_positions
+from tests.passes.models import capture, changes, listing
 
 WIDTH = 4
 
@@ -91,11 +96,49 @@ def test_numbers_become_positions(compute: Any) -> None:
     assert torch.equal(got, torch.cat([want[0], want[1][3:]]))
 
 
-@pytest.mark.parametrize("compute, reads", [(picks, True), (sorts, True), (scaled, False)])
+@pytest.mark.parametrize("compute", [picks, sorts])
+@pytest.mark.parametrize("reads", [True, False])
 def test_what_picks_rows_stays(compute: Any, reads: bool) -> None:
-    """And so does everything where the model reads no positions that could take its place."""
     gm, tokens, _ = traced(Model(compute, reads).eval())
-    assert use_given_positions(gm, tokens) == 0 and aranges(gm) == 1
+    assert use_given_positions(gm, tokens) == 0 and aranges(gm) == 1 and not adds_positions(gm)
+
+
+def cut(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.linspace(1, 2, 64 * WIDTH).view(1, 64, WIDTH)[:, : x.shape[1]]
+
+
+def test_a_model_that_reads_no_positions_gets_an_input_for_them() -> None:
+    """Both ways to count, before and after."""
+    model = Model(lambda x: scaled(x) + cut(x), reads=False).eval()
+    gm, tokens, inputs = traced(model)
+    before = copy_graph(gm)
+    assert use_given_positions(gm, tokens) == 2 and adds_positions(gm) and not aranges(gm)
+    assert_expected_inline(changes(listing(before.graph), listing(gm.graph)), """\
++quire_positions: [1, s0]
+-arange = arange(s0, device=cpu)
+-positions = add(arange, 0)
++reshape = reshape(quire_positions, -1)
++positions = add(reshape, 0)
+-getitem_6 = getitem(view_1, (slice(None, None, None), slice(None, s0, None)))
+-mul_1 = mul(x, getitem_6)
++reshape_1 = reshape(quire_positions, -1)
++index_select = index_select(view_1, 1, reshape_1)
++mul_1 = mul(x, index_select)""")
+    ids = torch.arange(9) % 31
+    row, positions = torch.cat([ids[:5], ids[2:9][3:]])[None], torch.cat([torch.arange(5), torch.arange(3, 7)])[None]
+    args = [row if "input_ids" in n.name else x for n, x in zip(placeholders(gm.graph), inputs, strict=False)]
+    with torch.no_grad():
+        got = gm(*args, positions)[0][0]
+        want = [model(s[None], torch.zeros(1, len(s), dtype=torch.int64))[0] for s in (ids[:5], ids[2:9])]
+    assert torch.equal(got, torch.cat([want[0], want[1][3:]])) and placeholders(gm.graph)[-1].name == POSITIONS
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_positions_of_a_step(given: bool) -> None:
+    """Those that the step has, or else by its lengths; padding has 0. A row without tokens in between counts for nothing."""
+    meta = CommonAttentionMetadata.build([2, 0, 3, 1], [5, 4, 3, 9], [[1, 2], [3], [4], [5, 6, 7]], page_size=4).padded(9, 6)
+    step = Step(None, meta, positions=meta.positions + 1 if given else None)  # type: ignore[arg-type]
+    assert positions_of(step).tolist() == [[n + given for n in (3, 4, 0, 1, 2, 8, 0, 0, 0)]]
 
 
 def changed(x: torch.Tensor) -> torch.Tensor:
@@ -117,7 +160,20 @@ def test_given_positions_that_are_changed_are_not_those_of_others() -> None:
         use_given_positions(gm, tokens)
 
 
+@pytest.mark.parametrize("moved", [True, False], ids=["and moved", "and computed with there"])
+def test_numbers_on_another_device(moved: bool) -> None:
+    """Positions are where the model is: numbers that are made elsewhere may be moved there, and nothing else."""
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        numbers = torch.arange(x.shape[1], device="meta")
+        return x * (numbers if moved else numbers + 1).to(x.device)[None, :, None]
+
+    gm, tokens, _ = traced(Model(compute).eval())
+    with contextlib.nullcontext() if moved else pytest.raises(UnsupportedAttention, match="on another device"):
+        assert use_given_positions(gm, tokens) == 1 and not aranges(gm)
+
+
 @pytest.mark.parametrize(("compute", "why"), [
+    (lambda x: x * torch.arange(x.shape[1], dtype=torch.bfloat16)[None, :, None], "does not hold each of them"),
     (changed, "are changed in place"), (both, "both to compute and to pick rows"),
     (offsets, "both to compute and to pick rows"),
     (lambda x: x * torch.arange(1, x.shape[1] + 1)[None, :, None], "other than 0, 1, 2")])
