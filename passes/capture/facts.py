@@ -8,22 +8,25 @@ guard without such a fact makes the trace one that is not kept (``NotPortable``)
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import hashlib
 import inspect
+import marshal
 import os
 import re
 import sys
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch._dynamo.source import AttrSource, NNModuleSource
 
 from quire.attn_ops.tuning.store import device_name
+from quire.passes.capture.followed import is_known
 from quire.passes.fx import text_of
 
 #: Guards on the state of the process, which ``environment`` has, and on sizes, which a kept graph asserts by itself.
@@ -38,11 +41,13 @@ _KEYS = frozenset({"DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK"})
 LOOKUPS = {"HASATTR": hasattr, "NOT_PRESENT_IN_GENERIC_DICT": lambda held, name: name in held.__dict__,
            "DICT_CONTAINS": lambda held, name: name in held, "DICT_NOT_CONTAINS": lambda held, name: name in held,
            "SET_CONTAINS": lambda held, name: name in held, "SET_NOT_CONTAINS": lambda held, name: name in held}
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
+PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
 TORCH_VALUES = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
             types.ClassMethodDescriptorType, types.GetSetDescriptorType)
-_ENTRIES = (types.FunctionType, classmethod, staticmethod, property, *_PLAIN)  # of a class
+#: Modules and packages whose built-in functions compute from their arguments, or ask for what ``environment`` has.
+_COMPUTING = ("builtins", "math", "cmath", "_operator", "itertools", "_functools", "_collections", "torch")
+_ENTRIES = (types.FunctionType, classmethod, staticmethod, property, *PLAIN)  # of a class
 _IMPORTED = re.compile(r"G\['(__import_\w+)'\]")
 _PACKAGES = ("torch", "transformers", "triton", "peft", "torchao", "bitsandbytes", "accelerate")
 #: Functions whose results Dynamo takes for constants, and which follow from the version of PyTorch.
@@ -69,19 +74,46 @@ class Check(NamedTuple):
     fact: Any
 
 
-def checks(guards: Iterable[Any], scope: Mapping[str, Any], values: Iterable[str] = ()) -> list[Check]:
-    """The guards of a trace, as ``guard_filter_fn`` gets them, with the facts of now. ``scope``: of their expressions, and of
-    ``values``, plain ones without a guard. Raises NotPortable if one has no fact that means the same in another process."""
+class Values:
+    """What expressions of a trace give now; each is evaluated once. ``scope``: of the names in them."""
+
+    def __init__(self, scope: Mapping[str, Any]) -> None:
+        self.scope = dict(scope)  # to which eval adds __builtins__
+        self._held: dict[str, Any] = {}
+
+    def __getitem__(self, source: str) -> Any:
+        """Raises NotPortable if it cannot be evaluated."""
+        if source not in self._held:
+            try:
+                self._held[source] = eval(compiled(source), self.scope)
+            except Exception as error:
+                raise NotPortable(f"{source} cannot be evaluated ({type(error).__name__}: {error})") from error
+        return self._held[source]
+
+    def evaluate(self, sources: Sequence[str], code: bytes) -> None:
+        """Evaluate ``sources`` at once, by the ``code`` that ``together`` gave. Where that fails, each waits for its turn."""
+        with contextlib.suppress(Exception):
+            self._held.update(zip(sources, eval(marshal.loads(code), self.scope), strict=True))
+
+
+def together(sources: Sequence[str]) -> bytes:
+    """Code for ``Values.evaluate`` in this version of Python: expressions take longer to compile than to compare."""
+    return marshal.dumps(compile(f"({', '.join(sources)},)", "<guards>", "eval"))
+
+
+def checks(guards: Iterable[Any], values: Values, more: Iterable[str] = ()) -> list[Check]:
+    """The guards of a trace, as ``guard_filter_fn`` gets them, with the facts of now. ``values``: of their expressions, and of
+    ``more``, plain ones without a guard. Raises NotPortable if one has no fact that means the same in another process."""
     _class_digest.cache_clear()
     found: dict[tuple[str, str, Any], Check] = {}
-    for each in values:
-        found[each, "CONSTANT_MATCH", None] = Check(each, "CONSTANT_MATCH", None, _look(each, "CONSTANT_MATCH", None, scope))
+    for each in more:
+        found[each, "CONSTANT_MATCH", None] = Check(each, "CONSTANT_MATCH", None, _look(each, "CONSTANT_MATCH", None, values))
     for guard in guards:
         kind, name = guard.guard_type, None
         if kind in _PROCESS:
             continue
         for module in _IMPORTED.findall(guard.name):  # Dynamo keeps the first module that it met under a name
-            if sys.modules.get((held := scope["G"][module]).__name__) is not held:
+            if sys.modules.get((held := values.scope["G"][module]).__name__) is not held:
                 raise NotPortable(f"the module {held.__name__}, which was imported again")
         source = guard.name
         if kind == "DUPLICATE_INPUT":
@@ -90,27 +122,27 @@ def checks(guards: Iterable[Any], scope: Mapping[str, Any], values: Iterable[str
             source, name = looked_up(guard)
         key = (source, kind, name)
         if key not in found:
-            found[key] = Check(*key, _look(*key, scope))
+            found[key] = Check(*key, _look(*key, values))
     return list(found.values())
 
 
-def module_names(kept: Iterable[Check], scope: Mapping[str, Any]) -> set[str]:
+def module_names(kept: Iterable[Check], values: Values) -> set[str]:
     """The Python modules of what the expressions give, and of their classes."""
     found = set[str]()
     for source in {check.source for check in kept}:
-        held = eval(compiled(source), dict(scope))
+        held = values[source]
         for each in (held, type(held)):
             name = each.__name__ if isinstance(each, types.ModuleType) else getattr(each, "__module__", None)
             found |= {name} if isinstance(name, str) else set()
     return found
 
 
-def difference(kept: Iterable[Check], scope: Mapping[str, Any]) -> str | None:
+def difference(kept: Iterable[Check], values: Values) -> str | None:
     """The first expression of which the fact is not what it was, or None."""
     _class_digest.cache_clear()
     for check in kept:
         try:
-            now = _look(check.source, check.kind, check.name, scope)
+            now = _look(check.source, check.kind, check.name, values)
         except Exception as error:  # what was read is gone, or something else
             return f"{check.source}: {error}"
         if now != check.fact:
@@ -133,7 +165,7 @@ def looked_up(guard: Any) -> tuple[str, Any]:
     if guard.guard_type == "HASATTR":
         return _attribute(guard)
     name = _argument(guard, "attr" if guard.guard_type == "NOT_PRESENT_IN_GENERIC_DICT" else "key")
-    if type(name) not in _PLAIN:
+    if type(name) not in PLAIN:
         raise NotPortable(f"a look-up of {name!r} in {guard.name}")
     return guard.name, name
 
@@ -150,13 +182,12 @@ def _attribute(guard: Any) -> tuple[str, str]:
     return text_of(source.base), source.member
 
 
-def _look(source: str, kind: str, name: Any, scope: Mapping[str, Any]) -> Any:
-    try:
-        held = eval(compiled(source), dict(scope))
-        if kind == "DUPLICATE_INPUT":
-            return held is eval(compiled(name), dict(scope))
-    except Exception as error:
-        raise NotPortable(f"{source} cannot be evaluated ({type(error).__name__}: {error})") from error
+def _look(source: str, kind: str, name: Any, values: Values) -> Any:
+    held = values[source]
+    if kind == "DUPLICATE_INPUT":
+        return held is values[name]
+    if kind == "ID_MATCH" and isinstance(held, types.FunctionType) and not is_known(held.__module__):
+        raise NotPortable(f"{held.__qualname__}, which Dynamo does not look into")  # substitute_in_graph
     if kind == "TYPE_MATCH":  # whether a container is empty is read, and not always guarded
         return fact(type(held)), len(held) if type(held) in _CONTAINERS else None
     if kind in _VALUE:
@@ -177,7 +208,7 @@ def compiled(source: str) -> types.CodeType:
 
 def fact(held: Any, inside: bool = False) -> Any:
     """What is equal for ``held`` in every process; of objects ``inside`` a closure or class the name. Raises NotPortable."""
-    if type(held) in _PLAIN:
+    if type(held) in PLAIN:
         return type(held).__name__, repr(held)
     if isinstance(held, TORCH_VALUES):
         return type(held).__name__, str(held)
@@ -200,6 +231,9 @@ def fact(held: Any, inside: bool = False) -> Any:
     if isinstance(held, types.MethodType):
         return "method", fact(held.__func__, inside), _name(type(held.__self__))
     if isinstance(held, _BUILTIN):
+        module = getattr(held, "__module__", None) if isinstance(held, types.BuiltinFunctionType) else None
+        if not inside and module is not None and module.partition(".")[0] not in _COMPUTING:
+            raise NotPortable(f"{module}.{held.__qualname__}, whose result may follow from more than its arguments")
         return "builtin", str(getattr(held, "__module__", None)), held.__qualname__
     if isinstance(held, types.ModuleType):
         return "module", held.__name__
@@ -230,7 +264,8 @@ def _function(function: types.FunctionType) -> Any:
     cells = [_cell(cell) for cell in function.__closure__ or ()]
     return ("function", function.__module__, function.__qualname__, _code_digest(function.__code__),
             [fact(value, True) for value in function.__defaults__ or ()],
-            [(name, fact(value, True)) for name, value in (function.__kwdefaults__ or {}).items()], cells)
+            [(name, fact(value, True)) for name, value in (function.__kwdefaults__ or {}).items()], cells,
+            () if is_known(function.__module__) else tuple(function.__dict__))
 
 
 def _cell(cell: types.CellType) -> Any:
@@ -240,7 +275,9 @@ def _cell(cell: types.CellType) -> Any:
         return "empty"
     if isinstance(held, types.FunctionType):  # that a decorator wraps. Its code, not more: functions may hold each other
         return "function", _code_digest(held.__code__)
-    return fact(held) if type(held) in _PLAIN else _name(type(held))
+    if isinstance(held, type):
+        return "class", _name(held)
+    return fact(held) if type(held) in PLAIN else _name(type(held))
 
 
 @functools.lru_cache(maxsize=16384)
@@ -292,12 +329,12 @@ def environment(device: torch.device) -> str | None:
     packages = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
     options = sorted((name, sorted(map(_named, value)) if isinstance(value, (set, frozenset)) else repr(value))
                      for name, value in torch._dynamo.config.save_config_portable().items()
-                     if name not in _NO_MATTER and isinstance(value, (*_PLAIN, set, frozenset, list, tuple)))
+                     if name not in _NO_MATTER and isinstance(value, (*PLAIN, set, frozenset, list, tuple)))
     group = torch.distributed
-    world = group.get_world_size() if group.is_available() and group.is_initialized() else None
+    world = (group.get_rank(), group.get_world_size()) if group.is_available() and group.is_initialized() else None
     machine = (world, device_name(device), torch.cuda.get_device_capability(device) if device.type == "cuda" else
                torch.backends.cpu.get_cpu_capability(), torch.cuda.device_count(), sys.platform)
     flags = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-             torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+             torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.is_autocast_cache_enabled())
     return repr((sys.version, torch.version.git_version, packages, machine, options, flags, casts, torch.get_default_dtype(),
                  str(torch.get_default_device()), str(torch._dynamo.eval_frame._stance.stance)))

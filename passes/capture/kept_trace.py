@@ -1,9 +1,10 @@
 """Traces kept on disk, so that a later process takes the graph from there instead of walking the model with Dynamo.
 
 A file holds the graph as Dynamo gave it, and the facts that it follows from (``passes/capture/facts.py``): every guard of the
-trace, the source files of the code that was traced, versions and state of PyTorch. What differs, cannot be compared, or fails
-means that the model is traced. The graph's fake values are computed again, and must be those of the trace, as must be the
-guards on sizes. Everything after the trace runs as if Dynamo had just traced it.
+trace, what its code can ask without a guard (``passes/capture/unguarded.py``), the source files of that code, versions and
+state of PyTorch. What differs, cannot be compared, or fails means that the model is traced. The graph's fake values are
+computed again, and must be those of the trace, as must be the guards on sizes. Everything after the trace runs as if Dynamo
+had just traced it.
 
 On GPUs; QUIRE_TRACE_CACHE=0 turns it off, =1 on everywhere. Files are pickles in ``cache_folder()``, which must be the user's
 own.
@@ -40,12 +41,15 @@ from quire.passes.capture.facts import (
     TORCH_VALUES,
     Check,
     NotPortable,
+    Values,
     checks,
     difference,
     environment,
     module_names,
+    together,
 )
 from quire.passes.capture.kept_verdicts import KeptVerdicts
+from quire.passes.capture.unguarded import Asked, asked_by, description
 from quire.passes.fake_values import At, Replay, Symbols, symbolic_sizes
 from quire.passes.fx import fake_mode, graph_module, source_name, source_of, storage_of, text_of, value
 
@@ -94,6 +98,9 @@ class KeptTrace:
     modules: dict[str, str]  # digests of the source files of the Python modules that were read, by their names
     imports: dict[str, str]  # Dynamo's names of modules among the globals, and the modules' own
     checks: list[Check]
+    code: bytes  # that evaluates their expressions
+    asked: Asked  # by the code that was traced
+    answers: dict[str, Any]  # of ``description``: what Dynamo has no guard for
     reads: Any  # of ``Reads.stored``
     nodes: list[_Node]
     guards: frozenset[str]  # conditions on sizes that the trace met
@@ -105,7 +112,12 @@ class KeptTrace:
         now = _modules_of(model, {*self.modules})
         if now != self.modules:
             return f"the source of {', '.join(sorted({n for n, _ in now.items() ^ self.modules.items()})[:3])}"
-        return difference(self.checks, scope)
+        values, sources = Values(scope), _sources(self.checks)
+        values.evaluate(sources, self.code)
+        if (why := difference(self.checks, values)) is not None:
+            return why
+        found = description(sources, values, self.asked)
+        return next((what for what, answer in self.answers.items() if found[what] != answer), None)
 
     def rebuild(self, scope: Mapping[str, Any]) -> Taken:
         """The graph, computed with fake values. Raises NotPortable if they are not those of the trace."""
@@ -288,6 +300,10 @@ def _resolve(text: str) -> Any:
     raise NotPortable(f"the function {text}")
 
 
+def _sources(of: Sequence[Check]) -> list[str]:
+    return list(dict.fromkeys(check.source for check in of))
+
+
 def _conditions(env: ShapeEnv | None) -> frozenset[str]:
     return frozenset() if env is None else frozenset(str(guard.expr) for guard in env.guards)
 
@@ -329,6 +345,8 @@ class TraceFile:
         self.path = cache_folder() / "traces" / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.pickle"
         self._nodes, self._guards = list[_Node](), frozenset[str]()
         self._checks: list[Check] | None = None
+        self._asked: Asked | None = None
+        self._answers: dict[str, Any] = {}
         self._held: Sequence[str] = ()
         self._mentioned = set[str]()  # Python modules
 
@@ -347,31 +365,40 @@ class TraceFile:
 
     def note_graph(self, gm: fx.GraphModule, held: Sequence[str]) -> None:
         """Note the graph of a trace, before compiling it adds conditions on sizes. ``held``: of ``check_side_effects``."""
-        self._held = held
+        self._held, self._asked, self._nodes = held, None, []
         at, mode = {node: i for i, node in enumerate(gm.graph.nodes)}, fake_mode(gm.graph)
         with _unless_it_fails():
+            self._asked = asked_by(TracingContext.get_traced_code() or ())
             self._guards = _conditions(None if mode is None else mode.shape_env)
             self._nodes = [_node(node, at) for node in gm.graph.nodes]
 
     def note_guards(self, guards: Sequence[Any], owner: Any, scope: Mapping[str, Any]) -> None:
         """Note what the trace of a method of ``owner`` read. Arguments: of ``Reads.add``."""
+        self._checks = None
         with _unless_it_fails():
-            names = self._scope(owner, scope, {})
-            self._checks = checks(guards, names, self._held)
-            self._mentioned = module_names(self._checks, names)
+            if self._asked is None:  # ``note_graph`` has failed
+                return
+            values = Values(self._scope(owner, scope, {}))
+            found = checks(guards, values, self._held)
+            self._mentioned = module_names(found, values) | self._asked.modules
+            self._answers = description(_sources(found), values, self._asked)
+            self._checks = found
 
     def write(self, gm: fx.GraphModule, scope: Mapping[str, Any], reads: Any) -> bool:
         """Keep what was noted of the trace ``gm``, and remove the oldest files beyond 64. ``reads``: of ``Reads.stored``.
         Returns whether it is kept."""
         state = self._state
-        if self._checks is None or not self._nodes or state is None or any(key.startswith("quire_") for key in gm.meta):
+        if self._checks is None or self._asked is None or not self._nodes or state is None or any(
+                key.startswith("quire_") for key in gm.meta):
             return False  # the last: notes of graph breaks and side effects
         with _unless_it_fails():
             names = {name for check in self._checks for name in _GLOBAL.findall(f"{check.source} {check.name}")} | {
                 name for node in self._nodes if node.op == "placeholder" for name in _GLOBAL.findall(text_of(node.source))}
             imports = {name: held.__name__ for name in names if isinstance(held := scope.get(name), types.ModuleType)}
             modules = _modules_of(self._model, {*imports.values(), *self._mentioned})
-            data = pickle.dumps(KeptTrace(state, modules, imports, self._checks, reads, self._nodes, self._guards))
+            data = pickle.dumps(KeptTrace(
+                state, modules, imports, self._checks, together(_sources(self._checks)), self._asked, self._answers, reads,
+                self._nodes, self._guards))
             self.path.parent.mkdir(parents=True, exist_ok=True)
             written = self.path.with_suffix(f".{os.getpid()}")
             written.write_bytes(data)

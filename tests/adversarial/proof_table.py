@@ -148,6 +148,15 @@ SECTIONS = {
             "graph_runner/test_packing_check::test_another_path_for_one_token",)),
         Row("a window that a layer makes only where it gets a mask, as it does in a trace", "refused by the trial", (
             "graph_runner/test_packing_check::test_a_window_that_is_there_only_in_a_trace",)),
+        Row("a kept trace of code that asks what no guard is on: whether two objects are one, what names an object has, what "
+            "is registered with an abstract class, in what order a set is", "another answer is traced", (
+                "passes/capture/test_unguarded::test_another_answer_is_traced",
+                "passes/capture/test_unguarded::test_another_rank_is_traced")),
+        Row("a trace that rests on code which Dynamo runs and does not look into: of a metaclass, a substitute, the state of "
+            "Python", "not kept", (
+                "passes/capture/test_unguarded::test_code_that_dynamo_does_not_look_into_is_not_kept",
+                "passes/capture/test_unguarded::test_a_trace_of_unknown_code_is_not_kept",
+                "passes/capture/test_not_kept::test_a_result_that_dynamo_takes_for_a_constant_is_not_kept")),
         Row("a verdict on a kept trace: another graph, other weights, another forward", "found out again", (
             "passes/capture/test_kept_verdicts::test_any_difference_is_proved",
             "graph_runner/test_kept_trial::test_the_same_model_has_one_trial",

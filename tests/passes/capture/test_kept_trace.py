@@ -389,10 +389,10 @@ def test_a_guard_on_an_attribute_as_of_torch_2_11() -> None:
     entry = types.SimpleNamespace(name="held.double", guard_type=guard.create_fn_name(), orig_guard=guard)
     held = types.SimpleNamespace()
     scope = {"L": {"held": held}}
-    found = facts.checks([entry], scope)
-    assert facts.difference(found, scope) is None
+    found = facts.checks([entry], facts.Values(scope))
+    assert facts.difference(found, facts.Values(scope)) is None
     held.double = 1
-    assert facts.difference(found, scope) == "L['held'] (HASATTR)"
+    assert facts.difference(found, facts.Values(scope)) == "L['held'] (HASATTR)"
 
 
 def test_a_trace_is_taken_after_another_and_in_another_folder(tmp_path: Path) -> None:
