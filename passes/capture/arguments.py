@@ -38,7 +38,7 @@ class Arguments(NamedTuple):
             ids, needed = needed[0], []
         if needed:
             raise UnsupportedAttention(f"{kind}.forward cannot do without {' and '.join(needed)}; quire gives a model token "
-                                       "ids and positions.")
+                                       "ids and positions (as position_ids).")
         if ids not in named and not takes_any:
             raise UnsupportedAttention(
                 f"{kind}.forward takes no input_ids; a ragged batch cannot be given to it. quire serves causal LMs whose "

@@ -27,7 +27,8 @@ device. Other ways to count (``linspace``, ``T - 1 - arange(T)``, ``table[1 : T 
 
 A sequence may be as long as the shortest table that positions pick rows of (``gm.meta[TABLES]``): beyond, the model's own
 forward fails, and a kernel of a GPU would read other memory. A table bounds nothing if it is looked up by more than a formula
-of one position, as it bounds nothing in a model that takes ``position_ids``.
+of one position, as it bounds nothing in a model that takes ``position_ids``. By hand, Dynamo calls the forward with the whole
+row, which such a model, or its assertion, may refuse though each sequence is short enough.
 """
 
 from __future__ import annotations

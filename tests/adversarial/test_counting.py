@@ -20,6 +20,7 @@ from quire.passes.fx import value
 from quire.passes.options import QuireOptions
 from quire.passes.verify.sites import site_nodes
 from tests.adversarial.counting import BLOCK, GPT, REFUSED, SERVED, numbers
+from tests.adversarial.gpts import GPTS
 from tests.adversarial.harness import PAGE, ROUTES, STEPS, VOCAB, cache, check_exact, decorated, opened, refusal, sequences
 from tests.steps import serve
 
@@ -100,6 +101,23 @@ def test_an_engine_gives_what_the_model_gives_alone(last: bool) -> None:
         for row, token, found in zip(want, ids[1:].tolist(), given, strict=False):
             assert abs(found[token].logprob - row[token].item()) < 1e-4
         assert out.token_ids == want[len(out.prompt_token_ids) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("name", GPTS)
+def test_published_ones(name: str) -> None:
+    torch.manual_seed(0)
+    model = GPTS[name]().eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.4)
+    with engine(model) as served:
+        outs = served.generate([i.tolist() for i in sequences(lengths=(3, 30, 11, 17))], quire.SamplingParams(
+            max_tokens=6, temperature=0, ignore_eos=True, logprobs=0))
+    for out in outs:
+        for n, token in enumerate(out.token_ids):
+            with torch.no_grad():
+                given = model(torch.tensor([[*out.prompt_token_ids, *out.token_ids[:n]]]))
+            want = (given[0] if isinstance(given, tuple) else given)[0, -1].log_softmax(-1)
+            assert want.argmax() == token and abs(want[token].item() - out.logprobs[n][token].logprob) < 1e-4
 
 
 @pytest.mark.parametrize("place, rows", [
