@@ -53,7 +53,7 @@ from quire.passes.fx import is_stored, placeholders, source_name, value, with_ow
 from quire.passes.options import QuireOptions
 from quire.passes.rewrite.adapted_matrices import multiply_adapted_matrices
 from quire.passes.rewrite.last_alone import LAST_ALONE, rows_of_last
-from quire.passes.rewrite.own_positions import adds_positions, check_uncompiled
+from quire.passes.rewrite.own_positions import check_uncompiled
 from quire.passes.start_times import timed
 from quire.passes.verify.quantized import check_layers
 from quire.passes.verify.sites import check_checkpoint, check_config, check_logits, check_model, transformers_config
@@ -300,7 +300,7 @@ class PagedModel:
     @property
     def counts_tokens(self) -> bool:
         """Whether the model's own forward takes no positions and counts the tokens of a row, padding included."""
-        return adds_positions(self.graph.raised)
+        return self.graph.adds_positions
 
     def other_tensors(self) -> list[torch.Tensor | None]:
         """Other tensors than parameters and buffers that the graph reads, as they are now; None for one that is gone, or made

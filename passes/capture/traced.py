@@ -160,7 +160,12 @@ class TracedGraph:
 
     def with_positions(self, step: Step, args: Sequence[Any]) -> tuple[Any, ...]:
         """The inputs of the raised graph, from those of the traced one: also positions, for a model that is given none."""
-        return (*args, positions_of(step)) if adds_positions(self.raised) else tuple(args)
+        return (*args, positions_of(step)) if self.adds_positions else tuple(args)
+
+    @functools.cached_property
+    def adds_positions(self) -> bool:
+        """Whether the model is given no positions, and its raised graph takes them. Raises UnsupportedAttention."""
+        return adds_positions(self.raised)
 
     @property
     def static(self) -> bool:

@@ -48,9 +48,9 @@ def forget_bounds(size: Any) -> None:
     """Let a dynamic ``size`` be any number from 2 on, whatever a trace found it to be bounded by: a model may assert that a
     sequence has no more tokens than a table has rows, and a step has those of many. The compiler takes a known bound for
     granted, and would note no condition for it."""
-    env, symbol = size.node.shape_env, size.node.expr
-    if symbol in env.var_to_range:
-        env.var_to_range[symbol] = ValueRanges(2, int_oo)
+    env, symbol, any_number = size.node.shape_env, size.node.expr, ValueRanges(2, int_oo)
+    if env.var_to_range.get(symbol, any_number) != any_number:
+        env.var_to_range[symbol] = any_number
         env._update_version_counter()  # what follows from the bound is remembered
 
 
