@@ -199,18 +199,18 @@ def sources(device: torch.device) -> list[list[Measurement]]:
 def decide(usable: Sequence[AttentionBackend], sites: Sequence[AttentionSite], *, device: torch.device, page_size: int,
            kv_dtype: torch.dtype | None = None, layout: str | None = None,
            pairs: Mapping[str, AttentionBackend] | None = None) -> Decision | None:
-    """The rule, for ``usable`` backends in order of priority, and ``pairs`` by the name of the one that decodes; or None."""
+    """The rule, for ``usable`` backends in order of priority, and ``pairs`` by the name of the one that decodes; or None. Each
+    class of layers goes by the first file that has the first backend's times for it: the user's may have measured some."""
     classes = Counter((ShapeClass.of(s, page_size, kv_dtype, layout), *variant_of(s)) for s in sites)
-    found = (_decide(rows, usable, pairs or {}, sites, classes, device) for rows in sources(device))
-    return next(filter(None, found), None)
-
-
-def _decide(rows: list[Measurement], usable: Sequence[AttentionBackend], pairs: Mapping[str, AttentionBackend],
-            sites: Sequence[AttentionSite], classes: Counter[tuple[Any, ...]], device: torch.device) -> Decision | None:
-    """``classes``: layers by ShapeClass and variant."""
-    found = [(comparable(rows, usable, shape, variant), layers) for (shape, *variant), layers in classes.items()]
+    files, pairs, found = sources(device), pairs or {}, list[tuple[dict[str, Measurement], int]]()
+    for (shape, *variant), layers in classes.items():
+        by_file = (comparable(rows, usable, shape, variant) for rows in files)
+        by_name = next((by for by in by_file if usable[0].name in by), None)
+        if by_name is None:
+            return None
+        found.append((by_name, layers))
     measured = [b for b in usable if all(b.name in by_name for by_name, _ in found)]
-    if not found or not measured or measured[0] is not usable[0]:
+    if not found:
         return None
     times: dict[str, list[tuple[float, int]]] = {b.name: [] for b in measured}
     for by_name, layers in found:
@@ -239,7 +239,7 @@ def _decide(rows: list[Measurement], usable: Sequence[AttentionBackend], pairs: 
         if b is best:
             continue
         if b.name not in us:
-            against[b.name] = [_unmeasured(rows, b, [shape for shape, *_ in classes])]
+            against[b.name] = [_unmeasured([row for rows in files for row in rows], b, [shape for shape, *_ in classes])]
             continue
         both = f"decode {us[b.name]:.1f} us against {us[best.name]:.1f} us ({where})"
         if us[b.name] >= us[best.name]:

@@ -200,6 +200,15 @@ def test_the_users_file_comes_before_the_shipped_one() -> None:
     assert select().backend is a
 
 
+def test_kinds_of_layers_that_were_measured_in_two_files() -> None:
+    """Gemma's layers with a window ship; a user who measures the others has times of all."""
+    a, b = make("a", 0), make("b", 1)
+    tuning.save([row(a, 30.0, WINDOWED), row(b, 12.0, WINDOWED)], tuning.STORE.shipped)
+    assert select(SITE, WINDOWED).backend is a, "one kind alone decides nothing"
+    tuning.save([row(a, 10.0), row(b, 20.0)])
+    assert select(SITE, WINDOWED).backend is b
+
+
 def test_save_merges(tmp_path: Path) -> None:
     a, b = make("a", 0), make("b", 1)
     path = tmp_path / "deep" / "times.json"
