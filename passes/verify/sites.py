@@ -116,8 +116,9 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
         if node.op.startswith("call") and node.users and long_as_row(node) and made and not picks_rows_alone(node, tokens):
             raise UnsupportedAttention(
                 f"the model makes positions of its own ({name} at {module_path(node) or node.name}: {node.format_node()}); in "
-                "a ragged batch every sequence has its own. quire puts them in place of torch.arange(T) and of table[:T], T "
-                "the number of tokens, and of nothing else. Write it so, or let the forward take position_ids and use them.")
+                "a ragged batch every sequence has its own. quire puts them in place of torch.arange(T), T the number of "
+                "tokens, and of table[:T] of a parameter or buffer. Write it so, or let the forward take position_ids and use "
+                "them.")
 
 
 def check_rope(config: Any) -> None:

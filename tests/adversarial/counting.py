@@ -34,6 +34,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.wte.weight = self.lm_head.weight
         self.register_buffer("pe", torch.randn(1, BLOCK, WIDTH))
+        self.register_buffer("numbers", torch.arange(BLOCK)[None])
         self.register_buffer("heads", torch.randn(HEADS, BLOCK, WIDTH // HEADS))
         self.register_buffer("angles", torch.outer(torch.arange(BLOCK), 0.7 ** torch.arange(WIDTH // 2)))
         self.register_buffer("complex", torch.polar(torch.ones(BLOCK, WIDTH // 2), self.angles))
@@ -120,6 +121,8 @@ SERVED: dict[str, Place] = {
     "complex": lambda m, ids: torch.view_as_real(
         torch.view_as_complex(m.wte(ids).unflatten(-1, (-1, 2))) * m.complex[: ids.shape[1]]).flatten(2),
     "by numbers and a cut": shared,
+    "numbers in a buffer": lambda m, ids: m.wpe(m.numbers[:, : ids.shape[1]]),
+    "by another table": lambda m, ids: m.wpe(m.numbers[0].flip(0)[numbers(ids)]),
     "heads as many as traced tokens": of_heads,
     "a table as long as the trace": lambda m, ids: m.odd[numbers(ids)],
     "a table as long as the trace, cut": lambda m, ids: m.odd[: ids.shape[1]],

@@ -79,6 +79,37 @@ def test_refused(name: str, route: str) -> None:
     assert re.search(why, found), found
 
 
+TABLE = torch.randn(BLOCK, 16)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_table_that_no_module_holds(route: str) -> None:
+    """By hand it is an input, as long as it may be in another call."""
+    found = outcome(lambda kind: kind(lambda m, ids: TABLE[: ids.shape[1]]), route)
+    assert found == "exact" if route == "engine" else "table[:T] of a parameter or buffer" in found
+
+
+class Masks(GPT):
+    """Its numbers are for positions and for the mask, the same or others."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        rows = numbers(idx)
+        of_mask = rows if self.shared else torch.arange(idx.shape[1])
+        x, mask = self.wte(idx) + self.wpe(rows), of_mask[:, None] >= of_mask
+        for layer in self.h:
+            x = x + layer(x, mask)
+        return self.lm_head(x), None
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_numbers_for_a_mask_too(shared: bool) -> None:
+    assert outcome(lambda kind: Masks(shared), "engine") == "exact"
+
+
 # What an engine does with them.
 
 
