@@ -29,6 +29,8 @@ def of(*tables: dict[str, Any]) -> dict[str, Step]:
 #: Token by token.
 ROW_WISE: dict[str, Step] = of(mixers.SERVED, practice.SERVED) | {
     "angles": lambda m, x, p, n: x * (p[..., None] * 0.2 + n).cos(),
+    "angles of counted tokens": lambda m, x, p, n: x * (torch.arange(x.shape[1])[:, None] * 0.2 + n).cos(),
+    "rows of a table, cut": lambda m, x, p, n: x + m.table[: x.shape[1], n : n + 1] * m.table[torch.arange(x.shape[1]) // 2],
     "where": lambda m, x, p, n: torch.where(x > 0.1 * n, x, x.tanh()),
     "a position": lambda m, x, p, n: x.masked_fill((p == n)[..., None], 0.3),
     "turned features": lambda m, x, p, n: torch.cat([x[..., n:], x[..., :n]], -1),
@@ -50,6 +52,8 @@ ATTENDING: dict[str, Step] = {
 MIXING: dict[str, Step] = of(mixers.MIXES) | ATTENDING | {
     "rows added": lambda m, x, p, n: x + torch.zeros_like(x).index_add(1, p[0] % x.shape[1], x),
     "viewed": lambda m, x, p, n: x.view(1, 16, -1).softmax(-1).view(x.shape) + x,
+    "counted from the end": lambda m, x, p, n: x + m.table[x.shape[1] - 1 - torch.arange(x.shape[1]) + n],
+    "a table, cut later": lambda m, x, p, n: x + m.table[n + 1 : x.shape[1] + n + 1],
     "power of the length": lambda m, x, p, n: x * (0.9 ** (x.numel() // 16)),
     "lerp": lambda m, x, p, n: torch.lerp(x, F.pad(x, (0, 0, 1, -1)), 0.3),
     "by residue": lambda m, x, p, n: x + torch.zeros(4, 16).scatter_reduce(
