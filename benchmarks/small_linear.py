@@ -122,8 +122,11 @@ def candidates(shape: LinearShape, m: int, wide: bool) -> list[Config]:
     if shape.codes is None and m > 1:
         n, device = shape.n // 2 if shape.swiglu else shape.n, torch.device("cuda")
         found = [*TILE, *(even for c in TILE if (even := evenly(c, m, n, shape.swiglu, device)))]
+        shared = [c._replace(splits=s) for c in TILE for s in splits(c, m, n, shape.k) if s > 1]
         if not (shape.norm or shape.swiglu):  # these need whole sums in one program
-            found += [c._replace(splits=s) for c in TILE for s in splits(c, m, n, shape.k) if s > 1]
+            found += shared
+        elif not shape.swiglu:
+            found += [c._replace(norm_apart=1) for c in (*TILE, *shared)]
         return found
     if shape.codes is None:
         return VECTOR

@@ -131,7 +131,8 @@ def small_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weigh
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
     if config is None and lora is None:
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
-    x2, norm_weight = norm_apart(x2, norm_weight, eps, pdl, codes=scale is not None)
+    x2, norm_weight = norm_apart(x2, norm_weight, eps, pdl, codes=scale is not None,
+                                 always=config is not None and bool(config.norm_apart) and lora is None)
     config = config or by_rule(m, weight.shape[0], k, swiglu)
     if config.block_m:
         if scale is not None and norm_weight is None and not swiglu and fits_wide(k, config):

@@ -35,6 +35,7 @@ class Config(NamedTuple):
         kernel.
         rows: weight rows per program of several tokens, fewer than block_n and a multiple of 4; 0: block_n. See
         ``small_linear.evenly``.
+        norm_apart: 1: of several tokens, the norm has a launch of its own; see ``small_linear.norms_apart``.
     """
 
     block_n: int
@@ -45,6 +46,7 @@ class Config(NamedTuple):
     block_m: int = 0
     turned: int = 0
     rows: int = 0
+    norm_apart: int = 0
 
 
 class Tile(NamedTuple):
@@ -158,7 +160,7 @@ def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | 
 def _read(devices: Any) -> dict[str, dict[str, list[int] | None]]:
     for configs in devices.values():
         for config in configs.values():
-            if config is not None and (not 4 <= len(config) <= 8 or not all(type(x) is int for x in config)
+            if config is not None and (not 4 <= len(config) <= len(Config._fields) or not all(type(x) is int for x in config)
                                        or min(config[:5]) < 1 or min(config) < 0
                                        or (rows := Config(*config).rows) % 4 or rows >= config[0]):
                 raise ValueError(f"{config} are not launch parameters")
@@ -183,11 +185,18 @@ def device_key(device: torch.device) -> str:
     return f"{device_name(device)}, triton {triton.__version__}"
 
 
+def _short(config: Config) -> list[int]:
+    """As older versions read it, which refuse longer entries, where the later fields are 0."""
+    values = list(config)
+    while not values[-1] and len(values) > Config._fields.index("rows"):
+        values.pop()
+    return values
+
+
 def keep(device: torch.device, configs: dict[str, Config | None]) -> None:
     """Add measurements to the user's file. Raises OSError if it cannot be written; this process has them all the same."""
     devices = STORE.load(STORE.user_file) or {}
     name = device_key(device)
-    # Without ``rows`` as older versions read it, which refuse a file with longer entries.
-    entries = {key: None if config is None else list(config if config.rows else config[:-1]) for key, config in configs.items()}
+    entries = {key: None if config is None else _short(config) for key, config in configs.items()}
     known(device).update(entries)
     STORE.save({**devices, name: {**devices.get(name, {}), **entries}})

@@ -92,13 +92,23 @@ def split(n: int, k: int, device: torch.device) -> Iterator[Config]:
             yield Config(block_n, 128, 4, 4, splits)
 
 
+def norms_apart(shape: LinearShape, device: torch.device) -> Iterator[Config]:
+    """For several tokens: a launch for the norm, and then the product of what it made. Each program of the fused kernel multiplies
+    all tokens by the norm's weight, which takes as long as the bytes of a small layer: the best for q, k and v of four models
+    take 14 to 26 us at 32 tokens where cuBLAS, without a norm, takes 9 to 23 (``h200_small_linear_more.json``). Behind a norm of
+    its own, programs may share columns too. With SwiGLU layers are large; in float16 the norm is apart in any case."""
+    if shape.norm and not shape.swiglu and shape.dtype != torch.float16:
+        for config in (*CANDIDATES[False], *split(shape.n, shape.k, device)):
+            yield config._replace(norm_apart=1)
+
+
 def candidates(num_tokens: int, shape: LinearShape, device: torch.device) -> tuple[Config, ...]:
     if shape.codes is None and num_tokens == 1:
         return (*CANDIDATES[True], *(UNEVEN if shape.k > 1024 and shape.k % 1024 else ()))
     if shape.codes is None:
         even = evenly(EVENED, num_tokens, shape.n // 2, True, device) if shape.swiglu else None
         splits = () if shape.norm or shape.swiglu else split(shape.n, shape.k, device)  # the former need whole sums
-        return (*(SWIGLU if shape.swiglu else CANDIDATES[False]), *filter(None, [even]), *splits)
+        return (*(SWIGLU if shape.swiglu else CANDIDATES[False]), *filter(None, [even]), *splits, *norms_apart(shape, device))
     few = () if shape.codes == INT4 else next(tried for most, tried in CANDIDATES_QUANTIZED.items() if num_tokens <= most)
     return (*few, *wide_configs(num_tokens, shape.n, shape.k, shape.swiglu, shape.codes, device)[:WIDE])
 

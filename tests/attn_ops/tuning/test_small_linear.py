@@ -118,7 +118,8 @@ def test_uneven_tiles_are_tried_in_even_shares() -> None:
 
 
 def test_few_rows_share_their_columns() -> None:
-    """64 tiles of 32 rows leave half of 132 multiprocessors without work. A norm and SwiGLU need whole sums in one program."""
+    """64 tiles of 32 rows leave half of 132 multiprocessors without work. SwiGLU, and a norm in the same launch, need whole sums
+    in one program."""
     h200 = torch.device("cuda")
     with mock.patch.multiple(host, num_sms=lambda device: 132, shared_memory=lambda device: 233472):
         for n, k in ((2048, 8192), (1024, 2048), (512, 1024), (4096, 4096), (2560, 600)):
@@ -126,9 +127,34 @@ def test_few_rows_share_their_columns() -> None:
             found = [config for config in tuning.candidates(8, plain, h200) if config.splits > 1]
             assert bool(found) == (n < 4096 and k >= 1024)
             assert all(n / config.block_n * config.splits <= 132 and k / config.splits >= 512 for config in found)
-            assert not any(c.splits > 1 for each in (plain._replace(norm=True), plain._replace(swiglu=True))
-                           for c in tuning.candidates(8, each, h200))
+            whole = plain._replace(norm=True), plain._replace(swiglu=True)
+            assert not any(c.splits > 1 and not c.norm_apart for each in whole for c in tuning.candidates(8, each, h200))
             assert not any(config.splits > 1 for config in tuning.candidates(1, plain, h200))
+
+
+def test_a_norm_in_a_launch_of_its_own_where_that_is_faster(folder) -> None:
+    """In one launch each program multiplies all tokens by the norm's weight, which of a small layer takes as long as its
+    bytes."""
+    shape = SHAPE._replace(dtype=torch.bfloat16)
+    tried = tuning.candidates(8, shape, CPU)
+    assert any(c.norm_apart for c in tried) and not any(c.norm_apart for c in tuning.candidates(1, shape, CPU))
+    for other in (shape._replace(norm=False), shape._replace(swiglu=True), SHAPE):  # in float16 it is apart in any case
+        assert not any(c.norm_apart for c in tuning.candidates(8, other, CPU))
+    for chosen in tried:
+        with mock.patch.object(tuning, "fastest", lambda *args, chosen=chosen: chosen):
+            for file in folder.rglob("*.json"):
+                file.unlink()
+            tuning.known.cache_clear()
+            assert tune([shape], CPU) == 3
+        tuning.known.cache_clear()  # as in another process
+        assert config_for(8, 32, 64, False, CPU) == chosen
+        (entry,) = {len(e) for each in STORE.load(STORE.user_file).values() for e in each.values()}
+        assert entry == (9 if chosen.norm_apart else 7), "older versions refuse longer entries"
+        (call,) = tuning.arguments(shape, 8, CPU, 1)
+        with recording() as launched:
+            small_linear_cuda(*call)
+        names = sorted(each.name for each in launched)
+        assert names == ["norm_kernel"] * chosen.norm_apart + ["tile_kernel"]
 
 
 @pytest.mark.parametrize("codes", [None, torch.int8])
