@@ -93,10 +93,10 @@ def split(n: int, k: int, device: torch.device) -> Iterator[Config]:
 
 
 def norms_apart(shape: LinearShape, device: torch.device) -> Iterator[Config]:
-    """For several tokens: a launch for the norm, and then the product of what it made. Each program of the fused kernel multiplies
-    all tokens by the norm's weight, which takes as long as the bytes of a small layer: the best for q, k and v of four models
-    take 14 to 26 us at 32 tokens where cuBLAS, without a norm, takes 9 to 23 (``h200_small_linear_more.json``). Behind a norm of
-    its own, programs may share columns too. With SwiGLU layers are large; in float16 the norm is apart in any case."""
+    """For several tokens: a launch for the norm, and then the product of what it made. In one launch each program multiplies
+    all tokens by the norm's weight, which of a small layer takes as long as its bytes: q, k and v of four models take 14 to
+    26 us at 32 tokens where cuBLAS, without a norm, takes 9 to 23 (``h200_small_linear_more.json``). Behind a norm of its own,
+    programs may share columns too. With SwiGLU layers are large; in float16 the norm is apart in any case."""
     if shape.norm and not shape.swiglu and shape.dtype != torch.float16:
         for config in (*CANDIDATES[False], *split(shape.n, shape.k, device)):
             yield config._replace(norm_apart=1)

@@ -118,8 +118,8 @@ def test_uneven_tiles_are_tried_in_even_shares() -> None:
 
 
 def test_few_rows_share_their_columns() -> None:
-    """64 tiles of 32 rows leave half of 132 multiprocessors without work. SwiGLU, and a norm in the same launch, need whole sums
-    in one program."""
+    """64 tiles of 32 rows leave half of 132 multiprocessors without work. SwiGLU, and a norm in the same launch, need whole
+    sums in one program."""
     h200 = torch.device("cuda")
     with mock.patch.multiple(host, num_sms=lambda device: 132, shared_memory=lambda device: 233472):
         for n, k in ((2048, 8192), (1024, 2048), (512, 1024), (4096, 4096), (2560, 600)):
