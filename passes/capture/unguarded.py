@@ -32,6 +32,9 @@ _IMPORTED = re.compile(r"G\['__import_(\w+)'\]")
 _BUILT_IN = frozenset(vars(builtins))
 _ORDERED = (list, tuple, dict, collections.deque)
 _CLASS_OF = frozenset({"type", "__class__"})  # by which code gets at the class of an object
+_LAZY = ("quire.", "torch._ops")  # modules of classes whose objects get attributes when they are used
+_OF_PROCESS = (id, hash)  # which give other numbers in each process, and no guard is on them
+_OF_FUNCTION = frozenset({"__hash__", "__annotations__", "__code__"})  # in which no guard looks, either
 
 
 class Asked(NamedTuple):
@@ -85,6 +88,8 @@ def description(sources: Sequence[str], values: Values, asked: Asked) -> dict[st
     for cls in reachable:
         if not _is_known(type(cls).__module__):
             raise NotPortable(f"a class of the class {type(cls).__qualname__}, whose code Dynamo does not look into")
+    if names is not None and (names & _OF_FUNCTION or any(x is asked for x in once for asked in _OF_PROCESS)):
+        raise NotPortable("a number of this process (id, hash), or what a function says of itself")
     found = {"which objects are one": _identities(held, names is not None),
              "what is an instance of an abstract class": [_members(cls, once, classes, types_of) for cls in reachable
                                                           if isinstance(cls, abc.ABCMeta)],
@@ -190,7 +195,7 @@ def _own(held: Any) -> Any:
     """What an object has by itself, and what a tensor tells of gradients."""
     if isinstance(held, torch.Tensor):
         return held.is_leaf, bool(held._backward_hooks)
-    if isinstance(held, (type, types.ModuleType)) or type(held).__module__.startswith("quire."):
+    if isinstance(held, (type, types.ModuleType)) or type(held).__module__.startswith(_LAZY):
         return None
     held = held.__func__ if isinstance(held, types.MethodType) else held
     try:

@@ -3,8 +3,10 @@ give the tokens of another model."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from torch._dynamo.utils import counters
 from torch._guards import Guard
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import quire
 from quire import Engine, SamplingParams, UnsupportedAttention
@@ -173,15 +176,48 @@ def test_an_assignment_of_what_is_there_is_one_of_that_model_only() -> None:
         PagedModel(with_state(torch.bfloat16), EAGER)
 
 
+@dataclasses.dataclass
+class Settings:
+    scale: float = 2.0
+    names: list[str] = dataclasses.field(default_factory=lambda: ["x", "y"])
+
+
+class UsersLayer(LlamaMLP):
+    """As people write them: it asks for what Dynamo has no guard for, and gets the same answers in every process."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.settings, self.acts = Settings(), {"silu": F.silu, "gelu": F.gelu}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.settings, Settings) and hasattr(self, "gate_proj") and "x" in self.settings.names:
+            return self.down_proj(self.acts["silu"](self.gate_proj(x)) * self.up_proj(x)) * self.settings.scale / math.pi
+        return super().forward(x)
+
+
+def with_users_layers() -> nn.Module:
+    model: Any = llama()
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        layer.mlp = UsersLayer(model.config).eval()
+        layer.mlp.load_state_dict(mlp.state_dict())
+    return model
+
+
+def test_a_model_with_code_of_the_users_is_taken() -> None:
+    assert was_traced(with_users_layers) and not was_traced(with_users_layers)
+
+
 @pytest.mark.slow
-def test_another_process_takes_it(folder: Path, tmp_path: Path) -> None:
-    program = textwrap.dedent("""
+@pytest.mark.parametrize("model", ["llama", "with_users_layers"])
+def test_another_process_takes_it(folder: Path, tmp_path: Path, model: str) -> None:
+    program = textwrap.dedent(f"""
         import torch
         from torch._dynamo.utils import counters
         from quire.graph_runner.engine import Engine
         from quire.graph_runner.sampling_params import SamplingParams
-        from tests.zoo.configs import SERVED, build
-        with Engine(build(SERVED["llama"]), num_pages=32, max_num_seqs=4, max_model_len=64, compiler="eager") as engine:
+        from tests.passes.capture.test_kept_trace import {model} as make
+        with Engine(make(), num_pages=32, max_num_seqs=4, max_model_len=64, compiler="eager") as engine:
             tokens = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=6, temperature=0))[0].token_ids
         print(counters["stats"]["unique_graphs"], tokens)
     """)

@@ -88,6 +88,10 @@ NOT_KEPT = {
                                   "m.c = types.SimpleNamespace(); U.C.held[0] = bool(v)", "isinstance(m.c, C)"),
     "a substitute": (SUBSTITUTE, "U.R[0] = v", "f()"),
     "state of Python": ("", "", "sys.getrecursionlimit() == 1001"),
+    "hash": ("", "m.c = 'a'", "hash(m.c) % 2"),
+    "id": ("", "m.c = [1]", "id(m.c) % 32 == 16"),
+    "annotations": ("def f(a: int): pass\n", "U.f.__annotations__['a'] = float if v else int",
+                    "f.__annotations__['a'] is float"),
 }
 QUICK = ("two objects", "two numbers", "a class in a closure", "ABC.register", "vars", "hasattr of a function",
          "the order of a set")
