@@ -41,6 +41,7 @@ from quire.passes.capture.errors import unwrapped
 from quire.passes.capture.unserved_adapters import check_adapters_served
 from quire.passes.fx import with_own_code
 from quire.passes.options import QuireOptions
+from quire.passes.verify.sites import transformers_config
 
 
 def paged(model: Any = None, **options: Any) -> Any:
@@ -56,7 +57,7 @@ def paged(model: Any = None, **options: Any) -> Any:
         ``model.generate.close()`` gives everything back.
 
     Raises:
-        TypeError: neither a model with ``generate`` nor a function, or an unknown option.
+        TypeError: neither a model with transformers' ``generate`` nor a function, or an unknown option.
     """
     if model is None:
         return functools.partial(paged, **options)
@@ -68,6 +69,9 @@ def paged(model: Any = None, **options: Any) -> Any:
         if not hasattr(type(model), "generate"):
             raise TypeError(f"{type(model).__name__} has no generate(); decorate its forward with quire.paged, or use "
                             "quire.Engine(model)")
+        if transformers_config(model) is None and adapted_model(model) is None:  # nanoGPT's, say
+            raise TypeError(f"the generate() of {type(model).__name__} is its own, and not transformers'; use "
+                            "quire.Engine(model), whose generate() and stream() run its forward")
         EngineConfig.of({k: v for k, v in options.items() if k != "tokenizer"})  # checked now, not at the first generate
         if (inner := adapted_model(model)) is not None:
             paged(inner, **options)

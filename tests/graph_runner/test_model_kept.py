@@ -140,6 +140,9 @@ def test_a_forward_patched_on_the_instance_stays() -> None:
 
 
 def test_what_it_takes() -> None:
+    own = type("GPT", (torch.nn.Linear,), {"generate": lambda self, idx, max_new_tokens: idx})
+    with pytest.raises(TypeError, match="generate.. of GPT is its own, and not transformers'; use quire.Engine"):
+        quire.paged(own(1, 1))
     with pytest.raises(TypeError, match="Linear has no generate.*decorate its forward with quire.paged, or use"):
         quire.paged(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="takes the model itself, not what torch.compile made of it. Page it first"):

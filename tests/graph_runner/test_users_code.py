@@ -337,7 +337,7 @@ class Value(nn.Module):
 @pytest.mark.parametrize(("change", "reason"), [
     (Reward, "Reward has no language-model head: it gives 1 logits per token, and its vocabulary has 64 tokens"),
     (lambda m: m.to("meta"), "model.embed_tokens.weight is on the meta device, so it has no values"),
-    (nn.Sequential, "takes no input_ids and no position_ids.*Its module '0' is a LlamaForCausalLM: give quire that one"),
+    (nn.Sequential, "mixes the tokens of the batch.*Its module '0' is a LlamaForCausalLM: give quire that one"),
     (nn.DataParallel, "Its module 'module' is a LlamaForCausalLM: give quire that one"),
     (no_head, "own forward fails on token ids and positions: TypeError: 'NoneType' object is not callable"),
     (scripted, "could not be traced into one graph: it calls a TorchScript module. Put the Python module in its place"),
