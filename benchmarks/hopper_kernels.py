@@ -100,10 +100,10 @@ def attention(heads: int, kv_heads: int, dim: int, dim_v: int, site: dict[str, A
         backend.paged_attention(q, k, v, *rest, **options)
 
 
-def linear(tokens: int, n: int, k: int, norm: bool, residual: bool, swiglu: bool, pdl: bool, config: Config | None = None
-           ) -> None:
+def linear(tokens: int, n: int, k: int, norm: bool, residual: bool, swiglu: bool, pdl: bool, config: Config | None = None,
+           gelu: bool = False) -> None:
     small_linear_cuda(zeros(1, tokens, k), zeros(n, k), None, zeros(k) if norm else None, 1e-5,
-                      zeros(1, tokens, n) if residual else None, swiglu, config=config, pdl=pdl)
+                      zeros(1, tokens, n) if residual else None, swiglu, gelu=gelu, config=config, pdl=pdl)
 
 
 def quantized_linear(tokens: int, n: int, k: int, kind: torch.dtype, residual: bool, pdl: bool) -> None:
@@ -378,6 +378,8 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
               "odd": (1000, 1100, True, False, False)}
     for (name, layer), tokens, pdl in product(shapes.items(), (1, 8, 32), (False, True)):
         yield f"small_linear {name} {tokens}{' pdl' * pdl}", partial(linear, tokens, *layer, pdl)
+    for tokens in (1, 8, 32):  # of gemma2-9b
+        yield f"small_linear gelu {tokens}", partial(linear, tokens, 28672, 3584, False, False, True, tokens == 1, gelu=True)
     for (n, k, *rest), tokens in product(((4608, 3584, True, False, False), (37888, 3584, True, False, True),
                                           (3584, 18944, False, True, False)), (1, 8, 32)):  # of qwen2-7b
         shape = LinearShape(n, k, *rest, HALF)

@@ -46,6 +46,15 @@ def _load_weights(w, scale, like, rows, cols, stride, N, K, EVEN_N: tl.constexpr
 
 
 @triton.jit
+def gated(gate, up, GELU: tl.constexpr):
+    """SwiGLU in float32; with GELU its tanh form, in which half of 1 + tanh(u) is the sigmoid of 2 u."""
+    if GELU:
+        return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    else:
+        return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
 def norm_kernel(x, weight, out, K, stride_x, eps, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
     """A token per program: its RMSNorm, rounded as Llama's: before the product with ``weight`` and after it."""
     row = tl.program_id(0).to(tl.int64)
@@ -66,7 +75,7 @@ def norm_kernel(x, weight, out, K, stride_x, eps, BLOCK_K: tl.constexpr, PDL: tl
 
 @triton.jit
 def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                  SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+                  SWIGLU: tl.constexpr, GELU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
                   LORA: tl.constexpr = None):
     """One token: BLOCK_N outputs per program, each the sum of K products. With LORA (host.AdapterTiles) the first programs have
     the first products of ``lora`` (host.Adapters), and SwiGLU's operands are stored apart."""
@@ -78,16 +87,16 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora, 
             let_next_start(PDL)
         else:
             _vector(tl.program_id(0) - first, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, lora.rms, BLOCK_N,
-                    BLOCK_K, SWIGLU, EVEN_N, EVEN_K, PDL, SWIGLU)
+                    BLOCK_K, SWIGLU, GELU, EVEN_N, EVEN_K, PDL, SWIGLU)
     else:
         _vector(tl.program_id(0), x, w, scale, bias, norm, res, out, N, K, stride_w, eps, None, BLOCK_N, BLOCK_K, SWIGLU,
-                EVEN_N, EVEN_K, PDL)
+                GELU, EVEN_N, EVEN_K, PDL)
 
 
 @triton.jit
 def _vector(program, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, rms_out, BLOCK_N: tl.constexpr,
-            BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
-            APART: tl.constexpr = False):
+            BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, GELU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+            PDL: tl.constexpr, APART: tl.constexpr = False):
     """A program of ``vector_kernel``; the first stores the norm's factor in ``rms_out`` (if not None). APART: SwiGLU's operands
     are stored one after the other instead of its result."""
     rows = program * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -132,7 +141,7 @@ def _vector(program, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, rms
     if APART:
         tl.store(out + N + rows, up.to(out.dtype.element_ty), mask=inside)
     elif SWIGLU:
-        y = y * tl.sigmoid(y) * up
+        y = gated(y, up, GELU)
     if res is not None:
         y += tl.load(res + rows, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=inside)
@@ -140,8 +149,8 @@ def _vector(program, x, w, scale, bias, norm, res, out, N, K, stride_w, eps, rms
 
 @triton.jit(do_not_specialize=["M", "each"])  # else 16 and 32 tokens would be separate kernels
 def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora, each,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr,
-                EVEN_K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr, LORA: tl.constexpr = None):
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, GELU: tl.constexpr,
+                EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr, LORA: tl.constexpr = None):
     """BLOCK_M tokens and BLOCK_N weight rows per program, the latter as the left operand of the tensor cores (the long side).
     ``each``: rows per program, a multiple of 4; fewer than BLOCK_N, without EVEN_N, where that fills the GPU evenly (see
     ``Config.rows``).
@@ -164,16 +173,16 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
                 let_next_start(PDL)
         else:
             _tile(program - first, first, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora,
-                  BLOCK_N, BLOCK_M, BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL, LORA)
+                  BLOCK_N, BLOCK_M, BLOCK_N, BLOCK_K, SWIGLU, GELU, EVEN_N, EVEN_K, SPLITS, PDL, LORA)
     else:
         _tile(tl.program_id(0), 0, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, None, each,
-              BLOCK_M, BLOCK_N, BLOCK_K, SWIGLU, EVEN_N, EVEN_K, SPLITS, PDL, None)
+              BLOCK_M, BLOCK_N, BLOCK_K, SWIGLU, GELU, EVEN_N, EVEN_K, SPLITS, PDL, None)
 
 
 @triton.jit
 def _tile(program, first_programs, x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, lora, each,
-          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr,
-          EVEN_K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr, LORA: tl.constexpr):
+          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, GELU: tl.constexpr,
+          EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr, LORA: tl.constexpr):
     """A program of ``tile_kernel``, behind the ``first_programs``."""
     if EVEN_N:
         rows = program * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -210,7 +219,7 @@ def _tile(program, first_programs, x, w, scale, bias, norm, res, out, M, N, K, s
             wait_for_products()
     let_next_start(PDL)
     if SPLITS == 1:
-        _finish(acc, acc_up, squares, rows, end, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU,
+        _finish(acc, acc_up, squares, rows, end, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU, GELU,
                 mine, program * BLOCK_N, first_programs, lora, LORA, BLOCK_M, BLOCK_N)
     else:
         tl.store(out + (tl.program_id(2) * M + tokens)[None, :] * N + rows[:, None], acc,
@@ -232,13 +241,13 @@ def add_up_kernel(parts, scale, bias, res, out, M, N, stride_r, lora, BLOCK_M: t
     for split in tl.static_range(SPLITS):
         acc += tl.load(parts + (split * M + tokens)[None, :] * N + rows[:, None], mask=inside, other=0.0)
     let_next_start(PDL)
-    _finish(acc, acc, None, rows, N, tokens, scale, bias, None, res, out, M, N, 0, stride_r, 0.0, False, mine,
+    _finish(acc, acc, None, rows, N, tokens, scale, bias, None, res, out, M, N, 0, stride_r, 0.0, False, False, mine,
             tl.program_id(0) * BLOCK_N, 0, lora, LORA, BLOCK_M, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["M"])
 def sliced_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, BLOCK_M: tl.constexpr,
-                  BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SWIGLU: tl.constexpr,
+                  BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SWIGLU: tl.constexpr, GELU: tl.constexpr,
                   EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr):
     """Like ``tile_kernel``, with SLICES times BLOCK_K columns per iteration, one slice per warp. See NOTE [A slice for each
     warp]."""
@@ -264,7 +273,7 @@ def sliced_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x
             acc_up = tl.dot(up, xs, acc_up)
     let_next_start(PDL)
     _finish(tl.sum(acc, 0), tl.sum(acc_up, 0), tl.sum(squares, 0), rows, N, tokens, scale, bias, norm, res, out, M, N, K,
-            stride_r, eps, SWIGLU)
+            stride_r, eps, SWIGLU, GELU)
 
 
 @triton.jit
@@ -280,8 +289,8 @@ def _load_slices(w, like, rows, cols, stride, N, K, EVEN_N: tl.constexpr, EVEN_K
 
 @triton.jit
 def _finish(acc, acc_up, squares, rows, end, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU: tl.constexpr,
-            mine=None, start=0, first_programs=0, lora=None, LORA: tl.constexpr = None, BLOCK_M: tl.constexpr = 0,
-            BLOCK_N: tl.constexpr = 0):
+            GELU: tl.constexpr, mine=None, start=0, first_programs=0, lora=None, LORA: tl.constexpr = None,
+            BLOCK_M: tl.constexpr = 0, BLOCK_N: tl.constexpr = 0):
     """Norm, scales, bias, adapters, SwiGLU and residual for the sums (BLOCK_N, BLOCK_M) of ``rows``, which begin at ``start``
     and of which those before ``end`` count; store the results."""
     rms = tl.zeros_like(tokens).to(tl.float32) + 1.0
@@ -309,7 +318,7 @@ def _finish(acc, acc_up, squares, rows, end, tokens, scale, bias, norm, res, out
         acc, acc_up = add_adapters(y, up, mine, rms, held, held_up, start, N, tokens, M, lora, SWIGLU, LORA, BLOCK_M,
                                BLOCK_N)
     if SWIGLU:
-        acc = acc * tl.sigmoid(acc) * acc_up
+        acc = gated(acc, acc_up, GELU)
     if res is not None:
         acc += tl.load(res + tokens[None, :] * stride_r + rows[:, None], mask=inside, other=0.0).to(tl.float32)
     tl.store(out + tokens[None, :] * N + rows[:, None], acc.to(out.dtype.element_ty), mask=inside)

@@ -6,7 +6,8 @@ memory bandwidth. So what comes before and after it in a decoder layer runs in t
 
 * before: RMSNorm. ``rms(x) * w_norm`` is a scale per row, which commutes with the product; its sum of squares is computed from
   the same loads of x. (Of several tokens in float16 it runs apart: see ``norm_apart``.)
-* after: SwiGLU, ``silu(gate) * up``, where weight holds the rows of gate, then of up; or the sum with the residual stream.
+* after: SwiGLU, ``silu(gate) * up``, where weight holds the rows of gate, then of up (in Gemma with GELU in its tanh form); or
+  the sum with the residual stream.
 
 Two kernels: for M = 1 a sum of products (no tensor cores: their smallest tile would be 16 tokens), and else a tile of weight
 rows times the tokens, padded to 16 or 32, with LoRA's adapters also to 64 or 128, on the tensor cores.
@@ -56,8 +57,8 @@ MAX_TOKENS = 32  # above, cuBLAS with Inductor's fusions around it is as fast (b
 
 
 def small_linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
-                       residual: Tensor | None, swiglu: bool, scale: Tensor | None = None, widths: Sequence[int] = ()
-                       ) -> Tensor:
+                       residual: Tensor | None, swiglu: bool, scale: Tensor | None = None, widths: Sequence[int] = (),
+                       gelu: bool = False) -> Tensor:
     """The definition: x (..., K), weight (N, K) -> (..., N), or (..., N / 2) with ``swiglu``.
 
     Args:
@@ -66,6 +67,7 @@ def small_linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weig
         swiglu: the first N / 2 rows of ``weight`` are the gate, the others the up projection.
         scale: (N,) float32, of a quantized weight, whose codes ``weight`` holds (int8 or float8_e4m3fn); or scales and zeros
             of a packed int4 weight, with ``widths``: see ``small_linear_wide.unpacked``.
+        gelu: only with ``swiglu``: the gate's activation is GELU in its tanh form instead of SiLU.
     """
     if norm_weight is not None:
         wide = x.float()
@@ -79,7 +81,7 @@ def small_linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weig
         out = out if bias is None else out + bias
     if swiglu:
         gate, up = out.chunk(2, dim=-1)
-        out = F.silu(gate) * up
+        out = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
     return out if residual is None else residual + out
 
 
@@ -95,8 +97,8 @@ def _products(x: Tensor, codes: Tensor) -> Tensor:
 
 def small_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float,
                       residual: Tensor | None, swiglu: bool, scale: Tensor | None = None, widths: Sequence[int] = (),
-                      config: Config | None = None, pdl: bool | None = None, lora: host.Adapters | None = None,
-                      dtype: torch.dtype | None = None) -> Tensor:
+                      gelu: bool = False, *, config: Config | None = None, pdl: bool | None = None,
+                      lora: host.Adapters | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """The op on CUDA. Runs the definition for more than MAX_TOKENS tokens (MAX_TOKENS_QUANTIZED with scales), for fp32, and
     where it was measured to be faster.
 
@@ -110,7 +112,7 @@ def small_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weigh
     k = x.shape[-1]
     m = x.numel() // max(1, k)
     if scale is not None and is_int4(weight):
-        return _int4(x, weight, bias, norm_weight, eps, residual, swiglu, scale, widths, config, pdl)
+        return _int4(x, weight, bias, norm_weight, eps, residual, swiglu, scale, widths, gelu, config, pdl)
     dtypes = (x.dtype,) if scale is None else QUANTIZED_WEIGHT_DTYPES
     most = MAX_TOKENS if scale is None or k % 16 else MAX_TOKENS_QUANTIZED  # large tiles of unaligned rows spill
     most = most if lora is None else MAX_TOKENS_PER_TILE
@@ -119,7 +121,7 @@ def small_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weigh
             or (bias is not None and bias.shape != (weight.shape[0],)) \
             or any(t is not None and t.dtype != x.dtype for t in (bias, norm_weight, residual)):
         assert lora is None, "the definition has no adapters"
-        return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
+        return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale, (), gelu)
     pdl = host.use_pdl(x.device, m) if pdl is None else pdl
     n = weight.shape[0] // (2 if swiglu else 1)
     x2 = rows_contiguous(x.reshape(m, k))
@@ -130,7 +132,7 @@ def small_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weigh
     if config is None:
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
     if config is None and lora is None:
-        return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
+        return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale, (), gelu)
     x2, norm_weight = norm_apart(x2, norm_weight, eps, pdl, codes=scale is not None,
                                  always=config is not None and bool(config.norm_apart) and lora is None)
     config = config or by_rule(m, weight.shape[0], k, swiglu)
@@ -141,7 +143,7 @@ def small_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weigh
     kernels = host.kernel_module("kernels.small_linear")
     # Adapters' columns go by whole tiles, and the other kernels' programs have whole ones.
     each = config.rows if config.rows and m > 1 and scale is None and lora is None else config.block_n
-    options: dict[str, Any] = {"SWIGLU": swiglu, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "pdl": pdl,
+    options: dict[str, Any] = {"SWIGLU": swiglu, "GELU": gelu, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "pdl": pdl,
                                "EVEN_N": n % config.block_n == 0 and each == config.block_n, "EVEN_K": k % config.block_k == 0,
                                "num_warps": config.num_warps, "num_stages": config.num_stages}
     pointers = (x2, weight, scale, bias, norm_weight, res, out)
@@ -220,18 +222,19 @@ def norm_apart(x: Tensor, weight: Tensor | None, eps: float, pdl: bool, codes: b
 
 
 def _int4(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, eps: float, residual: Tensor | None,
-          swiglu: bool, scale: Tensor, widths: Sequence[int], config: Config | None, pdl: bool | None) -> Tensor:
+          swiglu: bool, scale: Tensor, widths: Sequence[int], gelu: bool, config: Config | None, pdl: bool | None) -> Tensor:
     """The op on CUDA with a packed int4 weight: the kernel for codes, or cuBLAS after unpacking. A norm or SwiGLU, which the
     passes do not fold into these, runs apart."""
     k, n = x.shape[-1], rows_of(weight)
     m = x.numel() // max(1, k)
     if m == 0 or x.dtype not in HALVES or scale.dtype != torch.bfloat16 or k % INT4_COLUMNS \
             or any(t is not None and t.dtype != x.dtype for t in (bias, residual)):
-        return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale, widths)
+        return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale, widths, gelu)
     if config is None and m <= MAX_TOKENS_QUANTIZED:
         config = config_for(m, n, k, False, x.device, INT4)
     if config is None or not fits_wide(k, config) or norm_weight is not None or swiglu:
-        return small_linear_eager(x, launch_unpack(weight, scale, k, x.dtype, widths), bias, norm_weight, eps, residual, swiglu)
+        return small_linear_eager(x, launch_unpack(weight, scale, k, x.dtype, widths), bias, norm_weight, eps, residual, swiglu,
+                                  gelu=gelu)
     pdl = host.use_pdl(x.device, m) if pdl is None else pdl
     res = rows_contiguous(residual.reshape(m, n)) if residual is not None else None
     out = launch_wide(rows_contiguous(x.reshape(m, k)), weight, scale, bias, res, config, pdl, widths)
@@ -240,7 +243,7 @@ def _int4(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | 
 
 small_linear = define_op(
     "small_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu, "
-    "Tensor? scale=None, int[] widths=[]) -> Tensor", cpu=small_linear_eager, cuda=small_linear_cuda,
+    "Tensor? scale=None, int[] widths=[], bool gelu=False) -> Tensor", cpu=small_linear_eager, cuda=small_linear_cuda,
     fake=lambda x, weight, bias, norm_weight, eps, residual, swiglu, *_: x.new_empty(
         *x.shape[:-1], rows_of(weight) // (2 if swiglu else 1)), launches=True)
 

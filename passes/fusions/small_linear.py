@@ -12,6 +12,8 @@ After::
 
     z = small_linear(h, w, norm_weight=w_n, eps=eps, swiglu=True);  h2 = small_linear(z, w_down, residual=h)
 
+So does GELU in its tanh form in the place of silu (Gemma), but for layers with adapters.
+
 An operation is folded only if nothing else reads its result, and if nothing is changed in place on the way: the kernel reads
 its inputs where the last folded operation stood. Norms stay outside layers with codes. Left to Inductor: other norms (Gemma's
 1 + w, LayerNorm), other activations, weights that are not plain bf16 or fp16.
@@ -88,15 +90,17 @@ def fold(fusion: Fusion, node: fx.Node, weight: Any, bias: Any, scale: Any = Non
     norm = _norm(x) if scale is None else None  # the kernel for codes has no instructions to spare
     real = fusion.tensor(weight)
     held = value(weight) if real is None else real
-    product = None if is_int4(held) else _swiglu(node)
+    product, gelu = (None, False) if is_int4(held) else _gated(node)
+    if gelu and adapters:
+        product, gelu = None, False
     total, residual = _residual(product or node, dtype) or (product or node, None)
     end, swiglu = total, product is not None
     if written_between(norm.x if norm else node, end):
-        end, norm, swiglu, residual = node, None, False, None
+        end, norm, swiglu, gelu, residual = node, None, False, False, None
     with fusion.graph.inserting_before(end):
         new = fusion.graph.call_function(lora_linear if adapters else small_linear, (
             norm.x if norm else x, weight, bias, norm.weight if norm else None, norm.eps if norm else 0.0, residual, swiglu,
-            *adapters, *([] if scale is None else [scale]), *([widths] if widths else [])))
+            *adapters, *([] if scale is None else [scale]), *([widths] if widths else [])), {"gelu": True} if gelu else {})
     replace_node(end, new)
     codes = None if scale is None else INT4 if is_int4(held) else held.dtype
     fusion.weights.small_linears.add(LinearShape(
@@ -109,17 +113,20 @@ def _norm(node: Any) -> RMSNorm | None:
     return norm if norm and norm.weight is not None and norm.offset is None and only_user(node) is not None else None
 
 
-def _swiglu(node: fx.Node) -> fx.Node | None:
-    """The product in linear -> split in two halves -> silu(first) * second, if nothing else reads what is between."""
-    split = only_user(node)
+def _gated(node: fx.Node) -> tuple[fx.Node | None, bool]:
+    """The product in linear -> split in two halves -> silu(first) * second, if nothing else reads what is between; and whether
+    it has GELU, in its tanh form, in the place of silu."""
+    none, split = (None, False), only_user(node)
     if split is None or not _is_in_halves(split, node) or len(split.users) != 2 \
             or not all(is_function(n, (operator.getitem,)) for n in split.users):
-        return None
+        return none
     gate, up = sorted(split.users, key=lambda n: n.args[1])  # type: ignore[arg-type,return-value]
     active, product = only_user(gate), only_user(up)
-    if (gate.args[1], up.args[1]) != (0, 1) or active is None or only_user(active) is not product:
-        return None
-    return product if is_method(active, "silu") and (active, up) in operands(product, MUL) else None
+    if (gate.args[1], up.args[1]) != (0, 1) or active is None or only_user(active) is not product \
+            or (active, up) not in operands(product, MUL):
+        return none
+    gelu = is_method(active, "gelu") and argument(active, 1, "approximate", "none") == "tanh"
+    return (product, gelu) if gelu or is_method(active, "silu") else none
 
 
 def _is_in_halves(split: fx.Node, node: fx.Node) -> bool:

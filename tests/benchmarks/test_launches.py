@@ -43,6 +43,16 @@ def test_a_dense_layer(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_layer_with_norms_behind_its_products() -> None:
+    """Gemma's: each such norm, the sum and the norm before the next product are one launch, and the gate none."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs Triton")
+    model = skeleton(ModelSpec("gemma3-4b", torch.bfloat16, torch.device("cpu"), 3)).to_empty(device="cpu").eval()
+    layer = launches(programs(model, small=True, own_experts=False)[1])
+    assert layer == [*["small_linear", "reduction", "small_linear"] * 2, "triton_rope_paged_attention"]
+
+
+@pytest.mark.slow
 def test_a_layer_with_adapters() -> None:
     """PEFT's LoRA, in float32 or the model's dtype, takes no launch of its own beside one per forward that zeroes counters."""
     if importlib.util.find_spec("triton") is None:

@@ -48,6 +48,29 @@ def test_kernel(tokens, n, k, options) -> None:
     close(small_linear_cuda(*args), args)
 
 
+@pytest.mark.parametrize("options", [{}, dict(norm=True, bias=True, residual=True)], ids=len)
+@pytest.mark.parametrize("tokens, n, k", [(1, 40, 200), (3, 64, 128), (17, 40, 200)])
+def test_gelu_in_the_place_of_silu(tokens, n, k, options) -> None:
+    """Against F.gelu(approximate="tanh"), from far below zero, where it is 0, to far above, where it is the gate."""
+    args = case(tokens, n, k, swiglu=True, **options)
+    for scale in (1.0, 8.0):
+        given = (args[0] * scale, *args[1:])
+        gelu = (*given, None, (), True)
+        out = small_linear_cuda(*gelu)
+        wide = small_linear_eager(*[a.float() if isinstance(a, torch.Tensor) else a for a in gelu])
+        torch.testing.assert_close(out.float(), wide, atol=4e-3 * scale**2, rtol=4e-3)
+        assert (out - small_linear_cuda(*given)).abs().max() > 0.05, "SiLU is something else"
+        x, weight, bias, norm, eps, residual, *_ = (a.float() if isinstance(a, torch.Tensor) else a for a in given)
+        if norm is not None:
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm
+        gate, up = torch.nn.functional.linear(x, weight, bias).chunk(2, -1)
+        again = torch.nn.functional.gelu(gate, approximate="tanh") * up + (0.0 if residual is None else residual)
+        torch.testing.assert_close(out.float(), again, atol=4e-3 * scale**2, rtol=4e-3)
+    for kind in QUANTIZED_WEIGHT_DTYPES:
+        codes = quantized(args, kind)
+        close(small_linear_cuda(*codes, (), True), (args[0], codes[1].float() * codes[-1][:, None], *args[2:], None, (), True))
+
+
 def quantized(args, kind):
     """The same with a weight of codes, as attn_ops/kv_quant.py rounds them, and their scales."""
     codes, scale = quantize(args[1], kind)
@@ -195,4 +218,5 @@ def test_leading_dimensions_are_kept() -> None:
 def test_opcheck() -> None:
     torch.library.opcheck(small_linear, case(3, 16, 32, norm=True, bias=True, residual=True, swiglu=True))
     torch.library.opcheck(small_linear, case(3, 16, 32))
+    torch.library.opcheck(small_linear, case(3, 16, 32, swiglu=True), {"gelu": True})
     torch.library.opcheck(small_linear, quantized(case(3, 16, 32), torch.int8))
