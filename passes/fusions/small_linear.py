@@ -131,13 +131,13 @@ def _gated(node: fx.Node) -> tuple[fx.Node | None, bool]:
 
 def _is_in_halves(split: fx.Node, node: fx.Node) -> bool:
     """Whether ``split`` cuts ``node`` into two equal parts along its last dimension."""
-    if argument(split, 2, "dim", 0) not in (-1, value(node).dim() - 1):
-        return False
     width = value(node).shape[-1]
+    if not is_method(split, "chunk", "split") or argument(split, 2, "dim", 0) not in (-1, value(node).dim() - 1):
+        return False
     if is_method(split, "chunk"):
         return argument(split, 1, "chunks") == 2 and width % 2 == 0
-    sizes = argument(split, 1, "split_size_or_sections") if is_function(split, (torch.split, torch.functional.split)) else None
-    return isinstance(sizes, (list, tuple)) and len(sizes) == 2 and sizes[0] == sizes[1]
+    sizes = argument(split, 1, "split_size_or_sections", argument(split, 1, "split_size"))
+    return 2 * sizes == width if isinstance(sizes, int) else isinstance(sizes, (list, tuple)) and [*sizes] == [width // 2] * 2
 
 
 def _residual(node: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node] | None:
