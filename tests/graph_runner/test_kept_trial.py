@@ -93,7 +93,7 @@ def test_an_object_of_the_users_is_asked_each_time(runs: Callable[[Any], int], m
 def test_one_token_alone_is_compared(runs: Callable[[Any], int], monkeypatch: pytest.MonkeyPatch) -> None:
     model, own = small_llama().bfloat16(), PagedModel.by_itself
     assert runs(model) > 0
-    monkeypatch.setattr(PagedModel, "by_itself", lambda self, ids, at: own(self, ids, at) * (1.5 if len(ids) == 1 else 1))
+    monkeypatch.setattr(PagedModel, "by_itself", lambda self, ids, *at: own(self, ids, *at) * (1.5 if len(ids) == 1 else 1))
     with pytest.raises(UnsupportedAttention, match="for a row of one token"):
         runs(model)
 
