@@ -294,7 +294,7 @@ def _code_digest(code: types.CodeType) -> str:
 @functools.cache  # for one comparison: methods can be replaced
 def _class_digest(cls: type) -> str:
     """Of the methods and plain attributes of a class and its bases, the members of an enum, and of a class of the user's for
-    classes."""
+    classes; of the user's classes also the names of other attributes."""
     digest = hashlib.blake2b(digest_size=12)
     for base in (*cls.__mro__, *inspect.getmro(type(cls))):
         if base.__module__ in ("builtins", "abc", "enum"):
@@ -307,6 +307,8 @@ def _class_digest(cls: type) -> str:
                 digest.update(repr((name, entry.name, entry.value)).encode())
             elif isinstance(entry, _ENTRIES) or type(entry).__module__ == "functools":
                 digest.update(repr((name, fact(entry, True))).encode())
+            elif not (is_known(base.__module__) or name.startswith("__")):  # it has the name; Python adds __annotations__ late
+                digest.update(repr((name, _name(type(entry)))).encode())
     return digest.hexdigest()
 
 

@@ -16,6 +16,7 @@ import abc
 import builtins
 import collections
 import contextlib
+import enum
 import re
 import sys
 import types
@@ -32,6 +33,9 @@ _IMPORTED = re.compile(r"G\['__import_(\w+)'\]")
 _BUILT_IN = frozenset(vars(builtins))
 _ORDERED = (list, tuple, dict, collections.deque)
 _CLASS_OF = frozenset({"type", "__class__"})  # by which code gets at the class of an object
+#: Methods of values that Dynamo takes for constants which it traces, or which run when these are made.
+_TRACED = frozenset({"__str__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__", "__len__",
+                     "__init__", "__new__"})
 _LAZY = ("quire.", "torch._ops")  # modules of classes whose objects get attributes when they are used
 _OF_PROCESS = (id, hash)  # which give other numbers in each process, and no guard is on them
 _OF_FUNCTION = frozenset({"__hash__", "__annotations__", "__code__"})  # in which no guard looks, either
@@ -88,6 +92,9 @@ def description(sources: Sequence[str], values: Values, asked: Asked) -> dict[st
     for cls in reachable:
         if not _is_known(type(cls).__module__):
             raise NotPortable(f"a class of the class {type(cls).__qualname__}, whose code Dynamo does not look into")
+    for cls in types_of + classes:
+        if issubclass(cls, (enum.Enum, tuple)) and not _is_traced(cls):
+            raise NotPortable(f"the class {cls.__qualname__}, whose code Dynamo runs and does not look into")
     if names is not None and (names & _OF_FUNCTION or any(x is asked for x in once for asked in _OF_PROCESS)):
         raise NotPortable("a number of this process (id, hash), or what a function says of itself")
     found = {"which objects are one": _identities(held, names is not None),
@@ -105,6 +112,13 @@ def description(sources: Sequence[str], values: Values, asked: Asked) -> dict[st
         found["the order of sets"] = [_order(source, x) for source, x in zip(sources, held, strict=False)
                                       if isinstance(x, (set, frozenset))]
     return found
+
+
+def _is_traced(cls: type) -> bool:
+    """Whether Dynamo traces what the members of an enum, or named tuples, do by themselves."""
+    return all(_is_known(entry.__module__) or name in _TRACED or not (name.startswith("__") or name == "_missing_")
+               for base in cls.__mro__ for name, held in vars(base).items()
+               if isinstance(entry := getattr(held, "__func__", held), types.FunctionType))
 
 
 def _inside(held: Sequence[Any]) -> Iterator[Any]:

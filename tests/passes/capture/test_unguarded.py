@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from quire.passes.capture.facts import NotPortable, Values
-from quire.passes.capture.unguarded import asked_by, description
+from quire.passes.capture.unguarded import Asked, asked_by, description
 from tests.passes.capture.test_kept_trace import was_traced
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -67,6 +67,7 @@ CASES = {
     "hasattr of a method": (METHOD, "m.c = U.C(); vars(U.C.f).update({'w': 1} if v else {})", "hasattr(m.c.f, 'w')"),
     "hasattr of a module": ("", "U.S = types.ModuleType('S'); vars(U.S).update({'w': 1} if v else {})", "hasattr(S, 'w')"),
     "__getattr__ of a module": (GETTER, "U.R[0] = v; m.u = U", "hasattr(m.u, 'w')"),
+    "hasattr of a new object": (C, "v and setattr(U.C, 'w', [1])", "hasattr(C(), 'w')"),
     "the order of a set": ("", "m.c = {8, 0} if v else {0, 8}", "list(m.c)[0] == 8"),
     "a name of a built-in one": ("", "vars(U).update({'len': lambda x: 5} if v else {})", "len([1]) == 5"),
     "hooks of a tensor": ("", "m.t = torch.ones(1, requires_grad=True); v and m.t.register_hook(print)", "m.t._backward_hooks"),
@@ -88,6 +89,11 @@ NOT_KEPT = {
                                   "m.c = types.SimpleNamespace(); U.C.held[0] = bool(v)", "isinstance(m.c, C)"),
     "a substitute": (SUBSTITUTE, "U.R[0] = v", "f()"),
     "state of Python": ("", "", "sys.getrecursionlimit() == 1001"),
+    "truth of an enum": ("import enum\nR = [0]\nclass E(enum.Enum):\n    A = 1\n    def __bool__(self): return bool(R[0])\n",
+                         "U.R[0] = v", "E.A"),
+    "truth of a named tuple": (
+        "R = [0]\nclass T(collections.namedtuple('T', 'a')):\n    def __bool__(self): return bool(R[0])\n",
+        "m.t = U.T(1); U.R[0] = v", "m.t"),
     "hash": ("", "m.c = 'a'", "hash(m.c) % 2"),
     "id": ("", "m.c = [1]", "id(m.c) % 32 == 16"),
     "annotations": ("def f(a: int): pass\n", "U.f.__annotations__['a'] = float if v else int",
@@ -137,6 +143,13 @@ def test_what_a_built_in_name_means_is_described(monkeypatch: pytest.MonkeyPatch
     for value in (0.0, 0.0, 1.0):
         monkeypatch.setattr(builtins, "switched_on", value, raising=False)
         found.append(description((), Values({}), asked_by([(lambda: switched_on).__code__])))  # type: ignore[name-defined] # noqa: F821
+    assert found[0] == found[1] != found[2]
+
+
+def test_objects_that_become_one_are_described_for_code_of_libraries_too() -> None:
+    none = Asked(None, frozenset(), {})
+    one, other = [1], [1]
+    found = [description(("a", "b"), Values({"a": one, "b": b}), none) for b in (other, [1], one)]
     assert found[0] == found[1] != found[2]
 
 
