@@ -30,7 +30,9 @@ DRY = ["--model", "tiny", "--layers", "1", "--dtype", "float32", "--device", "cp
 # Parameters in billions, from the models' cards and config files; each model's name agrees with it.
 PARAMETERS = {"llama-8b": 8.03, "llama-1b": 1.236, "llama2-7b": 6.738, "phi-3-mini": 3.821, "qwen2-7b": 7.616,
               "qwen3-0.6b": 0.596, "qwen3-8b": 8.19, "gemma2-9b": 9.24,
-              "gpt-oss-20b": 20.91, "qwen3-30b-a3b": 30.53, "mistral-7b": 7.24, "deepseek-v2-lite": 15.71}
+              "gpt-oss-20b": 20.91, "qwen3-30b-a3b": 30.53, "mistral-7b": 7.24, "deepseek-v2-lite": 15.71,
+              "llama-3b": 3.213, "qwen2.5-0.5b": 0.494, "phi-4": 14.66, "glm4-9b": 9.40, "gemma3-1b": 1.0, "gemma3-4b": 3.88,
+              "starcoder2-7b": 7.174, "olmoe-7b": 6.919, "granite-3b-moe": 3.299, "mixtral-8x7b": 46.7}
 
 
 def spec(name: str, dtype: torch.dtype = torch.bfloat16, layers: int | None = None) -> ModelSpec:
