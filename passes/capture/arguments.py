@@ -34,6 +34,10 @@ class Arguments(NamedTuple):
         needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD
                   and p.kind is not p.VAR_POSITIONAL and name not in ("input_ids", "position_ids", "logits_to_keep")]
         ids, kind = "input_ids", type(model).__name__
+        unnamed = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_ONLY and name in (ids, *needed)]
+        if unnamed:
+            raise UnsupportedAttention(f"{kind}.forward takes {' and '.join(unnamed)} by position only (before the / of its "
+                                       "signature), and quire gives a model its token ids by name; leave out the /.")
         if ids not in named and len(needed) == 1 and needed[0] in named:
             ids, needed = needed[0], []
         if needed:

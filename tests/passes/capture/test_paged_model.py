@@ -109,6 +109,16 @@ class NeedsMore(nn.Module):
         return ids
 
 
+class Unnamed(Tiny):
+    def forward(self, tokens, /):
+        return super().forward(tokens, None)
+
+
+class UnnamedIds(Tiny):
+    def forward(self, input_ids=None, /, **options):
+        return super().forward(input_ids, None)
+
+
 class TwoLogits(Tiny):
     def forward(self, input_ids, position_ids):
         return (super().forward(input_ids, position_ids),)
@@ -130,6 +140,8 @@ class CausalIf(Tiny):
 @pytest.mark.parametrize("model, message", [
     (NoTokens(), "NoTokens.forward takes no input_ids; a ragged batch cannot be given to it"),
     (NeedsMore(), "NeedsMore.forward cannot do without ids and mask; quire gives a model token ids and positions"),
+    (Unnamed(), "Unnamed.forward takes tokens by position only .* by name; leave out the /"),
+    (UnnamedIds(), "UnnamedIds.forward takes input_ids by position only"),
     (Breaks(Attention(4, 2, is_causal=True)), "Breaks could not be traced into one graph"),
     (CausalIf(), r"CausalIf could not be traced .*condition on the length as is_causal .*is_causal=True.*test_paged_model.py"),
     (tiny(is_causal=True, dropout_p=0.5), "layers.0: dropout 0.5"), (Tiny(), "no attention was found"),
