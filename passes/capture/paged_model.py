@@ -42,7 +42,7 @@ from quire.passes.capture.own_attention import check_callers, check_code, check_
 from quire.passes.capture.own_masks import ChosenByUser, check_masks
 from quire.passes.capture.reads import Reads
 from quire.passes.capture.results import check_first, logits_of, vocabulary
-from quire.passes.capture.retrace import TRACED_TOKENS, Traced
+from quire.passes.capture.retrace import Traced, traced_on_many_or_few
 from quire.passes.capture.side_effects import check_side_effects
 from quire.passes.capture.traced import TracedGraph
 from quire.passes.capture.unserved_adapters import check_adapters_served
@@ -59,7 +59,7 @@ from quire.passes.verify.quantized import check_layers
 from quire.passes.verify.sites import check_checkpoint, check_config, check_logits, check_model, transformers_config
 
 logger = logging.getLogger(__name__)
-_REQS = 7  # rows of the traced batch: not 0, 1 or TRACED_TOKENS, which Dynamo would make constants or the same symbol
+_REQS = 7  # rows of the traced batch: not 0, 1 or its tokens, which Dynamo would make constants or the same symbol
 
 
 class PagedModel:
@@ -135,6 +135,9 @@ class PagedModel:
         self._graph, self.reads = None, Reads()
 
     def _trace(self, by_interface: bool) -> Any:
+        return traced_on_many_or_few(functools.partial(self._trace_on, by_interface), self._forget, self.options.max_model_len)
+
+    def _trace_on(self, by_interface: bool, tokens: int) -> Any:
         self.by_interface, device = by_interface, next(self.model.parameters()).device
         # Guards are dropped: one graph serves every batch shape. ``raise_graph`` refuses a trace whose guards mattered.
         forward, found = types.MethodType(with_own_code(type(self)._forward), self), weakref.ref(self)
@@ -147,8 +150,7 @@ class PagedModel:
                     traced._disk.note_guards(guards, traced, scope)
             return [False] * len(guards)
 
-        ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.int64, device=device)
-        positions = torch.arange(TRACED_TOKENS, device=device)[None]
+        ids, positions = torch.zeros(1, tokens, dtype=torch.int64, device=device), torch.arange(tokens, device=device)[None]
         keep = torch.arange(_REQS, device=device)
         sampling = self._all_greedy(keep)
         for tensor, dim in ((ids, 1), (positions, 1), *((each, 0) for each in (keep, *sampling))):
@@ -168,16 +170,15 @@ class PagedModel:
             compiled = self._run_kept if taken else torch.compile(
                 forward, backend=_weakly(self._capture), fullgraph=True, options={"guard_filter_fn": drop})
             try:
-                try:
-                    if not taken:
+                with contextlib.suppress(Traced):
+                    try:
+                        if not taken:
+                            compiled(ids, positions, keep, *sampling)
+                    except Exception as error:
+                        if not is_first_read(error):
+                            raise
+                        self.by_itself(ids[0], positions[0])  # the first call
                         compiled(ids, positions, keep, *sampling)
-                except Exception as error:
-                    if not is_first_read(error):
-                        raise
-                    self.by_itself(ids[0], positions[0])  # the first call
-                    compiled(ids, positions, keep, *sampling)
-            except Traced:
-                pass
             except Exception as error:
                 raise unwrapped(error, self.model, lambda: self.by_itself(ids[0], positions[0])) from error
             if by_interface:

@@ -18,7 +18,7 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -31,10 +31,42 @@ from quire.passes.fx import is_module_tensor, is_stored, placeholders, source_na
 
 _POSITIONS = re.compile(r"position_ids|cache_position")  # in the names of inputs of transformers' models
 TRACED_TOKENS = 23  # of a row that stands for any length; not 0 or 1, and no usual size of another dimension
+_FEW_TOKENS = 3  # of one for a model that has fewer positions; of 2, much of PyTorch makes a constant
+
+T = TypeVar("T")
 
 
 class Traced(Exception):
     """Raised by a graph that is called only to be traced."""
+
+
+def traced_on_many_or_few(trace: Callable[[int], T], forget: Callable[[], None], longest: int | None) -> T:
+    """What ``trace`` gives of a row of TRACED_TOKENS; where the model cannot be traced on so many, of a shorter one, for it may
+    have fewer positions: the conditions of that trace on its length say up to what length it holds. ``forget``: undoes a trace.
+    ``longest``: no sequence will be longer; None: unknown. Raises UnsupportedAttention as ``trace``."""
+    try:
+        return trace(TRACED_TOKENS)
+    except UnsupportedAttention as error:
+        short = longest is not None and longest < TRACED_TOKENS
+        if not short and not _is_of_the_model(error):
+            raise
+        forget()
+        try:
+            return trace(_FEW_TOKENS)
+        except UnsupportedAttention as again:
+            if not _is_of_the_model(again):
+                raise
+        raise
+
+
+def _is_of_the_model(error: BaseException) -> bool:
+    """Whether this came of what the traced code did, and is no refusal of quire's."""
+    cause = error.__cause__
+    found = cause is not None
+    while cause is not None:
+        found &= not isinstance(cause, UnsupportedAttention) and "UnsupportedAttention(" not in str(cause)
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__ or cause.__context__
+    return found
 
 
 @dataclass(eq=False)
