@@ -97,6 +97,12 @@ def source_name(node: fx.Node) -> str:
     return node.name if source is None else text_of(source)
 
 
+def last_key(node: fx.Node) -> str:
+    """Of a placeholder the name of an argument of the call: ``position_ids`` of ``L['kwargs']['position_ids']``."""
+    found = re.search(r"'(\w+)'\]$|^(\w+)$", source_name(node))
+    return (found[1] or found[2]) if found else ""
+
+
 def module_path(node: fx.Node) -> str:
     """Path of the innermost module that made the node, such as ``model.layers.3.self_attn``; empty if unknown."""
     if not (stack := node.meta.get("nn_module_stack")):

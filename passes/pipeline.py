@@ -98,7 +98,7 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
             if str(x.shape[0]) != str(shape[0]):
                 raise UnsupportedAttention(f"attention site {site.layer} ({site.name}) calls attention with keys or values of "
                                            f"shape {tuple(x.shape)} for queries of shape {shape}; need one batch for all")
-    use_given_positions(gm, tokens)
+    use_given_positions(gm, tokens, config is not None)
     take_wanted_rows(gm, tokens)
     if config is not None and max_length is not None:
         use_short_frequencies(gm, config, max_length)

@@ -9,8 +9,8 @@ After::
 
     pos = reshape(positions, -1);  x = embedding(ids) + embedding(pos, w);  q = q * index_select(cos, 0, reshape(positions, -1))
 
-``positions`` is the model's input ``position_ids`` if its graph has one, else a new last input, ``POSITIONS`` (1, T) int64,
-which ``TracedGraph`` takes from the step.
+``positions`` is the input ``position_ids`` of a transformers model whose graph has one, else a new last input, ``POSITIONS``
+(1, T) int64, which ``TracedGraph`` takes from the step: a module of the user's may be called with numbers of another kind.
 
 Why it is right: with positions 0, 1, 2, ... the graph is the same, number by number, so one sequence alone gets what the model
 gives it. And ``check_tokens`` proves of the new graph that each token's row follows from its id, its position and attention, so
@@ -26,19 +26,20 @@ device. Other ways to count (``linspace``, ``T - 1 - arange(T)``, ``table[1 : T 
 ``check_tokens`` refuses what follows from them.
 
 A sequence may be as long as the shortest table that positions pick rows of (``gm.meta[TABLES]``): beyond, the model's own
-forward fails, and a kernel of a GPU would read other memory. A table bounds nothing if it is looked up by more than a formula
-of one position, as it bounds nothing in a model that takes ``position_ids``. By hand, Dynamo calls the forward with the whole
+forward fails, and a kernel of a GPU would read other memory. A table that is looked up by whole numbers of which more is
+computed than a formula of one position has rows for as many positions as rows. By hand, Dynamo calls the forward with the whole
 row, which such a model, or its assertion, may refuse though each sequence is short enough.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
+from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch
 from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -53,12 +54,12 @@ from quire.passes.fx import (
     fake_mode,
     is_tensor,
     items_of,
+    last_key,
     longest_shown,
     module_path,
     placeholders,
     same_shape,
     sizes_of,
-    source_name,
     storage_of,
     symbolic,
     target_name,
@@ -78,19 +79,21 @@ _OWN = "quire_own_positions"
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 #: Functions and methods that pass numbers on as they are.
 _PASSED_ON = frozenset({"view", "reshape", "unsqueeze", "squeeze", "expand", "flatten", "to", "long", "int", "contiguous",
-                        "clone", "detach", "type", "transpose", "permute", "repeat_interleave", "expand_as", "view_as"})
+                        "clone", "detach", "type", "transpose", "permute", "repeat_interleave", "expand_as", "view_as",
+                        "type_as", "repeat", "broadcast_to", "tile", "stack", "cat"})
 #: Those that make a number of one other, and of numbers in the graph.
 _FORMULA = frozenset({"add", "sub", "rsub", "mul", "floordiv", "floor_divide", "mod", "remainder", "neg", "abs", "clamp",
-                      "clamp_min", "clamp_max", "clip"})
+                      "clamp_min", "clamp_max", "clip", "pow", "div", "lshift", "rshift"})
 #: Those that index a dimension: where the dimension and the index stand among the arguments.
 _PICKING = {**dict.fromkeys(("index_select", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_add",
                              "index_add_", "index_copy", "index_copy_", "index_fill"), (1, 2)), "take_along_dim": (2, 1)}
 _MANY = 2**20  # positions that are tried for tables
 
 
-def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
+def use_given_positions(gm: fx.GraphModule, tokens: Any, has_config: bool) -> int:
     """Put positions in the place of the numbers that a graph, after raising, makes of the length ``tokens`` of its row, in
-    place; see the module's docstring. Returns how many. Raises UnsupportedAttention: what was found, and what to do."""
+    place; see the module's docstring. ``has_config``: of a transformers model. Returns how many. Raises UnsupportedAttention:
+    what was found, and what to do."""
     graph = gm.graph
     if not symbolic(tokens) or tokens.node.expr.is_number:
         return 0  # which ``check_tokens`` refuses
@@ -98,7 +101,8 @@ def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
     found = [n for n in graph.nodes if n in cuts or (is_numbering(n, tokens) and _uses(n)[1])]
     if not found:
         return 0
-    given = next((n for n in placeholders(graph) if n.users and "position_ids" in source_name(n) and _is_row(n, tokens)), None)
+    given = next((n for n in placeholders(graph) if has_config and n.users and last_key(n) == "position_ids"
+                  and _is_row(n, tokens)), None)
     given = given or _added(graph, tokens, value(found[0]).device)
     written, replaced = written_memory(graph), [module_path(n) or n.name for n in found]
     flat, tables = list[fx.Node](), dict[str, int]()
@@ -147,7 +151,7 @@ def picks_rows_alone(node: fx.Node, tokens: Any) -> bool:
 
 def is_numbering(node: fx.Node, tokens: Any) -> bool:
     """Whether this is an ``arange`` as long as the row."""
-    return node.op == "call_function" and target_name(node) == "arange" and bool(node.users) and same_shape(
+    return node.op == "call_function" and torch_name(node) == "arange" and bool(node.users) and same_shape(
         value(node).shape, (tokens,))
 
 
@@ -230,16 +234,29 @@ def _take_rows(graph: fx.Graph, node: fx.Node, given: fx.Node, table: fx.Node, d
         rows = made_like(graph.call_method("index_select", (table, dim, flat)), node)
         if any(item != slice(None) for item in rest):
             rows = made_like(graph.call_function(operator.getitem, (rows, rest)), node)
+    before_rows, shown = value(node), node.format_node()
     node.replace_all_uses_with(rows)
     graph.erase_node(node)
-    changed = {rows}  # a copy in memory of its own, and so are the views of it
+    changed, gone = {rows}, {storage_of(before_rows), None}  # a copy in memory of its own, and so are the views of it
     for n in graph.nodes:
-        if n.op.startswith("call") and not changed.isdisjoint(n.all_input_nodes):
-            before, now = value(n), value(compute_value(n))
-            views = isinstance(now, torch.Tensor) and any(
-                is_tensor(x) and storage_of(value(x)) == storage_of(now) for x in n.all_input_nodes)
-            if views or not isinstance(now, torch.Tensor) or sizes_of(before) != sizes_of(now):
-                changed.add(n)
+        if not n.op.startswith("call") or changed.isdisjoint(n.all_input_nodes):
+            continue
+        before = value(n)
+        try:
+            now = value(compute_value(n))
+        except Exception as error:
+            raise UnsupportedAttention(
+                f"{module_path(node) or node.name} takes the first rows of a table ({shown}), and quire cannot "
+                f"follow what is computed of them ({n.name}: {type(error).__name__}). Number the tokens by torch.arange(T), or "
+                "let the forward take position_ids and use them.") from error
+        views = isinstance(now, torch.Tensor) and any(
+            is_tensor(x) and storage_of(value(x)) == storage_of(now) for x in n.all_input_nodes)
+        was = storage_of(before) if isinstance(before, torch.Tensor) else None
+        if was is not None and was not in gone and not views and sizes_of(before) == sizes_of(now):
+            n.meta["example_value"] = before  # memory of its own, which views have
+        else:
+            changed.add(n)
+            gone.add(was)
 
 
 def _elsewhere(node: fx.Node, where: str, device: torch.device) -> UnsupportedAttention:
@@ -253,11 +270,11 @@ def _cut_of(node: fx.Node, tokens: Any) -> tuple[fx.Node, int, tuple[Any, ...]] 
     """Of a node that takes the first T rows of a table: the table, the dimension, and what it takes of these rows, as an index;
     None for any other."""
     name = torch_name(node)
-    table: Any = node.args[0] if node.args else None
+    table: Any = argument(node, 0, "input")
     if name not in ("getitem", "__getitem__", "narrow") or not is_tensor(node) or not is_tensor(table):
         return None
     val = value(table)
-    if [str(n) for n in value(node).shape].count(str(tokens)) != 1 or is_traceable_wrapper_subclass(val):
+    if is_traceable_wrapper_subclass(val) or is_functorch(val) or [str(n) for n in value(node).shape].count(str(tokens)) != 1:
         return None
     if name == "narrow":
         dim, start, length = (argument(node, k, n) for k, n in enumerate(("dim", "start", "length"), 1))
@@ -287,44 +304,67 @@ def _is_first(item: Any, tokens: Any) -> bool:
 
 
 def _tables_of(graph: fx.Graph, flat: list[fx.Node]) -> Iterator[tuple[str, int]]:
-    """Of each table of a fixed size that positions, or a formula of one position, pick rows of: where that is, and for how many
-    positions from 0 on there is a row, if not for all that are tried."""
-    numbers: dict[fx.Node, torch.Tensor] = dict.fromkeys(flat, torch.arange(_MANY))
+    """Of each table of a fixed size that positions, or whole numbers computed from them, pick rows of: where that is, and for
+    how many positions from 0 on there is a row, if not for all that are tried. For numbers of which more is computed than a
+    formula of one position: as many as it has rows."""
+    numbers: dict[fx.Node, torch.Tensor | None] = dict.fromkeys(flat, torch.arange(_MANY))  # None: not known
     for node in graph.nodes if flat else ():
-        for index, size in _lookups(node):
+        for index, size, wraps in _lookups(node):
             if isinstance(index, fx.Node) and index in numbers and not symbolic(size):
-                outside = ~((numbers[index] < size) & (numbers[index] >= -size))
-                if bool(outside.any()):
+                if (found := numbers[index]) is None:
+                    yield module_path(node) or node.name, int(size)
+                elif bool((outside := (found >= size) | (found < (-size if wraps else 0))).any()):
                     yield module_path(node) or node.name, int(outside.int().argmax())
-        of = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 and node not in numbers else None
-        name = torch_name(node)
-        if of not in numbers or not is_tensor(node) or value(node).dtype not in _EXACT:
-            continue
-        whole = name == "getitem" and all(i is None or i is Ellipsis or i == slice(None) for i in items_of(node))
-        plain = all(isinstance(x, (int, float, fx.Node, type(None))) for x in (*node.args, *node.kwargs.values()))
-        if name in _PASSED_ON or whole:
-            numbers[node] = numbers[of]
-        elif name in _FORMULA and plain:
-            env = {of: numbers[of]}
-            evaluate([node], env)
-            numbers[node] = env[node]
+        if node not in numbers and is_tensor(node) and any(index in numbers for index in node.all_input_nodes):
+            if (made := _numbers_of(node, numbers)) is not None:
+                numbers[node] = made[0]
 
 
-def _lookups(node: fx.Node) -> Iterator[tuple[Any, Any]]:
-    """(index, size of the dimension) of what a node looks up."""
+def _numbers_of(node: fx.Node, numbers: Mapping[fx.Node, torch.Tensor | None]) -> tuple[torch.Tensor | None] | None:
+    """What a node makes of ``numbers`` of tokens: (numbers,), (None,) if they are others that are not known; None if it makes
+    no numbers of tokens: a comparison, rows of a table, what the model computes with its weights."""
+    name, dtype = torch_name(node), value(node).dtype
+    tensors = [x for x in node.all_input_nodes if is_tensor(x)]
+    if dtype == torch.bool or any(isinstance(index, fx.Node) and index in numbers for index, *_ in _lookups(node)) \
+            or any(value(x).is_floating_point() and x not in numbers for x in tensors) \
+            or dtype.is_floating_point and not all(x in numbers for x in tensors):
+        return None
+    first: Any = argument(node, 0, "input", argument(node, 0, "tensors"))
+    if isinstance(first, (list, tuple)) and len(first) == 1:  # a stack of one
+        first = first[0]
+    known = numbers.get(first) if isinstance(first, fx.Node) else None
+    whole = name == "getitem" and all(i is None or i is Ellipsis or i == slice(None) for i in items_of(node))
+    if known is not None and dtype in _EXACT and (name in _PASSED_ON or whole):
+        return (known.to(dtype),)
+    plain = all(isinstance(x, (int, float, str, fx.Node, type(None))) for x in (*node.args, *node.kwargs.values()))
+    if name in _FORMULA and dtype in _EXACT and plain and len(node.all_input_nodes) == 1 and (
+            known := numbers[node.all_input_nodes[0]]) is not None:
+        env = {node.all_input_nodes[0]: known}
+        evaluate([node], env)
+        return (env[node],)
+    return (None,)
+
+
+def _lookups(node: fx.Node) -> Iterator[tuple[Any, Any, bool]]:
+    """(index, size of the dimension, whether negative numbers count from its end) of what a node looks up."""
     name = torch_name(node) or target_name(node)
-    if name == "embedding" and node.target is not torch.embedding and is_tensor(weight := argument(node, 1, "weight")):
-        yield argument(node, 0, "input"), value(weight).shape[0]
-    elif node.target is torch.embedding and len(node.args) > 1:  # its arguments are in the other order
-        yield node.args[1], value(node.args[0]).shape[0]
-    elif name in ("index_select", "gather") and is_tensor(node.args[0]):
+    data: Any = argument(node, 0, "input")
+    if node.target is torch.embedding and len(node.args) > 1:  # its arguments are in the other order
+        yield node.args[1], value(node.args[0]).shape[0], False
+    elif name == "embedding" and is_tensor(weight := argument(node, 1, "weight")):
+        yield data, value(weight).shape[0], False
+    elif name == "one_hot" and type(classes := argument(node, 1, "num_classes", -1)) is int and classes > 0:
+        yield data, classes, False
+    elif name == "take" and is_tensor(data):
+        yield argument(node, 1, "index"), value(data).numel(), True
+    elif name in ("index_select", "gather") and is_tensor(data):
         dim, index = argument(node, 1, "dim"), argument(node, 2, "index")
         if type(dim) is int:
-            yield index, value(node.args[0]).shape[dim]
-    elif name == "getitem" and is_tensor(node.args[0]):
-        shape, items = value(node.args[0]).shape, items_of(node)
+            yield index, value(data).shape[dim], False
+    elif name == "getitem" and is_tensor(data):
+        shape, items = value(data).shape, items_of(node)
         for at, dim in dims_of(items, len(shape)):
-            yield items[at], shape[dim]
+            yield items[at], shape[dim], True
 
 
 def _is_row(node: fx.Node, tokens: Any) -> bool:
@@ -344,7 +384,7 @@ def _uses(node: fx.Node) -> tuple[bool, bool]:
         seen.add(n)
         for user in n.users:
             name = target_name(user)
-            data = user.args[0] if user.args else None
+            data = argument(user, 0, "input")
             if name in ("setitem", "index_put_") and isinstance(data, fx.Node):
                 if data is n:
                     continue
@@ -377,11 +417,9 @@ def _indexes(user: fx.Node, name: str, index: fx.Node) -> bool:
 
 def _picks_rows(user: fx.Node, name: str, index: fx.Node) -> bool:
     """Whether ``user`` indexes a dimension as long as the row, or a multiple of it; a table's has a fixed size."""
-    shape = value(user.args[0]).shape
+    shape = value(argument(user, 0, "input")).shape
     if name in _PICKING:
-        dim = user.args[_PICKING[name][0]] if len(user.args) > _PICKING[name][0] else user.kwargs.get("dim")
+        dim = argument(user, _PICKING[name][0], "dim")
         return symbolic(shape[dim]) if isinstance(dim, int) else True
-    items = user.args[1] if isinstance(user.args[1], (tuple, list)) else [user.args[1]]
-    if any(i is Ellipsis or i is None for i in items):
-        return True
-    return any(i is index and symbolic(shape[k]) for k, i in enumerate(items))
+    return any(items[at] is index and symbolic(shape[dim]) for items in [items_of(user)] for at, dim in dims_of(
+        items, len(shape)))

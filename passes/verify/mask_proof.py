@@ -12,7 +12,6 @@ dtype, which absorbs any score. Arithmetic must be exact in its dtype for ``MAX_
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from quire.passes.fx import (
     is_one,
     is_stored,
     is_tensor,
+    last_key,
     module_path,
     placeholders,
     source_name,
@@ -238,9 +238,9 @@ class MaskProver:
         val, name = value(node), source_name(node)
         if is_stored(node):
             raise Unprovable(f"it depends on {name}, whose values are not known")
-        given = {_last_key(n) for n in placeholders(self.graph)}
+        given = {last_key(n) for n in placeholders(self.graph)}
         names = {"position_ids", "cache_position"} if "position_ids" in given else {"positions", "cache_position"}
-        if _last_key(node) in names:
+        if last_key(node) in names:
             if not val.is_floating_point() and val.dim() in (1, 2) and self.is_row(val.shape[-1]):
                 return formula.var(-1)
             raise Unprovable(f"it depends on {name} of shape {tuple(val.shape)}")
@@ -332,12 +332,6 @@ def _classify(keep: Condition) -> MaskKind:
         if agree(keep, kind.condition()):
             return kind
     raise Unprovable("it is none of causal, sliding window, chunk")
-
-
-def _last_key(node: fx.Node) -> str:
-    """The name of an argument of the call: ``position_ids`` of ``L['kwargs']['position_ids']``."""
-    found = re.search(r"'(\w+)'\]$|^(\w+)$", source_name(node))
-    return (found[1] or found[2]) if found else ""
 
 
 def _storage(node: fx.Node) -> int:

@@ -110,8 +110,9 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
         return
     for node in graph.nodes:
         name = getattr(node.target, "__name__", str(node.target))
-        cut = name in ("getitem", "narrow") and isinstance(value(node.args[0]), torch.Tensor) and not any(
-            map(long_as_row, ancestors(node.args[0])))  # of a stored table
+        data: Any = argument(node, 0, "input")
+        cut = name in ("getitem", "narrow") and isinstance(value(data), torch.Tensor) and not any(
+            map(long_as_row, ancestors(data)))  # of a stored table
         made = (cut or name in ("arange", "linspace")) and not any(long_as_row(n) for n in node.all_input_nodes)
         if node.op.startswith("call") and node.users and long_as_row(node) and made and not picks_rows_alone(node, tokens):
             raise UnsupportedAttention(

@@ -122,6 +122,11 @@ SERVED: dict[str, Place] = {
         torch.view_as_complex(m.wte(ids).unflatten(-1, (-1, 2))) * m.complex[: ids.shape[1]]).flatten(2),
     "by numbers and a cut": shared,
     "numbers in a buffer": lambda m, ids: m.wpe(m.numbers[:, : ids.shape[1]]),
+    "rows behind dots": lambda m, ids: m.pe[..., numbers(ids), :],
+    "rows behind a new dimension": lambda m, ids: m.wpe.weight[None, numbers(ids)],
+    "by the names of arguments": lambda m, ids: torch.gather(
+        input=m.pe[0], dim=0, index=numbers(ids)[:, None].expand(-1, WIDTH)) + torch.narrow(
+        input=m.pe[0], dim=0, start=0, length=ids.shape[1]),
     "by another table": lambda m, ids: m.wpe(m.numbers[0].flip(0)[numbers(ids)]),
     "heads as many as traced tokens": of_heads,
     "a table as long as the trace": lambda m, ids: m.odd[numbers(ids)],

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -21,7 +22,20 @@ from quire.passes.options import QuireOptions
 from quire.passes.verify.sites import site_nodes
 from tests.adversarial.counting import BLOCK, GPT, REFUSED, SERVED, numbers
 from tests.adversarial.gpts import GPTS
-from tests.adversarial.harness import PAGE, ROUTES, STEPS, VOCAB, cache, check_exact, decorated, opened, refusal, sequences
+from tests.adversarial.harness import (
+    HEADS,
+    PAGE,
+    ROUTES,
+    STEPS,
+    VOCAB,
+    WIDTH,
+    cache,
+    check_exact,
+    decorated,
+    opened,
+    refusal,
+    sequences,
+)
 from tests.steps import serve
 
 EAGER = QuireOptions(compiler="eager")
@@ -87,6 +101,90 @@ def test_a_table_that_no_module_holds(route: str) -> None:
     """By hand it is an input, as long as it may be in another call."""
     found = outcome(lambda kind: kind(lambda m, ids: TABLE[: ids.shape[1]]), route)
     assert found == "exact" if route == "engine" else "table[:T] of a parameter or buffer" in found
+
+
+@torch.library.custom_op("quire_tests::arange", mutates_args=())
+def not_torchs(end: int) -> torch.Tensor:
+    return torch.arange(end) + 1
+
+
+@not_torchs.register_fake
+def _(end: int) -> torch.Tensor:
+    return torch.empty(end, dtype=torch.int64)
+
+
+def test_an_operator_that_is_called_arange() -> None:
+    """What it counts is not known."""
+    assert "makes positions of its own" in outcome(
+        lambda kind: kind(lambda m, ids: m.wpe(torch.ops.quire_tests.arange(ids.shape[1]))), "engine")
+
+
+def test_a_table_inside_a_vmap_is_refused_in_words() -> None:
+    found = outcome(lambda kind: kind(lambda m, ids: torch.vmap(lambda row: row[: ids.shape[1]] * 2)(m.pe)[0]), "engine")
+    assert "torch.arange(T), T the number of tokens" in found
+
+
+class Paragraphs(GPT):
+    """Is given numbers of tokens of another kind, under a name like that of positions."""
+
+    def forward(self, idx: torch.Tensor, position_ids: torch.Tensor, block_position_ids: torch.Tensor | None = None) -> Any:
+        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1])) + self.pe[0][position_ids]
+        x = x if block_position_ids is None else x + self.pe[0][block_position_ids]
+        for layer in self.h:
+            x = x + layer(x)
+        return self.lm_head(self.norm(x))
+
+
+@pytest.mark.parametrize("given", [
+    {"position_ids": lambda places: places % 3}, {"position_ids": lambda places: places + 2},
+    {"block_position_ids": lambda places: places % 3, "position_ids": lambda places: places},
+], ids=["of paragraphs", "from 2", "of both kinds"])
+def test_the_place_in_a_sequence_is_the_steps(given: Any) -> None:
+    """And not what a caller passes for another purpose."""
+    torch._dynamo.reset()
+    model, ids, kv = Paragraphs(), sequences(), cache(layers=2)
+    compiled = torch.compile(model, backend="quire", options={"compiler": "eager"})
+
+    def one(part: torch.Tensor, meta: Any) -> torch.Tensor:
+        with quire.step(kv, meta), torch.no_grad():
+            return compiled(part[None], **{name: of(meta.positions)[None] for name, of in given.items()})[0]
+
+    with torch.no_grad():
+        want = [model(i[None], **{name: of(torch.arange(len(i)))[None] for name, of in given.items()})[0] for i in ids]
+    check_exact(serve(one, ids, STEPS, PAGE), want)
+
+
+class Shares(GPT):
+    """Its second layer attends to the first one's keys, of which a part was changed through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.register = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, idx: torch.Tensor) -> torch.Tensor:
+        x = self.wte(idx)
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        k = k * self.heads[0, : idx.shape[1]]
+        part = k[..., :2]
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        part.mul_(3.0)
+        q = self.register(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        return self.lm_head(x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def test_what_is_computed_of_a_table_keeps_its_memory() -> None:
+    """Keys that are changed in between are not those of the first layer."""
+    torch._dynamo.reset()
+    model, ids = Shares(), sequences()
+    kv = quire.PagedKVCache.for_model(model, num_pages=40, page_size=PAGE)
+    compiled = torch.compile(model, backend="quire", options={"compiler": "eager"})
+
+    def one(part: torch.Tensor, meta: Any) -> torch.Tensor:
+        with quire.step(kv, meta), torch.no_grad():
+            return compiled(part[None])[0]
+
+    with torch.no_grad():
+        check_exact(serve(one, ids, STEPS, PAGE), [model(i[None])[0] for i in ids])
 
 
 class Masks(GPT):
@@ -156,7 +254,19 @@ def test_published_ones(name: str) -> None:
     (SERVED["clamped"], None), (SERVED["in blocks"], 4 * BLOCK), (lambda m, ids: m.odd[numbers(ids)], 23),
     (lambda m, ids: m.wpe(numbers(ids) * 3), 22), (lambda m, ids: m.pe[0].index_select(0, numbers(ids)), BLOCK),
     (lambda m, ids: m.pe[0].gather(0, numbers(ids)[:, None].expand(-1, 16)), BLOCK), (SERVED["sinusoids"], None),
-], ids=["arange", "offset", "cut", "clamped", "blocks", "short", "times 3", "index_select", "gather", "no table"])
+    (lambda m, ids: m.wpe(numbers(ids).unsqueeze(0).expand(ids.shape[0], -1)), BLOCK),
+    (lambda m, ids: m.wpe(numbers(ids).expand_as(ids)), BLOCK),
+    (lambda m, ids: m.wpe(numbers(ids).expand(ids.shape)), BLOCK),
+    (lambda m, ids: m.wpe(numbers(ids).view(1, ids.shape[1])), BLOCK),
+    (lambda m, ids: m.wpe(torch.stack([numbers(ids)])), BLOCK),
+    (lambda m, ids: m.wpe(numbers(ids).repeat(ids.shape[0], 1).type_as(ids)), BLOCK),
+    (lambda m, ids: m.wpe(torch.zeros_like(ids) + numbers(ids)), BLOCK),
+    (lambda m, ids: m.wpe(numbers(ids) * (ids >= 0)), BLOCK),
+    (lambda m, ids: m.wpe(2 * BLOCK - 1 - (numbers(ids) + BLOCK)), BLOCK),
+    (lambda m, ids: m.wpe.weight[-1 - numbers(ids)], BLOCK),
+    (lambda m, ids: torch.nn.functional.one_hot(numbers(ids), BLOCK).float() @ m.wpe.weight, BLOCK),
+], ids=["arange", "offset", "cut", "clamped", "blocks", "short", "times 3", "index_select", "gather", "no table", "expand",
+        "expand_as", "expand to a shape", "view", "stack", "repeat", "zeros", "hidden", "from the end", "negative", "one_hot"])
 def test_a_sequence_is_no_longer_than_the_table(place: Any, rows: int | None) -> None:
     """Beyond it the model has no row: on a GPU, another memory's would be read."""
     longest = 300 if rows is None else rows
@@ -241,9 +351,9 @@ ENDS = {
     "of the logits": lambda m, x: m.lm_head(x)[:, [-1]],
 }
 BAD_ENDS = {
-    "the first": (lambda m, x: m.lm_head(x[:, :1]), "not of the last row"),
-    "the mean": (lambda m, x: m.lm_head(x.mean(1, keepdim=True)), "not of the last row"),
-    "one before the last": (lambda m, x: m.lm_head(x[:, [-2]]), "not of the last row"),
+    "the first": (lambda m, x: m.lm_head(x[:, :1]), "not the last one, or is taken in a way"),
+    "the mean": (lambda m, x: m.lm_head(x.mean(1, keepdim=True)), "not the last one, or is taken in a way"),
+    "one before the last": (lambda m, x: m.lm_head(x[:, [-2]]), "not the last one, or is taken in a way"),
     "with the mean": (lambda m, x: m.lm_head(x[:, [-1]] + x.mean(1, keepdim=True)), "mixes the tokens"),
     "with the first": (lambda m, x: m.lm_head(x[:, [-1]] + x[:, :1]), "mixes the tokens"),
     "in a shape of one row": (lambda m, x: m.lm_head(x[:, [-1]].reshape(1, 1, 16)), "does not run on the last tokens"),

@@ -82,7 +82,7 @@ def aranges(gm: fx.GraphModule) -> int:
 def test_numbers_become_positions(compute: Any) -> None:
     model = Model(compute).eval()
     gm, tokens, inputs = traced(model)
-    assert use_given_positions(gm, tokens) == 1 and not aranges(gm)
+    assert use_given_positions(gm, tokens, True) == 1 and not aranges(gm)
     # Two sequences in one row, the second one from its fourth token on: each as in a forward of its own.
     ids = torch.arange(9) % 31
     first, second = ids[:5], ids[2:9]
@@ -100,7 +100,7 @@ def test_numbers_become_positions(compute: Any) -> None:
 @pytest.mark.parametrize("reads", [True, False])
 def test_what_picks_rows_stays(compute: Any, reads: bool) -> None:
     gm, tokens, _ = traced(Model(compute, reads).eval())
-    assert use_given_positions(gm, tokens) == 0 and aranges(gm) == 1 and not adds_positions(gm)
+    assert use_given_positions(gm, tokens, True) == 0 and aranges(gm) == 1 and not adds_positions(gm)
 
 
 def cut(x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ def test_a_model_that_reads_no_positions_gets_an_input_for_them() -> None:
     model = Model(lambda x: scaled(x) + cut(x), reads=False).eval()
     gm, tokens, inputs = traced(model)
     before = copy_graph(gm)
-    assert use_given_positions(gm, tokens) == 2 and adds_positions(gm) and not aranges(gm)
+    assert use_given_positions(gm, tokens, True) == 2 and adds_positions(gm) and not aranges(gm)
     assert_expected_inline(changes(listing(before.graph), listing(gm.graph)), """\
 +quire_positions: [1, s0]
 -arange = arange(s0, device=cpu)
@@ -157,7 +157,7 @@ def test_given_positions_that_are_changed_are_not_those_of_others() -> None:
 
     gm, tokens, _ = traced(Shifted(lambda x: x).eval())
     with pytest.raises(UnsupportedAttention, match="are changed in place"):
-        use_given_positions(gm, tokens)
+        use_given_positions(gm, tokens, True)
 
 
 @pytest.mark.parametrize("moved", [True, False], ids=["and moved", "and computed with there"])
@@ -169,7 +169,7 @@ def test_numbers_on_another_device(moved: bool) -> None:
 
     gm, tokens, _ = traced(Model(compute).eval())
     with contextlib.nullcontext() if moved else pytest.raises(UnsupportedAttention, match="on another device"):
-        assert use_given_positions(gm, tokens) == 1 and not aranges(gm)
+        assert use_given_positions(gm, tokens, True) == 1 and not aranges(gm)
 
 
 @pytest.mark.parametrize(("compute", "why"), [
@@ -180,12 +180,12 @@ def test_numbers_on_another_device(moved: bool) -> None:
 def test_refused(compute: Any, why: str) -> None:
     gm, tokens, _ = traced(Model(compute).eval())
     with pytest.raises(UnsupportedAttention, match=why):
-        use_given_positions(gm, tokens)
+        use_given_positions(gm, tokens, True)
 
 
 def test_uncompiled() -> None:
     gm, tokens, _ = traced(Model(scaled).eval())
     check_uncompiled(gm)
-    use_given_positions(gm, tokens)
+    use_given_positions(gm, tokens, True)
     with pytest.raises(UnsupportedAttention, match="numbers the tokens of the row itself"):
         check_uncompiled(gm)
