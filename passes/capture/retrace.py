@@ -41,32 +41,16 @@ class Traced(Exception):
 
 
 def traced_on_many_or_few(trace: Callable[[int], T], forget: Callable[[], None], longest: int | None) -> T:
-    """What ``trace`` gives of a row of TRACED_TOKENS; where the model cannot be traced on so many, of a shorter one, for it may
-    have fewer positions: the conditions of that trace on its length say up to what length it holds. ``forget``: undoes a trace.
-    ``longest``: no sequence will be longer; None: unknown. Raises UnsupportedAttention as ``trace``."""
+    """What ``trace`` gives of a row of TRACED_TOKENS; where the model cannot be served so, and no sequence will be longer than
+    ``longest``, which is less, of a shorter one: the conditions of that trace on its length say up to what length it holds.
+    ``forget``: undoes a trace. Raises UnsupportedAttention as ``trace``."""
     try:
         return trace(TRACED_TOKENS)
-    except UnsupportedAttention as error:
-        short = longest is not None and longest < TRACED_TOKENS
-        if not short and not _is_of_the_model(error):
+    except UnsupportedAttention:
+        if longest is None or longest >= TRACED_TOKENS:
             raise
         forget()
-        try:
-            return trace(_FEW_TOKENS)
-        except UnsupportedAttention as again:
-            if not _is_of_the_model(again):
-                raise
-        raise
-
-
-def _is_of_the_model(error: BaseException) -> bool:
-    """Whether this came of what the traced code did, and is no refusal of quire's."""
-    cause = error.__cause__
-    found = cause is not None
-    while cause is not None:
-        found &= not isinstance(cause, UnsupportedAttention) and "UnsupportedAttention(" not in str(cause)
-        cause = getattr(cause, "inner_exception", None) or cause.__cause__ or cause.__context__
-    return found
+        return trace(_FEW_TOKENS)
 
 
 @dataclass(eq=False)
