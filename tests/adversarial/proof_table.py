@@ -119,6 +119,9 @@ SECTIONS = {
             "adversarial/test_counting::test_logits_of_the_last_token_are_those_of_each_wanted_one",
             "adversarial/test_counting::test_the_last_logits_by_hand_are_refused",
             "adversarial/test_counting::test_other_single_logits_are_refused")),
+        Row("the last row by a slice of what is changed in place then; changes of a view of one row alone", "refused", (
+            "passes/rewrite/test_last_alone::test_a_slice_of_what_is_changed_then_is_refused",
+            "passes/rewrite/test_last_alone::test_what_is_a_view_of_one_row_alone_is_refused")),
         Row("rare events", "refused", (
             *_mixers("rare gate", "rare any"), "adversarial/test_mixers::test_uncompiled[rare event]",
             "graph_runner/test_packing_check::test_what_kind[rarer]")),
