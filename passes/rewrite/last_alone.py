@@ -85,10 +85,13 @@ def take_wanted_rows(gm: fx.GraphModule, tokens: Any) -> None:
         elif changed.isdisjoint(node.all_input_nodes):
             continue
         changed.add(node)
+        before = value(node)
         try:
-            compute_value(node)
+            now = value(compute_value(node))
         except Exception as error:
             raise _fails(node, f"{type(error).__name__}: {error}") from error
+        if isinstance(now, torch.Tensor) and now.dtype != before.dtype:  # the node is within torch.autocast, and this is not
+            node.meta["example_value"] = now.to(before.dtype)
         if views is not None and node not in last and views[node] != _sharing(node, lambda n: _memory(value(n))):
             raise _fails(node, "whether it is a view of its input depends on their number, and something is changed in place")
     if len(env.guards) > guards or not same_shape(value(rows).shape[:1], value(index).shape):

@@ -40,6 +40,13 @@ def written(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.lm_head(x[:, -1:])
 
 
+def cast(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = m.lm_head(x[:, [-1]]).to(torch.bfloat16)
+        logits.div_(2.0)
+    return logits.float()
+
+
 def by_slice(x: torch.Tensor) -> torch.Tensor:
     return x[:, -1:]
 
@@ -61,6 +68,7 @@ SERVED = {
     "a slice changed in parts": then(by_slice, lambda m, x, row: row.chunk(2, -1)[0].clamp_(-0.5, 0.5)),
     "a slice of what was changed": written,
     "changed logits": lambda m, x: changed(m, m.lm_head(x[:, -1:])),
+    "changed logits of torch.autocast": cast,
     "changed last logits": lambda m, x: changed(m, m.lm_head(x)[:, -1:]),
 }
 OTHERS = {
@@ -68,6 +76,13 @@ OTHERS = {
     "one before the last, by its number": lambda m, x: m.lm_head(x.narrow(1, x.shape[1] - 2, 1)),
     "no slice": lambda m, x: m.lm_head(x[:, -1])[:, None],
 }
+
+
+def test_values_within_autocast_have_its_dtype() -> None:
+    """What follows the rewrite, such as fusions, would take the head for one in float32."""
+    with contextlib.closing(PagedModel(Ends(cast), EAGER)) as paged:
+        head = [n for n in paged.graph.raised.graph.nodes if n.target is F.linear][-1]
+        assert value(head).dtype == torch.bfloat16 and str(value(head).shape[1]) != "1"
 
 
 @pytest.mark.parametrize("end", SERVED.values(), ids=SERVED)
