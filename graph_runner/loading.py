@@ -147,14 +147,36 @@ def input_embedding(model: torch.nn.Module) -> Any:
 
 
 def vocab_size(model: torch.nn.Module) -> int:
-    """Rows of the input embedding, the bound of token ids."""
+    """Rows of the input embedding, the bound of token ids. Of a model that names none one of its embeddings is taken for it, as
+    others may be for positions: that with the rows of the config's vocabulary, with the weight of a linear layer, or with a row
+    for each output of one (the last such), and else the longest. ``check_vocabulary`` asks the trace if that was right."""
     if (embedding := input_embedding(model)) is not None:
         return int(embedding.weight.shape[0])
-    found = [m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    found = {m.num_embeddings: m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     if not found:
         raise ValueError(f"{type(model).__name__} has no embedding, so its vocabulary size is unknown")
-    named = getattr(getattr(model, "config", None), "vocab_size", None)  # a table of positions may have more rows
-    return named if named in found else max(found)
+    named = getattr(getattr(model, "config", None), "vocab_size", None)
+    if named in found:
+        return int(named)
+    heads = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    tied = [rows for rows, weight in found.items() if any(head.weight is weight for head in heads)]
+    return next((rows for rows in (*tied, *(head.out_features for head in reversed(heads))) if rows in found), max(found))
+
+
+def check_vocabulary(model: torch.nn.Module, tables: Sequence[int], num_logits: int) -> None:
+    """Refuse a model that names no input embedding, and whose ``vocab_size`` is not that of its token ids: those beyond its
+    table would fail a step, with all requests in it. ``tables``: rows of each table that the trace looks token ids up in; if
+    there is none, as many ids as the model gives logits of are good. Raises UnsupportedAttention."""
+    if input_embedding(model) is not None:
+        return
+    chosen = vocab_size(model)
+    rows = min(tables, default=min(chosen, num_logits))
+    if chosen != rows:
+        found = f"token ids are looked up in {rows} rows" if tables else f"it gives logits of {rows} tokens"
+        raise UnsupportedAttention(
+            f"{type(model).__name__} does not say which of its tables is for token ids: its vocabulary was taken for "
+            f"{chosen}, by the sizes of its modules, and {found}. Give it a method get_input_embeddings(self) that returns "
+            "the embedding of token ids.")
 
 
 def eos_token_ids(model: torch.nn.Module, tokenizer: Any) -> frozenset[int]:

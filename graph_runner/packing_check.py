@@ -47,6 +47,7 @@ from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, KVScales
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step
 from quire.graph_runner.kept_trial import KeptTrial
+from quire.graph_runner.loading import check_vocabulary
 from quire.graph_runner.own_cache import both_ways, has_users_code
 from quire.graph_runner.step_buffers import BatchShape
 from quire.passes.capture.evaluating import ChangedWhileTraced
@@ -104,7 +105,9 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
                   max_model_len: int, kv_scales: KVScales | None = None, adapters: torch.Tensor | None = None) -> None:
     """Run the trials. ``kv_scales``: of the cache. ``adapters``: those that are active in the model, for some tokens
     (``Step.adapters``). Raises UnsupportedAttention if tokens of one sequence reach another, or earlier ones, outside
-    attention; or if the logits with ``kv_sharing_fast_prefill``, or of the model's own forward, are others."""
+    attention; if the logits with ``kv_sharing_fast_prefill``, or of the model's own forward, are others; or by
+    ``check_vocabulary``."""
+    check_vocabulary(paged.model, paged.graph.rows_by_ids, paged.num_logits)
     vocab_size = min(vocab_size, paged.num_logits)
     seed = vocab_size + 31 * len(sites)
     ids = _Sequences.draw(paged.model, vocab_size, max_model_len, seed)

@@ -34,7 +34,7 @@ from quire.passes.compile.size_guards import Assumptions
 from quire.passes.eager import check_step
 from quire.passes.fusions.base import FusedInputs, FusedWeights
 from quire.passes.fusions.registry import has_small_passes
-from quire.passes.fx import copy_graph, is_module_tensor, placeholders, value, written
+from quire.passes.fx import copy_graph, is_module_tensor, last_key, placeholders, target_name, value, written
 from quire.passes.options import QuireOptions
 from quire.passes.pipeline import check_longest, compile_graph, each_time, lower_graph, raise_graph
 from quire.passes.rewrite.last_rows import LAST_ROWS
@@ -45,6 +45,9 @@ from quire.passes.verify.breaks import check_whole, note_breaks
 from quire.passes.verify.sites import check_config, check_model, site_nodes
 
 logger = logging.getLogger(__name__)
+#: Functions and methods that give the same numbers, or some of them.
+_SAME_NUMBERS = frozenset({"view", "reshape", "flatten", "squeeze", "unsqueeze", "expand", "transpose", "contiguous", "clone",
+                           "detach", "to", "long", "int", "type", "getitem"})
 
 
 class Run(NamedTuple):
@@ -252,6 +255,11 @@ class TracedGraph:
         """Lengths beyond which a sequence has other rotary frequencies, so that all its keys must be computed again."""
         return self.raised.meta.get(LIMITS, ())
 
+    @property
+    def rows_by_ids(self) -> list[int]:
+        """The rows of each table in which token ids are looked up as they are. Raises UnsupportedAttention."""
+        return _rows_by(next((n for n in placeholders(self.raised.graph) if last_key(n) == "input_ids"), None))
+
     @functools.cached_property
     def _query(self) -> torch.Tensor:
         """The fake query (B, H, S, D) of the first attention site; S is the size of the token dimension in the trace."""
@@ -389,3 +397,18 @@ def _latent_and_shared(sites: Sequence[AttentionSite]) -> tuple[bool, bool]:
 
 def _unshared(site: AttentionSite) -> AttentionSite:
     return replace(site, kv_source=None)
+
+
+def _rows_by(ids: fx.Node | None) -> list[int]:
+    found, same = list[int](), [] if ids is None else [ids]
+    for node in same:
+        for user in node.users:
+            name, first = target_name(user), user.args[0] if user.args else None
+            others = [x for x in user.all_input_nodes if x is not node and isinstance(value(x), torch.Tensor)]
+            if name in _SAME_NUMBERS and first is node:
+                same += [user] if user not in same else []
+            elif len(others) == 1 and (name == "embedding" or (first is others[0] and (
+                    (name == "getitem" and (user.args[1] is node or user.args[1] == (node,)))
+                    or (name == "index_select" and user.args[1] == 0)))):
+                found.append(int(value(others[0]).shape[0]))
+    return found

@@ -159,9 +159,27 @@ def test_vocab_size() -> None:
     assert loading.vocab_size(model) == 1848
     model.resize_token_embeddings(1900)
     assert loading.vocab_size(model) == 1900
-    assert loading.vocab_size(nn.Sequential(nn.Embedding(64, 8), nn.Embedding(300, 8), nn.Linear(8, 8))) == 300
     with pytest.raises(ValueError, match="Linear has no embedding, so its vocabulary size is unknown"):
         loading.vocab_size(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("head", [32, 40], ids=["plain", "padded"])
+def test_vocab_size_beside_a_table_of_positions(block: int, head: int) -> None:
+    """Which may be longer or shorter. Of a padded head nothing shows it but the trace."""
+    def model(*modules: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Embedding(block, 8), nn.Embedding(32, 8), nn.Linear(8, 8), *modules)
+
+    assert loading.vocab_size(model(nn.Linear(8, head), nn.Linear(8, 8))) == (32 if head == 32 else max(32, block))
+    tied = model(nn.Linear(8, 32), nn.Linear(8, block))
+    tied[3].weight = tied[1].weight
+    assert loading.vocab_size(tied) == 32
+    named = model()
+    named.config = SimpleNamespace(vocab_size=32)
+    assert loading.vocab_size(named) == 32
+    named.get_input_embeddings = lambda: named[1]
+    named.config.vocab_size = 64
+    assert loading.vocab_size(named) == 32
 
 
 def test_eos_token_ids() -> None:
