@@ -68,7 +68,11 @@ def small_linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weig
         scale: (N,) float32, of a quantized weight, whose codes ``weight`` holds (int8 or float8_e4m3fn); or scales and zeros
             of a packed int4 weight, with ``widths``: see ``small_linear_wide.unpacked``.
         gelu: only with ``swiglu``: the gate's activation is GELU in its tanh form instead of SiLU.
+
+    Raises:
+        ValueError: ``gelu`` without ``swiglu``.
     """
+    _check_gate(swiglu, gelu)
     if norm_weight is not None:
         wide = x.float()
         x = norm_weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
@@ -83,6 +87,11 @@ def small_linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weig
         gate, up = out.chunk(2, dim=-1)
         out = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
     return out if residual is None else residual + out
+
+
+def _check_gate(swiglu: bool, gelu: bool) -> None:
+    if gelu and not swiglu:
+        raise ValueError("small_linear: gelu is the activation of a gate, and there is none; it goes with swiglu=True")
 
 
 def _products(x: Tensor, codes: Tensor) -> Tensor:
@@ -108,7 +117,11 @@ def small_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weigh
             tokens in half precision and without a scale: see attn_ops/ops/lora_linear.py. Of one token only their first
             products are computed here, and the result is (..., N) with ``swiglu`` too, before SwiGLU. dtype: of the kernels'
             result; None: as x.
+
+    Raises:
+        ValueError: ``gelu`` without ``swiglu``.
     """
+    _check_gate(swiglu, gelu)
     k = x.shape[-1]
     m = x.numel() // max(1, k)
     if scale is not None and is_int4(weight):

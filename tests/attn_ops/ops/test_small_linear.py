@@ -71,6 +71,12 @@ def test_gelu_in_the_place_of_silu(tokens, n, k, options) -> None:
         close(small_linear_cuda(*codes, (), True), (args[0], codes[1].float() * codes[-1][:, None], *args[2:], None, (), True))
 
 
+@pytest.mark.parametrize("run", [small_linear_eager, small_linear_cuda, small_linear])
+def test_gelu_without_a_gate_is_refused(run) -> None:
+    with pytest.raises(ValueError, match="goes with swiglu"):
+        run(*case(3, 16, 32), gelu=True)
+
+
 def quantized(args, kind):
     """The same with a weight of codes, as attn_ops/kv_quant.py rounds them, and their scales."""
     codes, scale = quantize(args[1], kind)
