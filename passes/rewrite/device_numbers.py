@@ -21,11 +21,21 @@ from quire.passes.fx import is_function, is_method, replace_node, value, written
 def numbers_on_device(gm: fx.GraphModule) -> None:
     """Rewrite the graph in place. A move within one device stays: it gives the number itself, which may be changed in place."""
     graph = gm.graph
-    moved = [(node, user) for node in graph.nodes if is_function(node, (torch.tensor,)) and not node.kwargs
-             and len(node.args) == 1 and isinstance(node.args[0], bool | int | float)
-             for user in node.users if is_method(user, "to") and len(user.args) == 2 and isinstance(user.args[1], torch.device)
-             and not user.kwargs and value(user).device != value(node).device and written_between(node, user) is None]
-    for node, user in moved:
-        with graph.inserting_before(user):
-            number = graph.call_function(torch.full, ((), node.args[0]), {"dtype": value(node).dtype, "device": user.args[1]})
-        replace_node(user, number)
+    for node in list(graph.nodes):
+        if not (is_function(node, (torch.tensor,)) and not node.kwargs and len(node.args) == 1
+                and isinstance(node.args[0], bool | int | float)):
+            continue
+        moves = [user for user in node.users if _moves(node, user)]
+        copied = len(moves) == len(node.users)  # nothing has the number itself, to change it in place
+        for user in moves:
+            if not copied and written_between(node, user) is not None:
+                continue
+            with graph.inserting_before(user):
+                number = graph.call_function(torch.full, ((), node.args[0]), {"dtype": value(node).dtype, "device": user.args[1]})
+            replace_node(user, number)
+
+
+def _moves(node: fx.Node, user: fx.Node) -> bool:
+    """Whether the user copies the number to another device, and does no more."""
+    return (is_method(user, "to") and len(user.args) == 2 and isinstance(user.args[1], torch.device) and not user.kwargs
+            and value(user).device != value(node).device)

@@ -36,6 +36,19 @@ def test_a_number_is_made_where_it_is_used() -> None:
     graph.output(moved)
     numbers_on_device(gm := fx.GraphModule(torch.nn.Module(), graph))
     assert not gm.graph.find_nodes(op="call_function", target=torch.full)
+    # One that is only moved stays as it is, whatever is changed in place between (Gemma 3n adds to what it predicted); one that
+    # is read elsewhere may be changed there.
+    for alias in (False, True):
+        graph = fx.Graph()
+        x, made = graph.placeholder("x"), graph.call_function(torch.tensor, (2.0,))
+        x.meta["example_value"] = torch.tensor(1.0)
+        view = graph.call_method("view_as", (made, x)) if alias else x
+        graph.call_method("mul_", (view, 2))
+        moved = graph.call_method("to", (made, torch.device("meta")))
+        made.meta["example_value"], moved.meta["example_value"] = torch.tensor(2.0), torch.tensor(2.0, device="meta")
+        graph.output(moved)
+        numbers_on_device(gm := fx.GraphModule(torch.nn.Module(), graph))
+        assert bool(gm.graph.find_nodes(op="call_function", target=torch.full)) is not alias
     # Lists, moves that change more than the device, and those within one, whose result may be changed in place.
     def forward(x):
         number = torch.tensor(1.5)
