@@ -2,6 +2,7 @@ r"""Sweep launch parameters of the kernels behind ``small_linear``, shape by sha
 
     python benchmarks/small_linear.py --json out.json [--table attn_ops/tuning/small_linear.json]            # bf16 weights
     python benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 --json out.json  # quantized ones
+    python benchmarks/small_linear.py --merge sweep.json,... --table attn_ops/tuning/small_linear.json  # the best of sweeps
     python benchmarks/small_linear.py --wide --models llama-8b,qwen3-8b --codes int8,float8_e4m3fn,int4 \
         --tokens 128,32,64,256,8,1 --json out.json [--keep]     # of attn_ops/kernels/small_linear_wide.py, for up to 256 tokens
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import math
 import multiprocessing
 import os
@@ -27,7 +29,7 @@ from torch.nn.functional import linear
 
 from quire.attn_ops.ops.small_linear import MAX_TOKENS, small_linear_cuda, small_linear_eager
 from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS, unpacked
-from quire.attn_ops.tuning.launch_config import INT4, STORE, Config, keep, key, wide_memory
+from quire.attn_ops.tuning.launch_config import INT4, STORE, Config, keep, key, short, wide_memory
 from quire.attn_ops.tuning.small_linear import LinearShape, arguments, copies_of, evenly, graph_time
 from quire.graph_runner.bench.record import Record, script, started
 
@@ -64,7 +66,7 @@ SHARED = 227 * 1024  # bytes per multiprocessor
 VECTOR = [Config(*c) for c in itertools.product((1, 2, 4), (512, 1024, 2048), (4, 8), (1, 3))]
 TILE = [Config(*c) for c in itertools.product((16, 32, 64), (128, 256), (4,), (3, 4, 5))] + [
     Config(*c) for c in ((64, 64, 4, 6), (128, 64, 4, 5), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 3), (32, 512, 8, 3),
-                         (16, 512, 4, 3))]
+                         (16, 512, 4, 3), (64, 128, 8, 5))]
 # For codes: one token without tensor cores; up to 32 tokens, a slice per warp; more tokens.
 VECTOR_CODES = [Config(*c) for c in ((1, 2048, 4, 2), (2, 2048, 4, 2), (4, 1024, 4, 2), (4, 1024, 8, 2))]
 SLICED = [Config(*c) for c in itertools.product((16, 32, 64), (64, 128), (4,), (3, 4))] + [
@@ -123,10 +125,10 @@ def candidates(shape: LinearShape, m: int, wide: bool) -> list[Config]:
         n, device = shape.n // 2 if shape.swiglu else shape.n, torch.device("cuda")
         found = [*TILE, *(even for c in TILE if (even := evenly(c, m, n, shape.swiglu, device)))]
         shared = [c._replace(splits=s) for c in TILE for s in splits(c, m, n, shape.k) if s > 1]
-        if not (shape.norm or shape.swiglu):  # these need whole sums in one program
+        if shape.norm:
+            found += [c._replace(norm_apart=1) for c in (found if shape.swiglu else [*TILE, *shared])]
+        elif not shape.swiglu:  # which needs whole sums in one program
             found += shared
-        elif not shape.swiglu:
-            found += [c._replace(norm_apart=1) for c in (*TILE, *shared)]
         return found
     if shape.codes is None:
         return VECTOR
@@ -195,6 +197,22 @@ def time_all(shape: LinearShape, m: int, wide: bool, device: torch.device, recor
         yield row
 
 
+def best_of(rows: list[dict[str, Any]]) -> dict[str, Config | None]:
+    """The fastest parameters of each shape of bf16 weights, by ``key``."""
+    best: dict[str, tuple[float, Config]] = {}
+    for row in rows:
+        if "us" in row:
+            name = key(row["tokens"], row["n"], row["k"], FUSED[row["layer"]][2])
+            best[name] = min(best.get(name, (math.inf, Config(1, 1, 1, 1))), (row["us"], Config(*row["config"])))
+    return {name: config for name, (_, config) in best.items()}
+
+
+def merge(table: Path, device: str, found: dict[str, Config | None]) -> None:
+    devices = dict(STORE.load(table) or {})
+    entries = {name: None if config is None else short(config) for name, config in found.items()}
+    STORE.save({**devices, device: dict(sorted((devices.get(device, {}) | entries).items()))}, table)
+
+
 def main() -> None:
     parser = script(__doc__, None, wide=(False, "the kernels for up to 256 tokens"), tokens=[1, 8, 32],
                     models=("llama-8b", ", ".join(MODELS)),
@@ -202,7 +220,15 @@ def main() -> None:
                     keep=(False, "let engines on this machine use what was fastest"),
                     processes=max(1, min(14, (os.cpu_count() or 1) - 1)))
     parser.add_argument("--table", type=Path, help="merge the best parameters into this file")
+    parser.add_argument("--merge", help="files of earlier sweeps with bf16 weights: measure nothing, merge theirs")
+    parser.add_argument("--only", help="with --merge: of these models")
     args = parser.parse_args()
+    if args.merge:
+        for path in args.merge.split(","):
+            sweep = json.loads(Path(path).read_text())
+            rows = [row for row in sweep["rows"] if not args.only or row["model"] in args.only.split(",")]
+            merge(args.table, sweep["environment"]["device"], best_of(rows))
+        return
     if (args.wide and not args.codes) or ("int4" in args.codes and not args.wide):
         parser.error("--wide needs --codes, and int4 needs --wide")
     kinds = [getattr(torch, name) for name in args.codes.split(",")] if args.codes else [None]
@@ -235,8 +261,7 @@ def main() -> None:
             f" {name} {best[f'{name}_us']:8.2f}" for name in ("floor", "cublas", "eager", "present") if f"{name}_us" in best)
             + f" best {best['us']:8.2f} {tuple(best['config'])}", flush=True)
     if args.table:
-        devices, name = dict(STORE.load(args.table) or {}), record.environment["device"]
-        STORE.save({**devices, name: dict(sorted((devices.get(name, {}) | table).items()))}, args.table)
+        merge(args.table, record.environment["device"], table)
 
 
 if __name__ == "__main__":

@@ -253,6 +253,12 @@ def use_pdl(device: torch.device, tokens: int) -> bool:
     return (tokens <= PDL_MAX_TOKENS if setting is None else setting) and _has_pdl(device)
 
 
+def pdl_in_pairs(device: torch.device) -> bool:
+    """Whether the second of two kernels of one op is launched with PDL, for any number of tokens, unless QUIRE_PDL=0: NOTE
+    [Pairs] in pdl.py."""
+    return _pdl_setting() is not False and _has_pdl(device)
+
+
 @functools.cache
 def _pdl_setting() -> bool | None:
     return {"0": False, "1": True}.get(os.environ.get("QUIRE_PDL", ""))

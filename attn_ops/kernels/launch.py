@@ -91,12 +91,14 @@ def _described(value: Any, constant: bool) -> Any:
     return (0 if -(2**31) <= value < 2**31 else 2**40) + (16 if value % 16 == 0 else 17)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool | None = None, **options: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool | None = None, dependent: bool = True, **options: Any
+           ) -> None:
     """``kernel[grid](*args, **options)`` on the device of the first tensor; inside ``recording`` it is recorded instead.
-    ``pdl``: for a kernel with a constant PDL: whether to use programmatic dependent launch (attn_ops/kernels/pdl.py)."""
+    ``pdl``: for a kernel with a constant PDL: whether to use programmatic dependent launch (attn_ops/kernels/pdl.py).
+    ``dependent``: False: only the next kernel may be launched so, not this one; see NOTE [Pairs] there."""
     if pdl is not None:
         options["PDL"] = pdl
-        if pdl:  # the interpreter knows no launch_pdl
+        if pdl and dependent:  # the interpreter knows no launch_pdl
             options["launch_pdl"] = True
     recorded = _recorded.get()
     if recorded is None:

@@ -14,6 +14,11 @@ itself before it lets the next one start: then all that came earlier has complet
 NOTE [Everyone waits]: every program of a kernel launched with PDL must call ``wait_for_previous``, before it reads or writes
 anything that another kernel touches and before it returns early: the next kernel relies on this one's end implying that all
 before it have ended.
+
+NOTE [Pairs]: where one op launches a short kernel and a long one (a norm and its product, a product and the sum of its parts),
+the second is launched with PDL for any number of tokens, and the first lets it start though it is not launched so itself
+(``launch``'s ``dependent``): waiting for the kernel before, which has ended then, returns at once. The short kernel leaves room
+for the programs of the long one.
 """
 
 from __future__ import annotations

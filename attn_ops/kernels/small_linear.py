@@ -193,7 +193,8 @@ def _tile(program, first_programs, x, w, scale, bias, norm, res, out, M, N, K, s
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
+    # Per eight columns, which a thread has: sums over all would be exchanged among threads in every iteration.
+    squares = tl.zeros((BLOCK_K // 8, BLOCK_M), tl.float32)
     mine = None
     if LORA is not None and LORA.early:
         mine = bits_of(tokens, M, lora, LORA.every)
@@ -209,7 +210,7 @@ def _tile(program, first_programs, x, w, scale, bias, norm, res, out, M, N, K, s
         xs = tl.load(x + tokens[None, :] * stride_x + cols[:, None], mask=mask, other=0.0)
         if norm is not None:
             wide = xs.to(tl.float32)
-            squares += tl.sum(wide * wide, 0)
+            squares += tl.sum(tl.reshape(wide * wide, (BLOCK_K // 8, 8, BLOCK_M)), 1)
             xs = (wide * tl.load(norm + cols, mask=cols < K, other=0.0).to(tl.float32)[:, None]).to(xs.dtype)
         acc = tl.dot(_load_weights(w, scale, xs, rows, cols, stride_w, end, K, EVEN_N, EVEN_K), xs, acc)
         if SWIGLU:
@@ -219,8 +220,8 @@ def _tile(program, first_programs, x, w, scale, bias, norm, res, out, M, N, K, s
             wait_for_products()
     let_next_start(PDL)
     if SPLITS == 1:
-        _finish(acc, acc_up, squares, rows, end, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU, GELU,
-                mine, program * BLOCK_N, first_programs, lora, LORA, BLOCK_M, BLOCK_N)
+        _finish(acc, acc_up, tl.sum(squares, 0), rows, end, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU,
+                GELU, mine, program * BLOCK_N, first_programs, lora, LORA, BLOCK_M, BLOCK_N)
     else:
         tl.store(out + (tl.program_id(2) * M + tokens)[None, :] * N + rows[:, None], acc,
                  mask=(rows < end)[:, None] & (tokens < M)[None, :])

@@ -98,21 +98,21 @@ def lora_linear_cuda(
         return lora_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, a, b, starts, scaling, bits)
     t, k, rows = x.shape[1], x.shape[2], weight.shape[0]
     n = rows // (2 if swiglu else 1)
-    pdl = host.use_pdl(x.device, t) if pdl is None else pdl
+    given_pdl, pdl = pdl, host.use_pdl(x.device, t) if pdl is None else pdl
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
-    x2, norm_weight = norm_apart(host.rows_contiguous(x.squeeze(0)), norm_weight, eps, pdl, always=t > MAX_TOKENS)
+    config = config_for(t, rows, k, swiglu, x.device) or by_rule(t, rows, k, swiglu) if t <= MAX_TOKENS else None
+    x2, norm_weight = norm_apart(host.rows_contiguous(x.squeeze(0)), norm_weight, eps, pdl,
+                                 always=config is None or bool(config.norm_apart))
     x, of_adapters = x2.unsqueeze(0), (a, b, starts, scaling, bits)
-    if t > MAX_TOKENS:
+    if config is None:
         tiles = tiles or large_tiles(t, k, n, swiglu, a, b, starts)
         if isinstance(tiles, RowsTiles):
             return _finished(F.linear(x2, weight, bias), x2, residual, swiglu, of_adapters, tiles, pdl, counters)
         config = tiles
-    else:
-        config = config_for(t, rows, k, swiglu, x.device) or by_rule(t, rows, k, swiglu)
     if t > 1:
         parts = _parts(a, t, n, k, swiglu, norm_weight is not None, config, x.device)
         lora = adapters_for(x, *of_adapters, parts, next_counters(x, counters, 1))
-        return small_linear_cuda(x, weight, bias, norm_weight, eps, residual, swiglu, config=config, pdl=pdl, lora=lora)
+        return small_linear_cuda(x, weight, bias, norm_weight, eps, residual, swiglu, config=config, pdl=given_pdl, lora=lora)
     lora = adapters_for(x, *of_adapters, 1)
     base = small_linear_cuda(x, weight, bias, norm_weight, eps, None, swiglu, config=config, pdl=pdl, lora=lora)
     return _launch_finish(base.squeeze(0), x2, residual, n, swiglu, lora,

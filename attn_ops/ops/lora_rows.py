@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -235,12 +235,12 @@ def launch_first(x: Tensor, lora: host.Adapters, constants: host.AdapterTiles, t
     programs = constants.adapters * (constants.block_r // constants.ranks) * constants.parts * blocks
     if not tiles.apart:
         return programs
-    pdl, options = host.use_pdl(x.device, t), {"LORA": constants, "num_warps": WARPS_APART}
+    options: dict[str, Any] = {"LORA": constants, "num_warps": WARPS_APART, "pdl": host.use_pdl(x.device, t)}
     if t > 1 and (ranks := side_by_side(constants.block_r, tuple(down.dtype for down in lora.a))):
         launch(kernels.rows_shrink_all_kernel, (constants.parts, blocks), x, lora, t, k, x.stride(0), RANKS=ranks,
-               BLOCK_K=BLOCK_K, pdl=pdl, **options)
+               BLOCK_K=BLOCK_K, **options)
     else:
-        launch(kernels.rows_shrink_kernel, (programs,), x, lora, t, k, x.stride(0), pdl=pdl, **options)
+        launch(kernels.rows_shrink_kernel, (programs,), x, lora, t, k, x.stride(0), **options)
     return 0
 
 

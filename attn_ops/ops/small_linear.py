@@ -135,6 +135,7 @@ def small_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weigh
             or any(t is not None and t.dtype != x.dtype for t in (bias, norm_weight, residual)):
         assert lora is None, "the definition has no adapters"
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale, (), gelu)
+    pairs = host.pdl_in_pairs(x.device) if pdl is None else pdl
     pdl = host.use_pdl(x.device, m) if pdl is None else pdl
     n = weight.shape[0] // (2 if swiglu else 1)
     x2 = rows_contiguous(x.reshape(m, k))
@@ -146,12 +147,14 @@ def small_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weigh
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
     if config is None and lora is None:
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale, (), gelu)
+    normed = norm_weight is not None
     x2, norm_weight = norm_apart(x2, norm_weight, eps, pdl, codes=scale is not None,
-                                 always=config is not None and bool(config.norm_apart) and lora is None)
+                                 always=config is not None and bool(config.norm_apart) and lora is None, pairs=pairs)
+    follows = normed and norm_weight is None  # its own norm, in a launch before
     config = config or by_rule(m, weight.shape[0], k, swiglu)
     if config.block_m:
         if scale is not None and norm_weight is None and not swiglu and fits_wide(k, config):
-            return launch_wide(x2, weight, scale, bias, res, config, pdl).view(*x.shape[:-1], n)
+            return launch_wide(x2, weight, scale, bias, res, config, pdl, pairs).view(*x.shape[:-1], n)
         config = by_rule(m, weight.shape[0], k, swiglu, weight.dtype)
     kernels = host.kernel_module("kernels.small_linear")
     # Adapters' columns go by whole tiles, and the other kernels' programs have whole ones.
@@ -175,15 +178,18 @@ def small_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weigh
             options["EVEN_K"] = k % (config.block_k * config.num_warps) == 0
             launch(kernels.sliced_kernel, grid, *pointers, *sizes, BLOCK_M=block_m, SLICES=config.num_warps, **options)
         elif config.splits == 1 or norm_weight is not None or swiglu:  # whole sums in one program
+            options["pdl"] = pairs if follows else pdl
             launch(kernels.tile_kernel, grid, *pointers, *sizes, lora, each, BLOCK_M=block_m, SPLITS=1, **options)
         else:
             sums = x.new_empty(config.splits, m, n, dtype=torch.float32)
+            options["pdl"] = pairs
             launch(kernels.tile_kernel, (*grid, config.splits), *pointers[:-1], sums, *sizes, lora, each, BLOCK_M=block_m,
-                   SPLITS=config.splits, **options)
-            block_m, block_n, of_adapters = (4, 256, {}) if lora is None else (16, 64, {
-                "LORA": adapter_tiles(lora, n, Config(64, 1, 4, 1), 16, False, False)})
+                   SPLITS=config.splits, dependent=pdl or follows, **options)
+            block_m, block_n = (4, 256) if lora is None else (16, 64)
+            of_adapters: dict[str, Any] = {} if lora is None else {
+                "LORA": adapter_tiles(lora, n, Config(64, 1, 4, 1), 16, False, False)}
             launch(kernels.add_up_kernel, (-(-n // block_n), -(-m // block_m)), sums, scale, bias, res, out, m, n, sizes[-2],
-                   lora, BLOCK_M=block_m, BLOCK_N=block_n, SPLITS=config.splits, pdl=pdl, **of_adapters)
+                   lora, BLOCK_M=block_m, BLOCK_N=block_n, SPLITS=config.splits, pdl=pairs, **of_adapters)
     return out.view(*x.shape[:-1], width)
 
 
@@ -221,16 +227,16 @@ def memory_of(config: Config, tokens: int, swiglu: bool) -> int:
     return 2 * config.block_k * (config.block_n * (2 if swiglu else 1) + padded(tokens)) * config.num_stages
 
 
-def norm_apart(x: Tensor, weight: Tensor | None, eps: float, pdl: bool, codes: bool = False, always: bool = False
-               ) -> tuple[Tensor, Tensor | None]:
+def norm_apart(x: Tensor, weight: Tensor | None, eps: float, pdl: bool, codes: bool = False, always: bool = False,
+               pairs: bool = False) -> tuple[Tensor, Tensor | None]:
     """x (M, K) and the weight of its RMSNorm for the kernels; for tensor cores in float16 (several tokens, or ``codes``), or
     ``always``, the norm's result, made in a launch of its own, and None: ``x * weight``, multiplied before the kernels know a
-    token's factor, may be too large there."""
+    token's factor, may be too large there. ``pairs``: the kernel behind it may be launched with PDL."""
     if weight is None or not always and (x.dtype != torch.float16 or (len(x) == 1 and not codes)):
         return x, weight
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch(host.kernel_module("kernels.small_linear").norm_kernel, (x.shape[0],), x, weight, out, x.shape[1], x.stride(0), eps,
-           BLOCK_K=2048, pdl=pdl, num_warps=4)
+           BLOCK_K=2048, pdl=pdl or pairs, dependent=pdl, num_warps=4)
     return out, None
 
 
@@ -248,9 +254,10 @@ def _int4(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | 
     if config is None or not fits_wide(k, config) or norm_weight is not None or swiglu:
         return small_linear_eager(x, launch_unpack(weight, scale, k, x.dtype, widths), bias, norm_weight, eps, residual, swiglu,
                                   gelu=gelu)
+    pairs = host.pdl_in_pairs(x.device) if pdl is None else pdl
     pdl = host.use_pdl(x.device, m) if pdl is None else pdl
     res = rows_contiguous(residual.reshape(m, n)) if residual is not None else None
-    out = launch_wide(rows_contiguous(x.reshape(m, k)), weight, scale, bias, res, config, pdl, widths)
+    out = launch_wide(rows_contiguous(x.reshape(m, k)), weight, scale, bias, res, config, pdl, pairs, widths)
     return out.view(*x.shape[:-1], n)
 
 

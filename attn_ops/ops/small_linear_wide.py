@@ -32,11 +32,12 @@ def rows_of(weight: Tensor) -> int:
 
 
 def launch_wide(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, res: Tensor | None, config: Config, pdl: bool,
-                widths: Sequence[int] = ()) -> Tensor:
+                pairs: bool, widths: Sequence[int] = ()) -> Tensor:
     """x (M, K), weight (N, K) of codes with scale (N,), or packed int4 with its scales and zeros -> (M, N).
 
     Args:
         config: with ``block_m`` > 0, that ``fits_wide``.
+        pairs: whether what follows another launch of this call is launched with PDL; ``pdl``: whether the first is.
         widths: of int4 layers that are fused, the N of each; see ``unpacked``.
     """
     (m, k), n = x.shape, rows_of(weight)
@@ -44,23 +45,24 @@ def launch_wide(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, r
     stride_r = res.stride(0) if res is not None else 0
     out = x.new_empty(m, n)
     splits = min(config.splits, k // config.block_k)
-    parts = splits > 1
+    parts, turns = splits > 1, config.turned == 2 and not is_int4(weight)
     target = x.new_empty(splits, m, n, dtype=torch.float32) if parts else out
     grid = (-(-m // config.block_m), -(-n // config.block_n), splits)
-    options: dict[str, Any] = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "PARTS": parts, "pdl": pdl,
+    options: dict[str, Any] = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "PARTS": parts,
+                               "pdl": pairs if parts or turns else pdl, "dependent": pdl or turns,
                                "num_warps": config.num_warps, "num_stages": config.num_stages}
     if is_int4(weight):
         given, groups = _int4_arguments(weight, scale, widths)
         launch(kernels.int4_kernel, grid, x, *given, bias, res, target, m, n, k, weight.stride(0) * 4, x.stride(0), stride_r,
                **groups, **options)
     else:
-        x = turn_columns(x, pdl) if config.turned == 2 else x
+        x = turn_columns(x, pdl, pairs) if turns else x
         launch(kernels.wide_kernel, grid, x, weight, scale, bias, res, target, m, n, k, weight.stride(0), x.stride(0), stride_r,
                BLOCK_K=config.block_k, TURNED=config.turned, **options)
     if parts:
         launch(host.kernel_module("kernels.small_linear").add_up_kernel, (-(-n // 256), -(-m // 4)), target,
                None if is_int4(weight) else scale, bias, res, out, m, n, stride_r, None, BLOCK_M=4, BLOCK_N=256, SPLITS=splits,
-               pdl=pdl)
+               pdl=pairs)
     return out
 
 
@@ -71,12 +73,12 @@ def _int4_arguments(weight: Tensor, scale: Tensor, widths: Sequence[int]) -> tup
             {"groups": groups, "GROUP": weight.shape[1] * INT4_COLUMNS // groups, "WIDTHS": tuple(widths)})
 
 
-def turn_columns(x: Tensor, pdl: bool) -> Tensor:
+def turn_columns(x: Tensor, pdl: bool, pairs: bool) -> Tensor:
     """x in the kernel's order of columns, see its NOTE [Columns in another order]."""
     m, k = x.shape
     out = x.new_empty(m, k)
     launch(host.kernel_module("kernels.small_linear_wide").turn_kernel, (m, -(-k // 1024)), x, out, k, x.stride(0),
-           BLOCK_K=1024, pdl=pdl, num_warps=4)
+           BLOCK_K=1024, pdl=pairs, dependent=pdl, num_warps=4)
     return out
 
 

@@ -185,7 +185,7 @@ def device_key(device: torch.device) -> str:
     return f"{device_name(device)}, triton {triton.__version__}"
 
 
-def _short(config: Config) -> list[int]:
+def short(config: Config) -> list[int]:
     """As older versions read it, which refuse longer entries, where the later fields are 0."""
     values = list(config)
     while not values[-1] and len(values) > Config._fields.index("rows"):
@@ -197,6 +197,6 @@ def keep(device: torch.device, configs: dict[str, Config | None]) -> None:
     """Add measurements to the user's file. Raises OSError if it cannot be written; this process has them all the same."""
     devices = STORE.load(STORE.user_file) or {}
     name = device_key(device)
-    entries = {key: None if config is None else _short(config) for key, config in configs.items()}
+    entries = {key: None if config is None else short(config) for key, config in configs.items()}
     known(device).update(entries)
     STORE.save({**devices, name: {**devices.get(name, {}), **entries}})

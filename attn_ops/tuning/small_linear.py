@@ -57,10 +57,15 @@ CANDIDATES = {
 }
 #: For one token too, where 1024 columns at a time leave a rest.
 UNEVEN = (Config(4, 512, 4, 1), Config(1, 512, 4, 1))
-#: For several tokens with SwiGLU, and EVENED where ``evenly`` has a share for it. Within a tenth of the best for each layer
-#: of four models (``h200_small_linear_uneven.json``), as are the others above.
+#: For several tokens with SwiGLU, and EVENED where ``evenly`` has a share for it. With what ``split`` and ``norms_apart`` add,
+#: the best of these is within 4 % of the best of a sweep for each layer of eight models (``h200_small_linear_apart.json``).
 SWIGLU = (Config(64, 64, 4, 6), Config(64, 256, 4, 3), Config(128, 128, 8, 3))
 EVENED = Config(128, 64, 8, 3)
+#: Behind a norm in a launch of its own; with SwiGLU the last, and EVENED_APART as EVENED.
+APART = (Config(64, 256, 4, 4), Config(64, 128, 4, 5))
+EVENED_APART = Config(64, 128, 4, 4)
+#: By rows of the tile, where programs share the columns.
+SPLIT = (Config(32, 128, 4, 4), Config(64, 128, 4, 5))
 #: The same for codes, by the largest number of tokens. Fewer than 16 rows: without the matrix units.
 CANDIDATES_QUANTIZED = {
     1: (Config(4, 1024, 4, 2), Config(16, 128, 4, 4), Config(16, 64, 4, 4), Config(32, 64, 4, 3)),
@@ -83,23 +88,26 @@ def evenly(config: Config, num_tokens: int, n: int, swiglu: bool, device: torch.
 
 
 def split(n: int, k: int, device: torch.device) -> Iterator[Config]:
-    """For several tokens and weights (n, k) of few rows, whose tiles leave a quarter of the multiprocessors without work: as
-    many programs as these, which share the columns of a tile. Of the layers of two small models the best, or within 4 % of it
-    (``h200_small_linear_small.json``)."""
-    programs = host.num_sms(device)
-    for block_n in (32, 64) if n <= 32 * 3 / 4 * programs else ():
-        if (splits := min(MOST_SPLITS, k // LEAST_COLUMNS, programs // -(-n // block_n))) > 1:
-            yield Config(block_n, 128, 4, 4, splits)
+    """For several tokens and weights (n, k) of few rows: programs that share the columns of a tile, as many as there are
+    multiprocessors. Lower tiles without would do, but each program reads all tokens, from the L2 cache: of 32 tokens and tiles
+    of 32 rows as much as of the weight."""
+    for config in SPLIT:
+        tiles = -(-n // config.block_n)
+        if (splits := min(MOST_SPLITS, k // LEAST_COLUMNS, host.num_sms(device) // tiles)) > 1:
+            yield config._replace(splits=splits)
 
 
-def norms_apart(shape: LinearShape, device: torch.device) -> Iterator[Config]:
+def norms_apart(num_tokens: int, shape: LinearShape, device: torch.device) -> Iterator[Config]:
     """For several tokens: a launch for the norm, and then the product of what it made. In one launch each program multiplies
-    all tokens by the norm's weight, which of a small layer takes as long as its bytes: q, k and v of four models take 14 to
-    26 us at 32 tokens where cuBLAS, without a norm, takes 9 to 23 (``h200_small_linear_more.json``). Behind a norm of its own,
-    programs may share columns too. With SwiGLU layers are large; in float16 the norm is apart in any case."""
-    if shape.norm and not shape.swiglu and shape.dtype != torch.float16:
-        for config in (*CANDIDATES[False], *split(shape.n, shape.k, device)):
-            yield config._replace(norm_apart=1)
+    all tokens by the norm's weight, which of a small layer takes as long as its bytes: q, k and v of glm4-9b take 18.5 us at
+    32 tokens, and 16.1 behind a norm of its own (``h200_small_linear_apart.json``). Then programs may share columns too. In
+    float16 the norm is apart in any case."""
+    if not shape.norm or shape.dtype == torch.float16:
+        return
+    found: list[Config | None] = [*APART, *split(shape.n, shape.k, device)]
+    if shape.swiglu:
+        found = [APART[-1], evenly(EVENED_APART, num_tokens, shape.n // 2, True, device)]
+    yield from (config._replace(norm_apart=1) for config in found if config is not None)
 
 
 def candidates(num_tokens: int, shape: LinearShape, device: torch.device) -> tuple[Config, ...]:
@@ -108,7 +116,8 @@ def candidates(num_tokens: int, shape: LinearShape, device: torch.device) -> tup
     if shape.codes is None:
         even = evenly(EVENED, num_tokens, shape.n // 2, True, device) if shape.swiglu else None
         splits = () if shape.norm or shape.swiglu else split(shape.n, shape.k, device)  # the former need whole sums
-        return (*(SWIGLU if shape.swiglu else CANDIDATES[False]), *filter(None, [even]), *splits, *norms_apart(shape, device))
+        return (*(SWIGLU if shape.swiglu else CANDIDATES[False]), *filter(None, [even]), *splits,
+                *norms_apart(num_tokens, shape, device))
     few = () if shape.codes == INT4 else next(tried for most, tried in CANDIDATES_QUANTIZED.items() if num_tokens <= most)
     return (*few, *wide_configs(num_tokens, shape.n, shape.k, shape.swiglu, shape.codes, device)[:WIDE])
 

@@ -31,7 +31,8 @@ def numbers_on_device(gm: fx.GraphModule) -> None:
             if not copied and written_between(node, user) is not None:
                 continue
             with graph.inserting_before(user):
-                number = graph.call_function(torch.full, ((), node.args[0]), {"dtype": value(node).dtype, "device": user.args[1]})
+                where = {"dtype": value(node).dtype, "device": user.args[1]}
+                number = graph.call_function(torch.full, ((), node.args[0]), where)
             replace_node(user, number)
 
 
