@@ -124,7 +124,7 @@ def experts(tokens: int, count: int, each: int, n: int, k: int, transposed: bool
     weight = torch.empty(count, *((k, n) if transposed else (n, k)), dtype=dtype)  # gigabytes, never touched
     bias = zeros(count, n, dtype=dtype) if transposed else None
     expert_linear_cuda(zeros(tokens, k, dtype=dtype), weight, bias, zeros(tokens, each, dtype=torch.int64), transposed,
-                       path="pairs" if tokens <= 128 else "sorted", pdl=pdl)
+                       path=None if tokens == 1 else "pairs" if tokens <= 128 else "sorted", pdl=pdl)
 
 
 def gated_experts(tokens: int, count: int, each: int, n: int, k: int, clamped: bool, pdl: bool, lora: Sequence[Any] = ()
@@ -132,7 +132,7 @@ def gated_experts(tokens: int, count: int, each: int, n: int, k: int, clamped: b
     sizes = ((k, n), (n // 2, k)) if clamped else ((n, k), (k, n // 2))
     up, down = (torch.empty(count, *size, dtype=HALF) for size in sizes)
     x, ids = zeros(tokens, k), zeros(tokens, each, dtype=torch.int64)
-    path = "pairs" if tokens * each <= 128 else "sorted"
+    path = None if tokens == 1 else "pairs" if tokens * each <= 128 else "sorted"
     if clamped:
         expert_clamped_swiglu_cuda(x, up, zeros(count, n), down, zeros(count, k), ids, True, 1.702, 7.0, *lora, path=path,
                                    pdl=pdl)

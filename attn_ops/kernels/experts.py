@@ -33,6 +33,22 @@ def _load_weight(w, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED: tl.cons
 
 
 @triton.jit
+def _halves(gate, up, out):
+    """silu(gate) * up of two products, each rounded to the dtype of ``out`` as it would be by itself."""
+    gate = gate.to(out.dtype.element_ty).to(tl.float32)
+    return gate / (1 + tl.exp(-gate)) * up.to(out.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _neighbours(gate, up, alpha, limit):
+    """(up + 1) * gate * sigmoid(alpha * gate) of rounded products, both cut off at ``limit``, up at -limit too."""
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
+    gate = tl.where(gate > limit, limit, gate)  # NaN stays, as in torch.clamp
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return (up + 1) * (gate / (1 + tl.exp(-alpha * gate)))
+
+
+@triton.jit
 def _multiply_rows(x, w, bias, out, pairs, inside, expert, first, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k,
                    alpha, limit, S, lora, counter, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                    TRANSPOSED: tl.constexpr, GATE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
@@ -40,9 +56,8 @@ def _multiply_rows(x, w, bias, out, pairs, inside, expert, first, N, K, E, repea
     """Write the BLOCK_N outputs from ``first`` of ``pairs`` (BLOCK_M,) of one ``expert``. The weight is the left operand of the
     tensor cores (the long side). The order of a row's sum does not depend on the other rows.
 
-    pairs: any valid pair where not ``inside``; its product is not stored. With a GATE the weight has 2 N outputs. "halves":
-    those of the gate, then those of up; out is silu(gate) * up. "neighbours": gate and up by turns; out is
-    (up + 1) * gate * sigmoid(alpha * gate), both cut off at ``limit``, up at -limit too."""
+    pairs: any valid pair where not ``inside``; its product is not stored. With a GATE the weight has 2 N outputs: for "halves"
+    those of the gate, then those of up; for "neighbours" both by turns."""
     PER: tl.constexpr = 2 if GATE == "neighbours" else 1  # the weight's outputs in one tile of it, for each of out
     rows = x + (pairs // repeat).to(tl.int64) * stride_x
     weight = w + expert.to(tl.int64) * stride_e
@@ -75,18 +90,55 @@ def _multiply_rows(x, w, bias, out, pairs, inside, expert, first, N, K, E, repea
     elif lora is not None:
         acc, up = add_expanded(acc, up, pairs, inside, expert, first * PER, PER * N, E, lora, PER * BLOCK_N, GATE == "halves",
                                LORA)
-    if GATE == "halves":  # rounded as the two products would be by themselves
-        gate = acc.to(out.dtype.element_ty).to(tl.float32)
-        acc = gate / (1 + tl.exp(-gate)) * up.to(out.dtype.element_ty).to(tl.float32)
+    if GATE == "halves":
+        acc = _halves(acc, up, out)
     if GATE == "neighbours":
         both = tl.permute(tl.reshape(acc.to(out.dtype.element_ty), (BLOCK_N, 2, BLOCK_M)), (0, 2, 1))
         gate, up = tl.split(both)
-        gate, up = gate.to(tl.float32), up.to(tl.float32)
-        gate = tl.where(gate > limit, limit, gate)  # NaN stays, as in torch.clamp
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        acc = (up + 1) * (gate / (1 + tl.exp(-alpha * gate)))
+        acc = _neighbours(gate, up, alpha, limit)
     tl.store(out + pairs.to(tl.int64)[None, :] * N + outputs[:, None], acc.to(out.dtype.element_ty),
              mask=(outputs < N)[:, None] & inside[None, :])
+
+
+@triton.jit
+def one_token_kernel(x, w, bias, ids, out, S, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k, alpha, limit,
+                     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, GATE: tl.constexpr,
+                     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr):
+    """The pairs of one token. Program (n, s): block n of the outputs of pair s, as sums of products: a tile of the tensor cores
+    would be empty but for one token, and small programs share a few experts' weights evenly among the multiprocessors."""
+    PER: tl.constexpr = 2 if GATE == "neighbours" else 1
+    wait_for_previous(PDL)
+    pair = tl.program_id(1)
+    expert = load_ids(ids, pair, S, E)
+    row = x + (pair // repeat).to(tl.int64) * stride_x
+    weight = w + expert.to(tl.int64) * stride_e
+    first = tl.program_id(0) * BLOCK_N
+    outputs = first + tl.arange(0, BLOCK_N)
+    own = first * PER + tl.arange(0, PER * BLOCK_N)
+    sums = tl.zeros((PER * BLOCK_N, BLOCK_K), tl.float32)
+    sums_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in range(0, tl.where(expert < E, K, 0), BLOCK_K):
+        cols = start + tl.arange(0, BLOCK_K)
+        if EVEN_K:
+            xs = tl.load(row + cols)
+        else:
+            xs = tl.load(row + cols, mask=cols < K, other=0.0)
+        xs = xs.to(tl.float32)[None, :]
+        sums += _load_weight(weight, own, cols, stride_n, stride_k, PER * N, K, TRANSPOSED, EVEN_N, EVEN_K).to(tl.float32) * xs
+        if GATE == "halves":
+            sums_up += _load_weight(weight + N.to(tl.int64) * stride_n, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED,
+                                    EVEN_N, EVEN_K).to(tl.float32) * xs
+    let_next_start(PDL)
+    y = tl.sum(sums, 1)
+    if bias is not None:
+        add = tl.load(bias + expert.to(tl.int64) * (PER * N) + own, mask=(own < PER * N) & (expert < E), other=0.0)
+        y += add.to(tl.float32)
+    if GATE == "halves":
+        y = _halves(y, tl.sum(sums_up, 1), out)
+    if GATE == "neighbours":
+        gate, up = tl.split(tl.reshape(y.to(out.dtype.element_ty), (BLOCK_N, 2)))
+        y = _neighbours(gate, up, alpha, limit)
+    tl.store(out + pair.to(tl.int64) * N + outputs, y.to(out.dtype.element_ty), mask=outputs < N)
 
 
 @triton.jit(do_not_specialize=["S"])  # else batch sizes would be separate kernels

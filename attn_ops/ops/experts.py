@@ -8,7 +8,8 @@ Legend: T tokens with k experts each, S = T * k pairs of a token and an expert, 
 
 Few pairs (a decode batch): one launch per product, bound by the bytes of the weights in use. Each weight is read once, and each
 program searches the S ids for its expert's: about a microsecond next to the twenty or so for a few hundred KiB of weight. More
-pairs: they are sorted by expert on the device and cut into tiles of one expert; a product is one launch over the tiles.
+pairs: they are sorted by expert on the device and cut into tiles of one expert; a product is one launch over the tiles. One
+token alone: sums of products, without tensor cores.
 
 The host reads nothing, so all of it can be captured in a CUDA graph. Other dtypes than bf16, fp16 and fp32 on CUDA, and other
 devices, run the eager definitions.
@@ -177,6 +178,13 @@ def decode_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gate: Gate
     return Tile(block_m, 64 if gate else 128, 64, 8, 4)
 
 
+def one_token_tile(k: int, gate: Gate | None, transposed: bool) -> Tile:
+    """The tile of ``one_token_kernel``."""
+    if transposed:
+        return Tile(1, 32 if gate else 64, 64, 4, 1)
+    return Tile(1, 2 if gate else 4, 512 if k % 512 == 0 else 256, 4, 1)
+
+
 def prefill_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gate: Gate | None = None) -> Tile:
     """The tile of ``sorted_kernel``: large where arithmetic is the bottleneck, but not much larger than the pairs per expert. A
     gated product has half the outputs per tile, as it computes two. ``benchmarks/experts.py --tiles`` compares others."""
@@ -196,8 +204,9 @@ def expert_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, expert_id
                        a: Tensors = None, b: Tensors = None, scaling: Sequence[float] = (),
                        bits: Sequence[int] = (), *, path: str | None = None, tile: Tile | None = None, pdl: bool | None = None
                        ) -> Tensor:
-    """The op on CUDA. Runs the definition for dtypes and adapters that the kernels do not support. ``path``: "pairs" or
-    "sorted"; path and tile are chosen by sizes by default, ``pdl`` by ``host.use_pdl`` (attn_ops/kernels/pdl.py)."""
+    """The op on CUDA. Runs the definition for dtypes and adapters that the kernels do not support. ``path``: "one" (of one
+    token without adapters, in half precision), "pairs" or "sorted"; path and tile are chosen by sizes by default, ``pdl`` by
+    ``host.use_pdl`` (attn_ops/kernels/pdl.py)."""
     lora = ExpertLora(a or (), b or (), scaling, bits)
     _check(x, weight, bias, expert_ids, transposed, lora)
     w = weight.mT if transposed else weight  # (E, N, K)
@@ -255,7 +264,8 @@ def _supported(x: Tensor, expert_ids: Tensor, lora: ExpertLora, *weights: Tensor
 @dataclass(frozen=True)
 class _Pairs:
     """The pairs of a batch. expert_ids: as of the op. ids: (S,), contiguous. order: (S,) int64, the pairs in the order of
-    their experts, and tiles: (tiles, 4) int32, of ``tiles_kernel``; None for few pairs. tile: None: chosen by sizes."""
+    their experts, and tiles: (tiles, 4) int32, of ``tiles_kernel``; None for few pairs. tile: None: chosen by sizes. one: the
+    pairs are those of one token, for ``one_token_kernel``."""
 
     expert_ids: Tensor
     ids: Tensor
@@ -263,17 +273,20 @@ class _Pairs:
     tile: Tile | None
     order: Tensor | None = None
     tiles: Tensor | None = None
+    one: bool = False
 
     @classmethod
     def of(cls, expert_ids: Tensor, experts: int, dtype: torch.dtype, path: str | None, tile: Tile | None,
            pdl: bool | None, adapted: bool = False) -> _Pairs:
         ids = expert_ids.reshape(-1).contiguous()
-        pairs = len(ids)
-        pdl = host.use_pdl(ids.device, pairs) if pdl is None else pdl
+        pairs, tokens = len(ids), len(expert_ids)
+        pdl = host.use_pdl(ids.device, tokens) if pdl is None else pdl
+        if path is None and tokens == 1 and not adapted and dtype != torch.float32:
+            path = "one"
         if path is None:
             path = "pairs" if pairs <= (min(MAX_PAIRS, MAX_EXPANDED) if adapted else MAX_PAIRS) else "sorted"
-        if path == "pairs":
-            return cls(expert_ids, ids, pdl, tile)
+        if path in ("one", "pairs"):
+            return cls(expert_ids, ids, pdl, tile, one=path == "one")
         block_m = (tile or prefill_tile(pairs, experts, 0, dtype)).block_m
         order, ends = _sort(ids, experts, pdl)
         count = pairs // block_m + min(experts + 1, pairs)  # each expert's last tile may be short
@@ -289,7 +302,9 @@ class _Pairs:
         x = rows_contiguous(x)
         pairs, (experts, n, k) = len(self.ids), w.shape
         n = n // 2 if gate else n
-        tile = self.tile or (decode_tile if self.tiles is None else prefill_tile)(pairs, experts, k, x.dtype, gate)
+        transposed = w.stride(2) != 1
+        tile = self.tile or (one_token_tile(k, gate, transposed) if self.one else
+                             (decode_tile if self.tiles is None else prefill_tile)(pairs, experts, k, x.dtype, gate))
         if adapters.a and tile.block_m == 128:  # else the sums leave no registers
             tile = replace(tile, block_n=tile.block_n // 2)
         out = x.new_empty(pairs, n)
@@ -303,12 +318,16 @@ class _Pairs:
                                                      max(1, 8 * tile.num_warps // tile.block_m))
             first = constants.programs
         options: dict[str, Any] = {
-            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TRANSPOSED": w.stride(2) != 1,
-            "GATE": gate.form if gate else "", "EVEN_N": n % tile.block_n == 0, "EVEN_K": k % tile.block_k == 0,
-            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",  # tf32 would keep 10 bits of fp32; ignored for others
-            "LORA": constants, "pdl": self.pdl, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+            "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TRANSPOSED": transposed, "GATE": gate.form if gate else "",
+            "EVEN_N": n % tile.block_n == 0, "EVEN_K": k % tile.block_k == 0,
+            "pdl": self.pdl, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
         sizes = (pairs, n, k, experts, pairs // len(x), x.stride(0), *w.stride(), *(gate or Gate(""))[1:])
         blocks = -(-n // tile.block_n)
+        if self.one:
+            launch(kernels.one_token_kernel, (blocks, pairs), x, w, bias, self.ids, out, *sizes, **options)
+            return out
+        options |= {"BLOCK_M": tile.block_m, "LORA": constants,  # tf32 would keep 10 bits of fp32; ignored for others
+                    "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32"}
         if self.tiles is None:
             by_pair = pairs <= experts  # fewer leaders than experts and one more for ids out of range
             launch(kernels.pairs_kernel, (blocks, pairs if by_pair else experts + 1), x, w, bias, self.ids, out, *sizes, lora,

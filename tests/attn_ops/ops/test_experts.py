@@ -286,8 +286,28 @@ def test_clamped_swiglu(options: dict[str, Any], path: str) -> None:
             torch.testing.assert_close(out.float(), wide, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("width, inner", [(64, 32), (72, 40), (1024, 48)])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("ids", [[1, 3, 0], [2, 2, 2], [0, 4, -1], [1 << 40, 3, 1]], ids=lambda ids: "-".join(map(str, ids)))
+def test_one_token_alone(ids: list[int], transposed: bool, width: int, inner: int) -> None:
+    """Its own kernel, with the tolerances of the others; the same expert twice, and ids of none."""
+    sizes: dict[str, Any] = dict(tokens=1, k=3, width=width, inner=inner, transposed=transposed, ids=ids)
+    for made, op, definition in (
+            (case(1, 3, n=inner, width=width, bias=True, transposed=transposed, ids=ids), expert_linear_cuda,
+             expert_linear_eager),
+            (swiglu_case(**sizes), experts.expert_swiglu_cuda, expert_swiglu_eager),
+            (clamped_case(**sizes), experts.expert_clamped_swiglu_cuda, experts.expert_clamped_swiglu_eager)):
+        with recording() as noted:
+            op(*made)
+        assert {launch.name for launch in noted} == {"one_token_kernel"}
+        wide = definition(*(a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in made))
+        torch.testing.assert_close(op(*made).float(), wide, atol=4e-3, rtol=4e-3)
+
+
 def test_nan_passes_the_clamp() -> None:
     """A request whose activations overflowed must not get plausible tokens."""
+    x, *rest = clamped_case(tokens=1, dtype=torch.float16)
+    assert experts.expert_clamped_swiglu_cuda(x * float("nan"), *rest).isnan().all()
     x, *rest = clamped_case(tokens=3, dtype=torch.float32)
     x[1] = float("nan")
     for path in ("pairs", "sorted"):
