@@ -40,7 +40,8 @@ TILES = {
         (64, 128, 64, 4, 3), (64, 256, 64, 8, 4), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (128, 256, 64, 8, 4))],
 }
 #: The same of one token and weights (E, K, N).
-TRANSPOSED = [Tile(1, n, k, 4, 1) for n in (32, 64, 128) for k in (16, 32, 64, 128) if 1024 <= n * k <= 8192]
+TRANSPOSED = [Tile(1, n, k, warps, 1) for n in (16, 32, 64) for k in (64, 128, 256, 512) for warps in (4, 8)
+              if 512 <= n * k // warps <= 2048]
 SETS = 16  # of ids
 
 
@@ -99,7 +100,7 @@ def main() -> None:
                 continue
             act = torch.randn(pairs, inner, device=device, dtype=dtype)
             for path, gated in itertools.product(TILES, (True, False)):
-                if (path == "pairs" and pairs > 4096) or (path == "one") != (tokens == 1):
+                if pairs > 4096 if path == "pairs" else (tokens == 1) != (path == "one"):
                     continue
                 for tile in TRANSPOSED if path == "one" and args.transposed else TILES[path]:
                     if gated and path == "sorted":

