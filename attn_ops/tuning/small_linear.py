@@ -32,6 +32,8 @@ from quire.attn_ops.tuning.launch_config import (
 )
 
 logger = logging.getLogger(__name__)
+#: Microseconds that a second launch must save; less is within what differs from run to run.
+SECOND_LAUNCH = 1.0
 SIZES = (1, 8, 32)  # tokens that are measured: one per padded size
 SIZES_QUANTIZED = (*SIZES, 64, 128, 256)
 _COLD = 240e6  # bytes of weights to go through in turn: several times the L2 cache of a large GPU
@@ -191,9 +193,15 @@ def fastest(shape: LinearShape, num_tokens: int, device: torch.device, timer: Ca
             if not (out - reference).norm() <= 1e-2 * reference.norm():
                 raise ArithmeticError("the result is off by more than 1 %")
             times[config] = timer(lambda config=config: [kernel(*a, config=config) for a in calls], len(calls))
+            times[config] += SECOND_LAUNCH * launches_more(config)
         except Exception as error:  # e.g. too much shared memory for this GPU
             logger.debug("%s with %d tokens and %s: %s", shape, num_tokens, config, error)
     return min(times, key=times.__getitem__)
+
+
+def launches_more(config: Config) -> int:
+    """Launches beside that of the product: of a norm, and of the sums of shared columns."""
+    return config.norm_apart + (config.splits > 1)
 
 
 def arguments(shape: LinearShape, num_tokens: int, device: torch.device, copies: int) -> list[tuple[Any, ...]]:

@@ -158,6 +158,15 @@ def test_a_norm_in_a_launch_of_its_own_where_that_is_faster(folder) -> None:
         assert names == ["norm_kernel"] * chosen.norm_apart + ["tile_kernel"]
 
 
+@pytest.mark.parametrize("saved, apart", [(0.9, False), (1.1, True)])
+def test_a_second_launch_must_be_worth_it(instant, saved: float, apart: bool) -> None:
+    """A layer gets no second launch for what may be chance."""
+    shape = SHAPE._replace(dtype=torch.bfloat16)
+    times = [9.0, *(5.0 - saved * config.norm_apart for config in tuning.candidates(8, shape, CPU))]
+    chosen = tuning.fastest(shape, 8, CPU, Timer(*times))
+    assert chosen is not None and bool(chosen.norm_apart) == apart
+
+
 @pytest.mark.parametrize("codes", [None, torch.int8])
 def test_what_was_measured_is_launched(codes: torch.dtype | None) -> None:
     shape = SHAPE._replace(norm=False, codes=codes)
