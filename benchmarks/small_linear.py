@@ -209,12 +209,24 @@ def best_of(rows: list[dict[str, Any]]) -> dict[str, Config | None]:
     """The fastest parameters of each shape of bf16 weights, by ``key``, if a second launch is worth it."""
     best: dict[str, tuple[float, Config]] = {}
     for row in rows:
-        if "us" in row:
+        if "us" in row and row["codes"] is None:
             name = key(row["tokens"], row["n"], row["k"], FUSED[row["layer"]][2])
             config = Config(*row["config"])
             us = row["us"] + SECOND_LAUNCH * launches_more(config)
             best[name] = min(best.get(name, (math.inf, config)), (us, config))
     return {name: config for name, (_, config) in best.items()}
+
+
+def merge_sweeps(table: Path, sweeps: list[Path], models: list[str] | None) -> None:
+    """The best of several sweeps; of other models than these, for what the table has already."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for path in sweeps:
+        sweep = json.loads(path.read_text())
+        rows.setdefault(sweep["environment"]["device"], []).extend(sweep["rows"])
+    for device, each in rows.items():
+        known = (STORE.load(table) or {}).get(device, {})
+        wanted = best_of([row for row in each if models is None or row["model"] in models])
+        merge(table, device, {name: config for name, config in best_of(each).items() if name in wanted or name in known})
 
 
 def merge(table: Path, device: str, found: dict[str, Config | None]) -> None:
@@ -231,13 +243,12 @@ def main() -> None:
                     processes=max(1, min(14, (os.cpu_count() or 1) - 1)))
     parser.add_argument("--table", type=Path, help="merge the best parameters into this file")
     parser.add_argument("--merge", help="files of earlier sweeps with bf16 weights: measure nothing, merge theirs")
-    parser.add_argument("--only", help="with --merge: of these models")
+    parser.add_argument("--only", help="with --merge: of these models; of others what the table has already")
     args = parser.parse_args()
     if args.merge:
-        for path in args.merge.split(","):
-            sweep = json.loads(Path(path).read_text())
-            rows = [row for row in sweep["rows"] if not args.only or row["model"] in args.only.split(",")]
-            merge(args.table, sweep["environment"]["device"], best_of(rows))
+        if not args.table:
+            parser.error("--merge needs --table, the file to merge into")
+        merge_sweeps(args.table, [Path(path) for path in args.merge.split(",")], args.only and args.only.split(","))
         return
     if (args.wide and not args.codes) or ("int4" in args.codes and not args.wide):
         parser.error("--wide needs --codes, and int4 needs --wide")

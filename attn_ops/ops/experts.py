@@ -282,12 +282,15 @@ class _Pairs:
     def of(cls, expert_ids: Tensor, experts: int, dtype: torch.dtype, path: str | None, tile: Tile | None,
            pdl: bool | None, adapted: bool = False) -> _Pairs:
         ids = expert_ids.reshape(-1).contiguous()
-        pairs, tokens = len(ids), len(expert_ids)
+        pairs = len(ids)
+        tokens = len(expert_ids) if expert_ids.dim() == 2 else pairs
         pdl = host.use_pdl(ids.device, tokens) if pdl is None else pdl
         if path is None and tokens == 1 and not adapted and dtype != torch.float32:
             path = "one"
         if path is None:
             path = "pairs" if pairs <= (min(MAX_PAIRS, MAX_EXPANDED) if adapted else MAX_PAIRS) else "sorted"
+        if path == "one" and adapted:
+            raise ValueError("expert_linear: the kernel for one token has no adapters; path='pairs' has")
         if path in ("one", "pairs"):
             return cls(expert_ids, ids, pdl, tile, one=path == "one")
         block_m = (tile or prefill_tile(pairs, experts, 0, dtype)).block_m

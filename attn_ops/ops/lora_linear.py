@@ -39,6 +39,7 @@ from quire.attn_ops.ops.small_linear import (
     MAX_TOKENS,
     MAX_TOKENS_PER_TILE,
     adapter_tiles,
+    goes_apart,
     memory_of,
     norm_apart,
     small_linear_cuda,
@@ -99,18 +100,20 @@ def lora_linear_cuda(
     t, k, rows = x.shape[1], x.shape[2], weight.shape[0]
     n = rows // (2 if swiglu else 1)
     given_pdl, pdl = pdl, host.use_pdl(x.device, t) if pdl is None else pdl
+    x2, of_adapters = host.rows_contiguous(x.squeeze(0)), (a, b, starts, scaling, bits)
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
     config = config_for(t, rows, k, swiglu, x.device) or by_rule(t, rows, k, swiglu) if t <= MAX_TOKENS else None
-    x2, norm_weight = norm_apart(host.rows_contiguous(x.squeeze(0)), norm_weight, eps, pdl,
-                                 always=config is None or bool(config.norm_apart))
-    x, of_adapters = x2.unsqueeze(0), (a, b, starts, scaling, bits)
+    if config is None:
+        x2, norm_weight = norm_apart(x2, norm_weight, eps, pdl)
+    x = x2.unsqueeze(0)
     if config is None:
         tiles = tiles or large_tiles(t, k, n, swiglu, a, b, starts)
         if isinstance(tiles, RowsTiles):
             return _finished(F.linear(x2, weight, bias), x2, residual, swiglu, of_adapters, tiles, pdl, counters)
         config = tiles
     if t > 1:
-        parts = _parts(a, t, n, k, swiglu, norm_weight is not None, config, x.device)
+        folded = norm_weight is not None and not goes_apart(config, x.dtype, t, swiglu)
+        parts = _parts(a, t, n, k, swiglu, folded, config, x.device)
         lora = adapters_for(x, *of_adapters, parts, next_counters(x, counters, 1))
         return small_linear_cuda(x, weight, bias, norm_weight, eps, residual, swiglu, config=config, pdl=given_pdl, lora=lora)
     lora = adapters_for(x, *of_adapters, 1)
@@ -182,7 +185,7 @@ def _parts(a: Sequence[Tensor], t: int, n: int, k: int, swiglu: bool, norm: bool
     block_r = host.next_power_of_2(max(down.shape[0] for down in a), 16)
     programs = len(a) * (block_r // min(block_r, 32))
     at_once = host.num_sms(device) * max(1, host.shared_memory(device) // memory_of(config, t, swiglu))
-    free = at_once - -(-n // config.block_n)
+    free = at_once - -(-n // config.block_n) * (1 if swiglu or norm else config.splits)
     most = min(k // 1024, -(-2 * config.block_k // (32 * config.num_warps))) if swiglu or norm else min(
         k // 256, 8, 16 // programs)
     return 1 << max(1, min(most, free // programs if free > 0 else 4)).bit_length() - 1

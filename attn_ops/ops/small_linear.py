@@ -5,7 +5,7 @@ With M tokens (M <= 32) a linear layer reads N * K weights for 2 * M * N * K ope
 memory bandwidth. So what comes before and after it in a decoder layer runs in the same kernel, at no cost in bytes:
 
 * before: RMSNorm. ``rms(x) * w_norm`` is a scale per row, which commutes with the product; its sum of squares is computed from
-  the same loads of x. (Of several tokens in float16 it runs apart: see ``norm_apart``.)
+  the same loads of x. (Of several tokens it may run apart: see ``goes_apart``.)
 * after: SwiGLU, ``silu(gate) * up``, where weight holds the rows of gate, then of up (in Gemma with GELU in its tanh form); or
   the sum with the residual stream.
 
@@ -113,10 +113,10 @@ def small_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weigh
 
     Args:
         config: launch parameters; None: the measured ones (``attn_ops/tuning/launch_config.py``). pdl: see
-            attn_ops/kernels/pdl.py; None: ``host.use_pdl``. lora: adapters of the layer, of up to MAX_TOKENS_PER_TILE
-            tokens in half precision and without a scale: see attn_ops/ops/lora_linear.py. Of one token only their first
-            products are computed here, and the result is (..., N) with ``swiglu`` too, before SwiGLU. dtype: of the kernels'
-            result; None: as x.
+            attn_ops/kernels/pdl.py; None: ``host.use_pdl``, and within the call ``host.pdl_in_pairs``. lora: adapters of the
+            layer, of up to MAX_TOKENS_PER_TILE tokens in half precision and without a scale: see
+            attn_ops/ops/lora_linear.py. Of one token only their first products are computed here, and the result is (..., N)
+            with ``swiglu`` too, before SwiGLU. dtype: of the kernels' result; None: as x.
 
     Raises:
         ValueError: ``gelu`` without ``swiglu``.
@@ -147,11 +147,10 @@ def small_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weigh
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
     if config is None and lora is None:
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale, (), gelu)
-    normed = norm_weight is not None
-    x2, norm_weight = norm_apart(x2, norm_weight, eps, pdl, codes=scale is not None,
-                                 always=config is not None and bool(config.norm_apart) and lora is None, pairs=pairs)
-    follows = normed and norm_weight is None  # its own norm, in a launch before
     config = config or by_rule(m, weight.shape[0], k, swiglu)
+    follows = norm_weight is not None and goes_apart(config, x.dtype, m, swiglu, codes=scale is not None)
+    if follows:
+        x2, norm_weight = norm_apart(x2, norm_weight, eps, pdl, pairs)
     if config.block_m:
         if scale is not None and norm_weight is None and not swiglu and fits_wide(k, config):
             return launch_wide(x2, weight, scale, bias, res, config, pdl, pairs).view(*x.shape[:-1], n)
@@ -227,13 +226,19 @@ def memory_of(config: Config, tokens: int, swiglu: bool) -> int:
     return 2 * config.block_k * (config.block_n * (2 if swiglu else 1) + padded(tokens)) * config.num_stages
 
 
-def norm_apart(x: Tensor, weight: Tensor | None, eps: float, pdl: bool, codes: bool = False, always: bool = False,
-               pairs: bool = False) -> tuple[Tensor, Tensor | None]:
-    """x (M, K) and the weight of its RMSNorm for the kernels; for tensor cores in float16 (several tokens, or ``codes``), or
-    ``always``, the norm's result, made in a launch of its own, and None: ``x * weight``, multiplied before the kernels know a
-    token's factor, may be too large there. ``pairs``: the kernel behind it may be launched with PDL."""
-    if weight is None or not always and (x.dtype != torch.float16 or (len(x) == 1 and not codes)):
-        return x, weight
+def goes_apart(config: Config, dtype: torch.dtype, tokens: int, swiglu: bool, codes: bool = False) -> bool:
+    """Whether a layer's RMSNorm has a launch of its own: for tensor cores in float16 (several tokens, or ``codes``), since
+    ``x * weight``, multiplied before the kernels know a token's factor, may be too large there; and for several tokens where
+    the parameters say so, or share columns, which a norm in the product's launch does not allow."""
+    if dtype == torch.float16 and (tokens > 1 or codes):
+        return True
+    return tokens > 1 and not codes and (bool(config.norm_apart) or (config.splits > 1 and not swiglu))
+
+
+def norm_apart(x: Tensor, weight: Tensor | None, eps: float, pdl: bool, pairs: bool = False) -> tuple[Tensor, None]:
+    """x (M, K) after its RMSNorm, made in a launch, if it has one. ``pairs``: the kernel behind it may be launched with PDL."""
+    if weight is None:
+        return x, None
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch(host.kernel_module("kernels.small_linear").norm_kernel, (x.shape[0],), x, weight, out, x.shape[1], x.stride(0), eps,
            BLOCK_K=2048, pdl=pdl or pairs, dependent=pdl, num_warps=4)

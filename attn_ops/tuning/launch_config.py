@@ -29,8 +29,7 @@ class Config(NamedTuple):
 
     Args:
         block_n, block_k: weight rows and columns per tile (per warp, for codes and up to 32 tokens).
-        splits: for more tokens with codes or LoRA's adapters, programs that share the columns of a tile, where a weight has few
-            rows.
+        splits: of several tokens, programs that share the columns of a tile, where a weight has few rows.
         block_m: tokens per tile of ``attn_ops/kernels/small_linear_wide.py``, and turned: its order of columns; 0: another
         kernel.
         rows: weight rows per program of several tokens, fewer than block_n and a multiple of 4; 0: block_n. See

@@ -118,8 +118,9 @@ def candidates(num_tokens: int, shape: LinearShape, device: torch.device) -> tup
     if shape.codes is None:
         even = evenly(EVENED, num_tokens, shape.n // 2, True, device) if shape.swiglu else None
         splits = () if shape.norm or shape.swiglu else split(shape.n, shape.k, device)  # the former need whole sums
-        return (*(SWIGLU if shape.swiglu else CANDIDATES[False]), *filter(None, [even]), *splits,
-                *norms_apart(num_tokens, shape, device))
+        found = (*(SWIGLU if shape.swiglu else CANDIDATES[False]), *filter(None, [even]), *splits,
+                 *norms_apart(num_tokens, shape, device))
+        return tuple(c for c in found if op.memory_of(c, num_tokens, shape.swiglu) <= host.shared_memory(device))
     few = () if shape.codes == INT4 else next(tried for most, tried in CANDIDATES_QUANTIZED.items() if num_tokens <= most)
     return (*few, *wide_configs(num_tokens, shape.n, shape.k, shape.swiglu, shape.codes, device)[:WIDE])
 

@@ -12,6 +12,8 @@ After::
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import fx
 
@@ -32,7 +34,9 @@ def numbers_on_device(gm: fx.GraphModule) -> None:
                 continue
             with graph.inserting_before(user):
                 where = {"dtype": value(node).dtype, "device": user.args[1]}
-                number = graph.call_function(torch.full, ((), node.args[0]), where)
+                held = torch.tensor(node.args[0], dtype=where["dtype"]).item()
+                given = held if math.isinf(held) else node.args[0]  # full refuses a number beyond the dtype's range
+                number = graph.call_function(torch.full, ((), given), where)
             replace_node(user, number)
 
 

@@ -153,18 +153,20 @@ def test_in_a_cuda_graph(path: str) -> None:
     check(out, truth_of((x, weight, bias, ids, transposed)))
 
 
-def test_dependent_launch() -> None:
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_dependent_launch(tokens: int) -> None:
     """A chain of kernels that are set up before the one before them ends: the bits are those of a plain chain."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs compute capability 9.0")
-    x, up, _, ids, _ = arguments("qwen3-30b-a3b up", 4)
+    x, up, _, ids, _ = arguments("qwen3-30b-a3b up", tokens)
     down = torch.randn(128, 2048, 768, dtype=torch.bfloat16, device="cuda") * 768**-0.5
 
     def chain(pdl: bool) -> torch.Tensor:
         y = x
         for _ in range(10):
             wide = experts.expert_linear_cuda(y, up, None, ids, False, pdl=pdl)
-            y = experts.expert_linear_cuda(wide[:, :768], down, None, ids, False, pdl=pdl).view(4, 8, -1)[:, 0].contiguous()
+            both = experts.expert_linear_cuda(wide[:, :768], down, None, ids, False, pdl=pdl)
+            y = both.view(tokens, 8, -1)[:, 0].contiguous()
         return y
 
     assert torch.equal(chain(True), chain(False))

@@ -10,7 +10,7 @@ import torch
 from quire.attn_ops.kv_quant import quantize
 from quire.attn_ops.ops import small_linear as ops
 from quire.attn_ops.ops.small_linear_wide import unpacked
-from quire.attn_ops.tuning.launch_config import INT4, STORE
+from quire.attn_ops.tuning.launch_config import INT4, STORE, Config
 from quire.attn_ops.tuning.small_linear import LinearShape, candidates, missing, tune
 from tests.attn_ops.cases import shape_of_key
 from tests.gpu.helpers import captured
@@ -152,23 +152,27 @@ def test_tuning(monkeypatch, tmp_path) -> None:
         assert error(ops.small_linear(*args), truth) <= 2 * error(ops.small_linear_eager(*args), truth)
 
 
+@pytest.mark.parametrize("pdl, configs", [(True, (None, None)), (None, (None, None)), (None, (
+    Config(64, 128, 4, 5, norm_apart=1), Config(64, 128, 4, 5, 4)))], ids=["every", "default", "pairs"])
 @pytest.mark.parametrize("tokens", [1, 8, 32])
-def test_dependent_launch(tokens) -> None:
-    """A chain of kernels that are set up before the one before them ends: the bits are those of a plain chain, each time."""
+def test_dependent_launch(tokens, pdl, configs) -> None:
+    """A chain of kernels that are set up before the one before them ends, all or the second of two: the bits are those of a
+    plain chain, each time."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs compute capability 9.0")
     first, second = arguments(tokens, 4096, 1024, False), arguments(tokens, 1024, 4096, False)
     x = first[0].clone()
 
-    def chain(pdl: bool) -> torch.Tensor:
+    def chain(pdl: bool | None) -> torch.Tensor:
         y = x
         for _ in range(20):
-            y = ops.small_linear_cuda(y, first[1], None, first[3], 1e-5, None, False, pdl=pdl)
-            y = ops.small_linear_cuda(y, second[1], None, second[3], 1e-5, None, False, pdl=pdl)
+            for args, config in zip((first, second), configs, strict=True):
+                config = None if tokens == 1 else config
+                y = ops.small_linear_cuda(y, args[1], None, args[3], 1e-5, None, False, pdl=pdl, config=config)
         return y
 
     expected = chain(False).clone()
-    graph, out = captured(lambda: chain(True))
+    graph, out = captured(lambda: chain(pdl))
     for scale in (1, 2, 1):
         x.copy_(first[0] * scale)
         graph.replay()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from quire.attn_ops.kernels import host
+from quire.attn_ops.kernels.launch import recording
 from quire.attn_ops.kv_quant import quantize
+from quire.attn_ops.ops import lora_linear
 from quire.attn_ops.ops.small_linear import (
     MAX_TOKENS,
     MAX_TOKENS_QUANTIZED,
@@ -153,6 +157,37 @@ def test_whole_sums_are_not_shared(options) -> None:
     args = quantized(case(40, 64, 128, **options, dtype=torch.bfloat16 if "norm" in options else torch.float16), torch.int8)
     assert torch.equal(small_linear_cuda(*args, config=Config(16, 32, 4, 2, 2)),
                        small_linear_cuda(*args, config=Config(16, 32, 4, 2)))
+
+
+SHARED = {"norm_kernel": (True, False), "tile_kernel": (True, True), "add_up_kernel": (True, True)}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["alone", "lora"])
+@pytest.mark.parametrize("setting, given, config, expected", [
+    (None, None, Config(64, 128, 4, 4, 4), SHARED),
+    (None, None, Config(64, 128, 4, 4, norm_apart=1), {"norm_kernel": (True, False), "tile_kernel": (True, True)}),
+    (None, None, Config(64, 128, 4, 4), {"tile_kernel": (False, False)}),
+    (None, False, Config(64, 128, 4, 4, 4), dict.fromkeys(SHARED, (False, False))),
+    (False, None, Config(64, 128, 4, 4, 4), dict.fromkeys(SHARED, (False, False))),
+    (True, None, Config(64, 128, 4, 4, 4), dict.fromkeys(SHARED, (True, True))),
+], ids=["shared", "apart", "one", "given", "off", "always"])
+def test_the_second_of_two_launches_is_set_up_during_the_first(setting, given, config, expected, lora, monkeypatch) -> None:
+    """Which kernels let the next one start early, and which start so: of several tokens the second of a layer's two alone,
+    since waiting programs of a large kernel keep another's from running."""
+    for name, found in (("_has_pdl", True), ("_pdl_setting", setting), ("num_sms", 132), ("shared_memory", 233472)):
+        monkeypatch.setattr(host, name, lambda *args, found=found: found)
+    monkeypatch.setattr(lora_linear, "config_for", lambda *args: config)
+    with FakeTensorMode(), recording() as noted:
+        def made(*size: int) -> torch.Tensor:
+            return torch.empty(*size, dtype=torch.bfloat16, device="cuda")
+
+        layer = made(1, 8, 2048), made(1024, 2048), None, made(2048), EPS, made(1, 8, 1024), False
+        if lora:
+            lora_linear.lora_linear_cuda(*layer, [made(16, 2048)], [made(1024, 16)], [0], [1.0], [0], pdl=given)
+        else:
+            small_linear_cuda(*layer, config=config, pdl=given)
+    modes = {each.name: (dict(each.options)["PDL"], dict(each.options).get("launch_pdl", False)) for each in noted}
+    assert modes == expected
 
 
 def test_codes_are_multiplied_not_numbers_near_them() -> None:

@@ -12,7 +12,7 @@ from tests.passes.models import capture, listing
 def test_a_number_is_made_where_it_is_used() -> None:
     """Its value and dtype stay; the one on the CPU stays for those that read it there."""
     graph = fx.Graph()
-    for number in (1e-5, 3, True):
+    for number in (1e-5, 3, True, -1e39):
         made = graph.call_function(torch.tensor, (number,))
         moved = graph.call_method("to", (made, torch.device("meta")))
         made.meta["example_value"], moved.meta["example_value"] = torch.tensor(number), torch.tensor(number, device="meta")
@@ -22,9 +22,9 @@ def test_a_number_is_made_where_it_is_used() -> None:
     numbers_on_device(gm)
     full = list(gm.graph.find_nodes(op="call_function", target=torch.full))
     assert [(n.args, n.kwargs["dtype"]) for n in full] == [
-        (((), 1e-5), torch.float32), (((), 3), torch.int64), (((), True), torch.bool)]
+        (((), 1e-5), torch.float32), (((), 3), torch.int64), (((), True), torch.bool), (((), -torch.inf), torch.float32)]
     assert all(n.kwargs["device"] == torch.device("meta") for n in full)
-    assert [n.args for n in gm.graph.find_nodes(op="call_function", target=torch.tensor)] == [(True,)]
+    assert [n.args for n in gm.graph.find_nodes(op="call_function", target=torch.tensor)] == [(-1e39,)]
     for node in full:  # what the kernel computes, on a device that has values
         assert torch.equal(torch.full(*node.args, dtype=node.kwargs["dtype"]), torch.tensor(node.args[1]))
     # One that is changed before it is moved.
