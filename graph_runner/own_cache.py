@@ -68,8 +68,10 @@ def may_be_users(held: Any) -> bool:
 
 
 def users_around(model: torch.nn.Module) -> list[Any]:
-    """The hooks of modules, and forwards on instances, that may be the user's."""
-    return [held for module in model.modules() for held in around_forward(module) if may_be_users(held)]
+    """The hooks of modules, and forwards on instances, that may be the user's, or are those of torch.nn.utils (pruning, norms
+    of weights), which set attributes as the user asked."""
+    return [held for module in model.modules() for held in around_forward(module)
+            if may_be_users(held) or type(held).__module__.startswith("torch.nn.utils.")]
 
 
 def switches_of(hooks: Sequence[Any]) -> list[bool]:

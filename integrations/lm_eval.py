@@ -1,7 +1,9 @@
 """lm-eval on an engine: ``lm_eval.simple_evaluate(model=QuireLM(model, tokenizer), tasks=...)``.
 
-Texts become tokens as in lm-eval's ``HFLM``, so scores are the same. Log-likelihoods are ``Engine.score``: the LM head runs on
-the continuations' tokens, and what contexts have in common is computed once. Continuations run with continuous batching.
+Texts become tokens as in lm-eval's ``HFLM``, so scores are the same; so are continuations, but for a model whose generation
+config has ``max_new_tokens``: in ``HFLM`` that wins over a task's ``max_gen_toks``, and not here. Log-likelihoods are
+``Engine.score``: the LM head runs on the continuations' tokens, and what contexts have in common is computed once.
+Continuations run with continuous batching.
 """
 
 from __future__ import annotations

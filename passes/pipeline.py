@@ -41,7 +41,7 @@ from quire.passes.rewrite.last_alone import take_wanted_rows
 from quire.passes.rewrite.last_rows import keep_last_rows
 from quire.passes.rewrite.length_rope import choose_per_sequence, use_short_frequencies
 from quire.passes.rewrite.lower import ADDED_INPUTS, Lowered, LoweringTarget, lower
-from quire.passes.rewrite.own_positions import TABLES, use_given_positions
+from quire.passes.rewrite.own_positions import TABLES, given_tables, use_given_positions
 from quire.passes.rewrite.raise_mla import raise_mla, with_latents
 from quire.passes.rewrite.raise_sdpa import raise_sdpa
 from quire.passes.start_times import timed
@@ -164,7 +164,10 @@ def _check_lengths(gm: fx.GraphModule, tokens: Any, raised: bool, max_length: in
     conditions = shape_conditions(tokens, longest=max_length)
     if (last := gm.meta["quire_mask_length"]) is not None and (max_length is None or last < max_length):
         conditions[f"its stored mask has {last} positions"] = last + 1
-    for where, rows in gm.meta.get(TABLES, {}).items():
+    tables = gm.meta.get(TABLES, {})
+    if max_length is not None:  # of steps by hand the caller chooses positions
+        tables = {**given_tables(gm.graph, tokens), **tables}
+    for where, rows in tables.items():
         if max_length is None or rows < max_length:
             conditions[f"its table of positions at {where} has {rows} rows"] = rows + 1
     longest = min(conditions.values(), default=0) - 1

@@ -119,12 +119,24 @@ def use_given_positions(gm: fx.GraphModule, tokens: Any, has_config: bool) -> in
         else:
             _check_numbering(node, where)
             flat += _take_positions(graph, node, given, where)
-    for where, rows in _tables_of(graph, flat):
+    for where, rows, _ in _tables_of(graph, flat):
         tables[where] = min(tables.get(where, _MANY), rows)
     gm.meta[_OWN], gm.meta[TABLES] = replaced, tables
     graph.lint()
     gm.recompile()
     return len(replaced)
+
+
+def given_tables(graph: fx.Graph, tokens: Any) -> dict[str, int]:
+    """Of each table that ``position_ids``, or formulas of them, pick rows of, what it is, and for how many positions from 0 on
+    it has a row, if not for all that are tried."""
+    found: dict[str, int] = {}
+    for node in placeholders(graph):
+        if node.users and last_key(node) == "position_ids" and _is_row(node, tokens):
+            for where, rows, known in _tables_of(graph, [node]):
+                if known:
+                    found[where] = min(found.get(where, _MANY), rows)
+    return found
 
 
 def adds_positions(gm: fx.GraphModule) -> bool:
@@ -303,18 +315,18 @@ def _is_first(item: Any, tokens: Any) -> bool:
         stop := value(item.stop)) and str(stop) == str(tokens)
 
 
-def _tables_of(graph: fx.Graph, flat: list[fx.Node]) -> Iterator[tuple[str, int]]:
-    """Of each table of a fixed size that positions, or whole numbers computed from them, pick rows of: where that is, and for
-    how many positions from 0 on there is a row, if not for all that are tried. For numbers of which more is computed than a
-    formula of one position: as many as it has rows."""
+def _tables_of(graph: fx.Graph, flat: list[fx.Node]) -> Iterator[tuple[str, int, bool]]:
+    """Of each table of a fixed size that positions, or whole numbers computed from them, pick rows of: where that is, for
+    how many positions from 0 on there is a row, if not for all that are tried, and whether that is known. For numbers of which
+    more is computed than a formula of one position it is not: as many as it has rows."""
     numbers: dict[fx.Node, torch.Tensor | None] = dict.fromkeys(flat, torch.arange(_MANY))  # None: not known
     for node in graph.nodes if flat else ():
         for index, size, wraps in _lookups(node):
             if isinstance(index, fx.Node) and index in numbers and not symbolic(size):
                 if (found := numbers[index]) is None:
-                    yield module_path(node) or node.name, int(size)
+                    yield module_path(node) or node.name, int(size), False
                 elif bool((outside := (found >= size) | (found < (-size if wraps else 0))).any()):
-                    yield module_path(node) or node.name, int(outside.int().argmax())
+                    yield module_path(node) or node.name, int(outside.int().argmax()), True
         if node not in numbers and is_tensor(node) and any(index in numbers for index in node.all_input_nodes):
             if (made := _numbers_of(node, numbers)) is not None:
                 numbers[node] = made[0]

@@ -279,6 +279,26 @@ def test_a_sequence_is_no_longer_than_the_table(place: Any, rows: int | None) ->
             engine(GPT(place), max_model_len=rows + 1)
 
 
+@pytest.mark.parametrize("place, rows", [
+    (lambda m, at: m.wpe(at), BLOCK), (lambda m, at: m.wpe(at + 2), BLOCK - 2), (lambda m, at: m.pe[0][at], BLOCK),
+    (lambda m, at: m.wpe(at.clamp(max=BLOCK - 1)), None),
+], ids=["given", "offset", "indexed", "clamped"])
+def test_positions_that_are_given_end_with_the_table_too(place: Any, rows: int | None) -> None:
+    """Positions are the engine's; a request beyond the table must not take the others of its batch with it."""
+    class Given(GPT):
+        def forward(self, ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            x = self.wte(ids) + place(self, position_ids)
+            for layer in self.h:
+                x = x + layer(x)
+            return self.lm_head(self.norm(x))
+
+    with engine(Given(), max_model_len=rows or 2 * BLOCK) as served:
+        assert len(served.generate([[1, 2, 3]], quire.SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
+    if rows is not None:
+        with pytest.raises(UnsupportedAttention, match=f"has {rows} rows.*set max_model_len={rows}"):
+            engine(Given(), max_model_len=rows + 1)
+
+
 def test_a_step_by_hand_is_no_longer_than_the_table() -> None:
     model = GPT()
     call, kv = torch.compile(model, backend="quire", options={"compiler": "eager"}), cache(layers=2)

@@ -202,6 +202,8 @@ def page() -> str:
         "embeddings as input, sequences longer than the engine's `max_model_len`, and those that grow past longrope's",
         "`original_max_position_embeddings`, but for classes that compute them again there, as Phi-3's does. They run in the",
         "model's own dtype, also where the engine has another one (`quire.paged(model, dtype=...)`).", "",
+        "With gradient checkpointing in training mode transformers' own `generate` drops its cache, and a step sees its last",
+        "token alone; paged, such a model gives the tokens that it gives after `model.eval()`.", "",
         f"Of {len(rows)} fields {share:.0%} are *same*. Of these, {sum(row.acts for row in rows)} change the result of a call",
         "by themselves, and are tested with values that do; the others concern speed, memory, or other fields.", ""]
     for title, table in (("Fields of GenerationConfig", FIELDS), ("Arguments of generate", ARGUMENTS)):

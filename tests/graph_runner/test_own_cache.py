@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -128,3 +129,23 @@ def test_what_does_not_is_served(kind: type[LlamaForCausalLM]) -> None:
         for _ in range(8):
             row.append(int(model(input_ids=torch.tensor([row]), use_cache=False).logits[0, -1].argmax()))
     assert [*found.token_ids] == row[7:]
+
+
+@pytest.mark.parametrize("change", [
+    lambda m: prune.l1_unstructured(m, "weight", amount=0.5), torch.nn.utils.spectral_norm, torch.nn.utils.weight_norm,
+], ids=["pruned", "spectral", "weight"])
+@pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
+def test_hooks_of_torch_that_set_weights(change: Callable[[nn.Module], Any], later: bool) -> None:
+    """A loop that prunes goes on with transformers' own code, and is told so."""
+    model, ids = llama(), torch.tensor([[3, 1, 4, 1, 5]])
+    options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    if not later:
+        change(model.model.layers[1].mlp.up_proj)
+    paged = quire.paged(model, **SERVED)
+    if later:
+        paged.generate(ids, **options)
+        change(model.model.layers[1].mlp.up_proj)
+    with pytest.warns(UserWarning, match="not paged, because the model has hooks"):
+        found = paged.generate(ids, **options)
+    paged.generate.close()
+    assert torch.equal(found, type(model).generate(model, ids, **options))
