@@ -124,7 +124,7 @@ def one_token_kernel(x, w, bias, ids, out, S, N, K, E, repeat, stride_x, stride_
     first = tl.program_id(0) * BLOCK_N
     outputs = first + tl.arange(0, BLOCK_N)
     own = first * PER + tl.arange(0, PER * BLOCK_N)
-    # Sums lie as the weight does: those of a turned tile would go through shared memory in each iteration.
+    # Sums lie as the weight does.
     ALONG: tl.constexpr = 0 if TRANSPOSED else 1
     if TRANSPOSED:
         sums = tl.zeros((BLOCK_K, PER * BLOCK_N), tl.float32)

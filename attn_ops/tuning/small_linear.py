@@ -32,7 +32,7 @@ from quire.attn_ops.tuning.launch_config import (
 )
 
 logger = logging.getLogger(__name__)
-#: Microseconds that a second launch must save; less is within what differs from run to run.
+#: Microseconds that a second launch must save: a judgement of how much such times differ from run to run.
 SECOND_LAUNCH = 1.0
 SIZES = (1, 8, 32)  # tokens that are measured: one per padded size
 SIZES_QUANTIZED = (*SIZES, 64, 128, 256)
