@@ -114,6 +114,7 @@ SECTIONS = {
             "adversarial/test_counting::test_served", "adversarial/test_counting::test_refused")),
         Row("a sequence longer than a table that positions pick rows of", "refused", (
             "adversarial/test_counting::test_a_sequence_is_no_longer_than_the_table",
+            "adversarial/test_counting::test_positions_that_are_given_end_with_the_table_too",
             "adversarial/test_counting::test_a_step_by_hand_is_no_longer_than_the_table")),
         Row("logits of the last token alone: engine; by hand; of another token", "exact; refused; refused", (
             "adversarial/test_counting::test_logits_of_the_last_token_are_those_of_each_wanted_one",
