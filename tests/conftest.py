@@ -14,6 +14,7 @@ import torch
 from hypothesis import settings
 
 from tests.interpreter import make_faster
+from tests.stop_after import StopAfter
 
 # The same for all processes of pytest-xdist: one takes the traces that another has kept (``traces_kept``).
 RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
@@ -56,9 +57,13 @@ settings.load_profile("same-each-time")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--passed", metavar="FILE", help="leave out the tests that FILE names, and add those that pass to it: a "
                      "run that was cut off goes on")
+    parser.addoption("--stop-after", metavar="SECONDS", type=float, help="begin no test later, and say how many were left; "
+                     "files are in another order for each commit")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--stop-after") is not None:
+        config.pluginmanager.register(StopAfter(config.getoption("--stop-after")))
     if config.getoption("--passed") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Passed(Path(config.getoption("--passed"))))
 
