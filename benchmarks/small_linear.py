@@ -3,6 +3,7 @@ r"""Sweep launch parameters of the kernels behind ``small_linear``, shape by sha
     python benchmarks/small_linear.py --json out.json [--table attn_ops/tuning/small_linear.json]            # bf16 weights
     python benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 --json out.json  # quantized ones
     python benchmarks/small_linear.py --merge sweep.json,... --table attn_ops/tuning/small_linear.json  # the best of sweeps
+    python benchmarks/small_linear.py --merge sweep.json,... --keep --second-launch 1000  # one launch a layer, on this machine
     python benchmarks/small_linear.py --wide --models llama-8b,qwen3-8b --codes int8,float8_e4m3fn,int4 \
         --tokens 128,32,64,256,8,1 --json out.json [--keep]     # of attn_ops/kernels/small_linear_wide.py, for up to 256 tokens
 
@@ -39,6 +40,7 @@ from quire.attn_ops.tuning.small_linear import (
     graph_time,
     launches_more,
 )
+from quire.attn_ops.tuning.store import device_name
 from quire.graph_runner.bench.record import Record, script, started
 
 #: model: {layer: (rows of the weight, K)}
@@ -205,28 +207,36 @@ def time_all(shape: LinearShape, m: int, wide: bool, device: torch.device, recor
         yield row
 
 
-def best_of(rows: list[dict[str, Any]]) -> dict[str, Config | None]:
-    """The fastest parameters of each shape of bf16 weights, by ``key``, if a second launch is worth it."""
+def best_of(rows: list[dict[str, Any]], second_launch: float = SECOND_LAUNCH) -> dict[str, Config | None]:
+    """The fastest parameters of each shape of bf16 weights, by ``key``. A second launch must save ``second_launch``
+    microseconds."""
     best: dict[str, tuple[float, Config]] = {}
     for row in rows:
         if "us" in row and row["codes"] is None:
             name = key(row["tokens"], row["n"], row["k"], FUSED[row["layer"]][2])
             config = Config(*row["config"])
-            us = row["us"] + SECOND_LAUNCH * launches_more(config)
+            us = row["us"] + second_launch * launches_more(config)
             best[name] = min(best.get(name, (math.inf, config)), (us, config))
     return {name: config for name, (_, config) in best.items()}
 
 
-def merge_sweeps(table: Path, sweeps: list[Path], models: list[str] | None) -> None:
-    """The best of several sweeps; of other models than these, for what the table has already."""
+def merge_sweeps(table: Path | None, sweeps: list[Path], models: list[str] | None, second_launch: float) -> None:
+    """The best of several sweeps; of other models than these, for what the table has already. Without a table: what engines on
+    this machine use, instead of what the shipped one has."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for path in sweeps:
         sweep = json.loads(path.read_text())
         rows.setdefault(sweep["environment"]["device"], []).extend(sweep["rows"])
     for device, each in rows.items():
+        wanted = best_of([row for row in each if models is None or row["model"] in models], second_launch)
+        if table is None:
+            here = torch.device("cuda")
+            if device == device_name(here):
+                keep(here, wanted)
+            continue
         known = (STORE.load(table) or {}).get(device, {})
-        wanted = best_of([row for row in each if models is None or row["model"] in models])
-        merge(table, device, {name: config for name, config in best_of(each).items() if name in wanted or name in known})
+        best = best_of(each, second_launch)
+        merge(table, device, {name: config for name, config in best.items() if name in wanted or name in known})
 
 
 def merge(table: Path, device: str, found: dict[str, Config | None]) -> None:
@@ -244,11 +254,14 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="merge the best parameters into this file")
     parser.add_argument("--merge", help="files of earlier sweeps with bf16 weights: measure nothing, merge theirs")
     parser.add_argument("--only", help="with --merge: of these models; of others what the table has already")
+    parser.add_argument("--second-launch", type=float, default=SECOND_LAUNCH, 
+                        help="with --merge: microseconds that it must save")
     args = parser.parse_args()
     if args.merge:
-        if not args.table:
-            parser.error("--merge needs --table, the file to merge into")
-        merge_sweeps(args.table, [Path(path) for path in args.merge.split(",")], args.only and args.only.split(","))
+        if bool(args.table) == args.keep:
+            parser.error("--merge needs either --table, the file to merge into, or --keep, for engines on this machine")
+        merge_sweeps(args.table, [Path(path) for path in args.merge.split(",")], args.only and args.only.split(","),
+                     args.second_launch)
         return
     if (args.wide and not args.codes) or ("int4" in args.codes and not args.wide):
         parser.error("--wide needs --codes, and int4 needs --wide")
