@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks import linear_chain
 from benchmarks.hopper import Compiled, compiling
 from quire.attn_ops.backends import triton as backend
 from quire.attn_ops.backends.double_sparsity import LayerLabels, Options, decode_triton
@@ -259,6 +260,12 @@ def lora_layer(tokens: int, sizes: tuple[int, ...], swiglu: bool, rank: int, own
                          [sum(sizes[:i]) for i in of], [2.0] * len(of), [0 if every else 1 << (j % 2) for j in range(len(of))])
 
 
+def chain(model: str, tile: int, num_warps: int) -> None:
+    c = linear_chain.Chain.random(model, HALF, torch.device("cpu"))
+    linear_chain.by_chain(zeros(1, c.o.shape[1]), zeros(1, c.o.shape[0]), c, zeros(3, dtype=torch.int64), SMS, tile, num_warps,
+                          pdl=True)
+
+
 def logprobs(rows: int, vocabulary: int, dtype: torch.dtype, filtered: bool, pdl: bool) -> None:
     heat = torch.zeros(rows)
     token_logprobs_cuda(torch.empty(rows, vocabulary, dtype=dtype), zeros(rows, dtype=torch.int64), heat,
@@ -350,6 +357,8 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
         if name != "deepseek-v2-lite" and (tokens == 32 or rank == 16):
             yield f"experts {name} lora {tokens} {rank} {own}{' every' * every}", partial(
                 adapted_experts, tokens, count, each, *layers[0], turned, rank, own, every)
+    for model, tile, num_warps in (("llama-1b", 16384, 16), ("qwen3-0.6b", 8192, 8), ("qwen2-7b", 8192, 16)):
+        yield f"chain {model} {tile} {num_warps}", partial(chain, model, tile, num_warps)
     yield "small kernels", partial(small_kernels, 7)
 
 
