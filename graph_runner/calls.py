@@ -77,6 +77,7 @@ class EngineCalls:
     tokenizer: Any
     lock: EngineLock
     scheduler: Scheduler
+    runner: Any
 
     _add: Callable[..., None]
     _step: Callable[[], None]
@@ -103,6 +104,7 @@ class EngineCalls:
         ``max_loras``). Needed only after a change of weights that PyTorch does not count, such as ``p.data.copy_``; an engine
         without requests copies them by itself. ``reset_running_requests``: requests that run are computed again from their
         tokens so far, as after a change of weights in place, of which they would keep the keys and values from before."""
+        self.runner.editor.check_outside()
         self.scheduler.forget_prefixes()
         if reset_running_requests:
             self.collect()

@@ -158,8 +158,7 @@ class Engine(EngineCalls, WeightUpdates):
     def _step(self) -> None:
         if self._closed:
             return
-        if self.runner.editor.in_processor:
-            raise RuntimeError("a logits processor ran the engine in whose step it runs; give it an engine of its own")
+        self.runner.editor.check_outside()
         self._follow(everything=False)
         self._live.refresh(everything=self._check_due)
         if self._launch_failed:  # that step may have replaced newest tokens on the device; from here on the host has them all
@@ -212,6 +211,7 @@ class Engine(EngineCalls, WeightUpdates):
     def _begin_again(self, change: str | None, own_adapters: bool = False) -> None:
         """Drop the launched steps; running requests are recomputed from the host's tokens. ``change``: trace the changed model
         first. Raises RuntimeError if that cannot be served any more; the next step tries again."""
+        self.runner.editor.check_outside()
         for launched in self._in_flight:
             launched.tokens()  # wait: its pages go to others
         self._in_flight.clear()

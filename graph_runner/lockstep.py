@@ -94,6 +94,9 @@ class Rows:
                                  engine.max_model_len) for i, p in enumerate(prompts)]
 
     def __enter__(self) -> Rows:
+        with self.engine.lock.hold():  # no other thread is in a processor then
+            if self._runner.editor.in_processor:
+                raise DoesNotFit("it was called from a request's logits processor, in a step of the engine")
         self._turn = _turns.setdefault(self.engine, _Turn())
         self._turn.lock.acquire()
         try:

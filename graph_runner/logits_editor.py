@@ -84,6 +84,12 @@ class LogitsEditor:
             self._sent[name] = key, to_device(rows, self._device)
         return self._sent[name][1]
 
+    def check_outside(self) -> None:
+        """Raises RuntimeError inside a processor: the step at work would go on with what another step, or a change, leaves."""
+        if self.in_processor:
+            raise RuntimeError("a logits processor ran the engine in whose step it runs, or changed it; give it an engine of "
+                               "its own")
+
     def _run(self, request: Request, logits: Tensor) -> None:
         """Bad words of several tokens and processors, in place."""
         edits, prompt = _edits(request), request.prompt_token_ids

@@ -1,4 +1,4 @@
-"""Whether a model's own forward gives with a KV cache, and beside another row, what it gives without one and alone.
+"""Whether a model's own forward gives with a KV cache, and beside other rows, what it gives without one and alone.
 
 quire traces a model without a cache, and ``generate`` runs it with one, and with as many rows as there are prompts. A user's
 forward, hook or wrapper may do something else then. ``passes/capture/followed.py`` reads the code for what asks for a cache;
@@ -17,6 +17,7 @@ from typing import Any, Generic
 
 import torch
 
+from quire.attn_ops.backend import UnsupportedAttention
 from quire.graph_runner.on_instance import OnInstance
 from quire.passes.capture.evaluating import ChangedWhileTraced, evaluating
 from quire.passes.capture.followed import functions_of, held_by, is_known, reached
@@ -26,6 +27,8 @@ from quire.passes.capture.results import logits_of
 
 logger = logging.getLogger(__name__)
 STEPS = 3  # of one token each, behind the others
+#: Rows of a trial. Code may ask for the first row of a batch, or for the last, or have something for each of two.
+ROWS = (3, 2)
 _BARE = (object, abc.ABC, Generic)
 
 
@@ -83,43 +86,81 @@ def switches_of(hooks: Sequence[Any]) -> list[bool]:
 
 @torch.no_grad()
 def both_ways(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Logits (T, V) of the model's own forward of ids (T,), alone without a cache, and as in ``generate``. None: no code of the
-    user's is in it, it does not run so, or it leaves the cache empty, and is served as it is without one."""
+    """Logits (rows, T, V) of the model's own forward of ids (T,) and of other rows: of each alone and without a cache, and of
+    all as in ``generate``; of fewer tokens, if that leaves the cache empty. None: no code of the user's is in the model, or it
+    takes neither a cache nor several rows."""
     model: Any = paged.model
     if paged.config is None or len(ids) <= STEPS or not has_users_code(model):
         return None
+    places = torch.arange(len(ids), device=ids.device)
     try:
         with mode:
-            plain = paged.by_itself(ids, torch.arange(len(ids), device=ids.device)).float()
+            alone = [paged.by_itself(row, places).float() for row in _batch(ids, 2)]
         with mode:
-            found, _ = evaluated(model, ids, STEPS)
-    except ChangedWhileTraced:
+            found = torch.cat(evaluated(model, ids, STEPS)[0], 1).float()
+        first = len(ids) - STEPS - 1
+    except (ChangedWhileTraced, UnsupportedAttention):
         raise
     except Exception as error:
         logger.info("packing check: the model does not run with a cache: %s: %s", type(error).__name__, error)
-        return None
-    return None if len(found) <= STEPS else (plain, torch.cat(found).float())
+        if (together := _together(paged, ids, places, mode)) is None:
+            return None
+        found, first = together.float(), len(ids) - 1
+    at = first if paged.last_alone else 0  # each call gives the logits of its last token alone
+    return torch.stack([alone[i % 2] for i in range(len(found))])[:, at : at + found.shape[1]], found
+
+
+def _batch(ids: torch.Tensor, rows: int) -> torch.Tensor:
+    """Rows of ids (T,) and of the same tokens backwards, by turns."""
+    return torch.stack([ids.flip(0) if i % 2 else ids for i in range(rows)])
+
+
+def _together(paged: PagedModel, ids: torch.Tensor, places: torch.Tensor, mode: InFloat32) -> torch.Tensor | None:
+    """Logits of several rows in one call without a cache; None: the model takes one row only."""
+    for rows in ROWS:
+        try:
+            with mode, evaluating(paged.model):
+                return _of_rows(paged.model(**paged.given(_batch(ids, rows), places.repeat(rows, 1))), rows)
+        except (ChangedWhileTraced, UnsupportedAttention):
+            raise
+        except Exception as error:
+            logger.debug("%d rows without a cache: %s: %s", rows, type(error).__name__, error)
+    return None
+
+
+def _of_rows(out: Any, rows: int) -> torch.Tensor:
+    """The logits (rows, tokens, V) of a call. Raises UnsupportedAttention if they are of another number of rows."""
+    logits: torch.Tensor = logits_of(out)
+    if len(logits) != rows:
+        raise UnsupportedAttention(f"the model's forward gives logits of {len(logits)} rows for {rows} rows of tokens. quire "
+                                   "computes each sequence alone")
+    return logits
 
 
 def evaluated(model: Any, ids: torch.Tensor, steps: int) -> tuple[list[torch.Tensor], int]:
-    """``logits_with_cache`` in evaluation mode, and with how many rows: one, if the model does not take two."""
+    """``logits_with_cache`` in evaluation mode, and of how many rows: one, if the model does not take several."""
     with evaluating(model):
-        try:
-            return logits_with_cache(model, ids, steps), 2
-        except Exception:
-            return logits_with_cache(model, ids, steps, 1), 1
+        for rows in ROWS:
+            try:
+                return logits_with_cache(model, ids, steps, rows), rows
+            except (ChangedWhileTraced, UnsupportedAttention):
+                raise
+            except Exception as error:
+                logger.debug("%d rows with a cache: %s: %s", rows, type(error).__name__, error)
+        return logits_with_cache(model, ids, steps, 1), 1
 
 
-def logits_with_cache(model: Any, ids: torch.Tensor, steps: int, rows: int = 2) -> list[torch.Tensor]:
-    """Logits (T, V) of the model's own forward of ids (T,), for each of its calls as ``generate`` makes them, with one cache
-    and other ``rows`` beside this one: of all tokens but the last ``steps``, and of each of these; NaN where a call has emptied
-    the cache. The first call alone, if it leaves it empty. Raises what the forward raises."""
+def logits_with_cache(model: Any, ids: torch.Tensor, steps: int, rows: int) -> list[torch.Tensor]:
+    """Logits (rows, tokens, V) of the model's own forward of ids (T,) and others of their length, for each of its calls as
+    ``generate`` makes them, with one cache: of all tokens but the last ``steps``, and of each of these; NaN where a call has
+    emptied the cache. The first call alone, if it leaves it empty. Raises what the forward raises, and UnsupportedAttention for
+    logits of another number of rows."""
     from transformers import DynamicCache
 
     parameters = inspect.signature(model.forward).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     options = {"return_dict": True} if takes_all or "return_dict" in parameters else {}
-    cache, batch = DynamicCache(config=model.config), torch.stack([ids, ids.flip(0)])[:rows]
+    cache, batch = DynamicCache(config=model.config), _batch(ids, rows)
     positions = torch.arange(len(ids), device=ids.device).repeat(rows, 1)
     named = takes_all or "position_ids" in parameters
     found, seen = list[torch.Tensor](), 0
@@ -128,7 +169,7 @@ def logits_with_cache(model: Any, ids: torch.Tensor, steps: int, rows: int = 2) 
         places = {"position_ids": positions[:, seen:end]} if named else {}
         out = model(input_ids=batch[:, seen:end], attention_mask=mask, past_key_values=cache, use_cache=True,
                     **places, **options)
-        found.append(logits_of(out)[0, -(end - seen):])
+        found.append(_of_rows(out, rows)[:, -(end - seen):])
         if not cache.get_seq_length():
             if not seen:
                 break

@@ -52,15 +52,16 @@ def differs_in_training(model: torch.nn.Module, ids: torch.Tensor, read: Mapping
     if (read_so := training_difference(model)) is not None:  # again: another thread's trial may have set modes before
         return read_so
     row = ids[0, -_TOKENS:]
+    steps = min(1, len(row) - 1)
     try:
-        wanted, rows = evaluated(model, row, 1)
-        found = _watched(model, row, rows)
+        wanted, rows = evaluated(model, row, steps)
+        found = _watched(model, row, steps, rows)
         if isinstance(found, str):
             return found
         if _equal(found, wanted, 0.0):
             return None
         with evaluating(model):
-            again = logits_with_cache(model, row, 1, rows)
+            again = logits_with_cache(model, row, steps, rows)
     except ChangedWhileTraced as error:
         return str(error)
     except Exception as error:
@@ -81,7 +82,7 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a.double() - b.double()).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf")).max().item()
 
 
-def _watched(model: torch.nn.Module, row: torch.Tensor, rows: int) -> list[torch.Tensor] | str:
+def _watched(model: torch.nn.Module, row: torch.Tensor, steps: int, rows: int) -> list[torch.Tensor] | str:
     """Logits in the modes that modules have; or what the forward does beside computing them."""
     watch, found = _Watch(model), list[torch.Tensor]()
     held = [(module, own) for module in model.modules() for own in (vars(module), module._buffers)]
@@ -89,7 +90,7 @@ def _watched(model: torch.nn.Module, row: torch.Tensor, rows: int) -> list[torch
     with _generators_kept(row.device) as drawn:
         try:
             with watch:
-                found = logits_with_cache(model, row, 1, rows)
+                found = logits_with_cache(model, row, steps, rows)
         except _Acts:
             pass
         draws = drawn()

@@ -356,10 +356,10 @@ def _check_own_cache(paged: PagedModel, ids: torch.Tensor, mode: InFloat32, quan
     most = _gap(cached, plain).max().item()
     if most > rounding * _largest(plain):
         raise UnsupportedAttention(
-            f"{type(paged.model).__name__} computes something else where it has a KV cache, or another row beside one: the "
+            f"{type(paged.model).__name__} computes something else where it has a KV cache, or other rows beside one: the "
             f"logits of {len(ids)} tokens differ by {most / max(_largest(plain), 1e-30):.2g} of the largest from those without "
-            "it. A forward, hook or wrapper of your own asks for the cache or for what comes with it, or mixes rows; quire "
-            "computes without a cache, each row alone. Do the same in all cases.")
+            "them. A forward, hook or wrapper of your own asks for the cache or for what comes with it, mixes rows, or does "
+            "something for some of them only; quire computes without a cache, each row alone. Do the same in all cases.")
 
 
 def _longer(paged: PagedModel, sites: Sequence[AttentionSite], most: int, device: torch.device) -> list[tuple[int, int]]:

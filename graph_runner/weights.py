@@ -162,6 +162,7 @@ class WeightUpdates:
     model: torch.nn.Module
     tokenizer: Any
     scheduler: Any
+    runner: Any
     lock: EngineLock
     collect: Callable[..., None]
     _closed: bool
@@ -292,6 +293,7 @@ class WeightUpdates:
     def _write(self, targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
         """Write checked values between two steps; running requests start again from their tokens."""
         self._check_open()
+        self.runner.editor.check_outside()
         began = time.perf_counter()
         self.collect()
         try:

@@ -41,7 +41,7 @@ from quire.passes.capture.lora import LoraPlaces, adapter_layers, adapters_per_t
 from quire.passes.capture.own_attention import check_callers, check_code, check_mask_makers
 from quire.passes.capture.own_masks import ChosenByUser, check_masks
 from quire.passes.capture.reads import Reads
-from quire.passes.capture.results import check_first, logits_of, vocabulary
+from quire.passes.capture.results import check_first, check_rows, logits_of, vocabulary
 from quire.passes.capture.retrace import Traced, traced_on_many_or_few
 from quire.passes.capture.side_effects import check_side_effects
 from quire.passes.capture.traced import TracedGraph
@@ -226,15 +226,13 @@ class PagedModel:
                 "TorchDispatchMode that is active), and quire runs models that it traces; switch it on")
         if self.places is not None:  # under this name the trace reads them at each call, and not by a layer's forward
             _ = self.places.count
-        options = self._given(input_ids, position_ids)
+        options = self.given(input_ids, position_ids)
         if self._keep_name is not None:
             options[self._keep_name] = logits_indices
         out = self._call(**options)
         check_first(out, self._vocabulary)
         out = logits_of(out)
-        if out.dim() != 3:
-            raise UnsupportedAttention("the model has no language-model head: its logits are not (batch, tokens, vocabulary). "
-                                       "(Those of the last token alone are, if they are taken as hidden[:, [-1], :].)")
+        check_rows(out)
         # Some models take logits_to_keep and ignore it.
         kept = self._keep_name is not None and not statically_known_true(out.shape[1] == input_ids.shape[1])
         alone = statically_known_true(out.shape[1] == 1)
@@ -367,7 +365,7 @@ class PagedModel:
         like = torch.zeros_like(logits_indices)
         return like.float(), like, torch.zeros_like(like)
 
-    def _given(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> dict[str, Any]:
+    def given(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> dict[str, Any]:
         """The arguments of the model's forward, for rows of tokens and positions (1, T)."""
         options: dict[str, Any] = {self._ids_name: input_ids} | ({"use_cache": False} if self._use_cache else {})
         if self.takes_positions and position_ids is not None:
@@ -380,9 +378,11 @@ class PagedModel:
         places = None if position_ids is None else position_ids[None]
         with evaluating(self.model), torch.no_grad():
             ends = range(behind + 1, len(input_ids) + 1) if self.last_alone else (len(input_ids),)
-            each = [logits_of(self.model(**self._given(input_ids[None, :end], None if places is None else places[:, :end])))[0]
+            each = [logits_of(self.model(**self.given(input_ids[None, :end], None if places is None else places[:, :end])))
                     for end in ends]
-        return torch.cat(each) if self.last_alone else each[0][behind:]
+        for logits in each:
+            check_rows(logits)
+        return torch.cat([logits[0] for logits in each]) if self.last_alone else each[0][0][behind:]
 
     def _settle(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
         """Let layers in 4 bits do what they do at their first call, so that the traced one changes nothing."""

@@ -52,6 +52,17 @@ def check_first(out: Any, vocabulary: Sequence[int]) -> None:
                                    "knows no vocabulary of the model that would tell which are the logits; " + _DO)
 
 
+def check_rows(logits: Any) -> None:
+    """Raises UnsupportedAttention for logits of one row of tokens that are not (1, T, vocabulary). Runs inside a trace."""
+    if logits.dim() != 3:
+        raise UnsupportedAttention("the model has no language-model head: its logits are not (batch, tokens, vocabulary). "
+                                   "(Those of the last token alone are, if they are taken as hidden[:, [-1], :].)")
+    if not statically_known_true(logits.shape[0] == 1):
+        raise UnsupportedAttention("the forward gives logits of several rows for one row of tokens, as where a hook adds a "
+                                   "vector for each row of a batch. quire computes each sequence alone: do the same to every "
+                                   "row")
+
+
 def _leaves(out: Any) -> list[Any]:
     if isinstance(out, dict):
         return _leaves(list(out.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +147,95 @@ def test_hooks_of_torch_that_set_weights(change: Callable[[nn.Module], Any], lat
         paged.generate(ids, **options)
         change(model.model.layers[1].mlp.up_proj)
     with pytest.warns(UserWarning, match="not paged, because the model has hooks"):
+        found = paged.generate(ids, **options)
+    paged.generate.close()
+    assert torch.equal(found, type(model).generate(model, ids, **options))
+
+
+VECTORS = torch.stack([torch.linspace(-2, 2, 32), torch.linspace(3, -3, 32), torch.linspace(3, -3, 32).roll(9)])
+
+
+def changed(out: torch.Tensor, rows: Any) -> torch.Tensor:
+    out = out.clone()
+    out[rows] += VECTORS[0]
+    return out
+
+
+def beside(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+    return out + 0.3 * out[:1]
+
+
+#: Hooks of a layer that treat rows of a batch differently.
+BY_ROWS: dict[str, Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]] = {
+    "the first": lambda module, args, out: changed(out, 0),
+    "the first, in place": lambda module, args, out: in_place(out),
+    "the last": lambda module, args, out: changed(out, -1),
+    "all but the first": lambda module, args, out: changed(out, slice(1, None)),
+    "a vector for each of two": lambda module, args, out: out + VECTORS[:2, None],
+    "a vector for each of three": lambda module, args, out: out + VECTORS[:, None],
+    "a table's rows": lambda module, args, out: out + VECTORS[torch.arange(out.shape[0])][:, None],
+    "cut and joined": lambda module, args, out: torch.cat([out[:1] + VECTORS[0], out[1:]]),
+    "the first's numbers for all": beside,
+}
+
+
+def in_place(out: torch.Tensor) -> torch.Tensor:
+    out[0].add_(VECTORS[0])  # of a tuple, as layers once gave, it was the hidden states of all rows
+    return out
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+@pytest.mark.parametrize("where", ["norm", *(pytest.param(part, marks=pytest.mark.slow) for part in ("layer", "mlp"))])
+def test_what_treats_rows_differently_is_refused(name: str, where: str) -> None:
+    """A packed batch is one row, the first and the last one, whose tokens would all be treated as that row's."""
+    model = llama()
+    part = {"norm": model.model.norm, "layer": model.model.layers[0], "mlp": model.model.layers[0].mlp}[where]
+    part.register_forward_hook(BY_ROWS[name])
+    with pytest.raises(quire.UnsupportedAttention, match="rows"):
+        quire.Engine(model, **SERVED)
+
+
+class FirstOfTheBatch(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = torch.cat([-out.logits[:1], out.logits[1:]])
+        return out
+
+
+class FirstWithoutCache(WithoutCache):
+    """It takes no cache: several rows are run without one."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> Any:
+        out = super().forward(input_ids, position_ids)
+        out.logits = torch.cat([-out.logits[:1], out.logits[1:]])
+        return out
+
+
+@pytest.mark.parametrize("kind", [FirstOfTheBatch, FirstWithoutCache])
+def test_a_forward_that_treats_rows_differently_is_refused(kind: type[LlamaForCausalLM]) -> None:
+    with pytest.raises(quire.UnsupportedAttention, match="does something for some of them only"):
+        quire.Engine(llama(kind), **SERVED)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
+def test_a_vector_for_each_row_of_a_batch(later: bool) -> None:
+    """``generate`` goes on with transformers' own code, and says so; a vector for all rows is paged."""
+    model, ids = llama(), torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    first = model.model.norm.register_forward_hook(lambda module, args, out: out + VECTORS[0])
+    paged = quire.paged(model, **SERVED)
+    want = type(model).generate(model, ids, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert torch.equal(paged.generate(ids, **options), want)
+    if not later:
+        paged.generate.close()
+        first.remove()
+        paged = quire.paged(model, **SERVED)
+    else:
+        first.remove()
+    model.model.norm.register_forward_hook(BY_ROWS["a vector for each of two"])
+    with pytest.warns(UserWarning, match="not paged"):
         found = paged.generate(ids, **options)
     paged.generate.close()
     assert torch.equal(found, type(model).generate(model, ids, **options))
