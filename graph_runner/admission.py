@@ -53,8 +53,10 @@ class Admission:
                 del self._named[name]
 
     def ids_of(self, request_id: int | str) -> list[int]:
-        """The numbers of the unfinished requests with a name, or the number itself."""
-        return list(self._named.get(request_id, ())) if isinstance(request_id, str) else [request_id]
+        """The numbers of the unfinished requests with a name, or the number itself, which is the name of one without."""
+        if request_id in self._named:
+            return list(self._named[str(request_id)])
+        return [int(request_id)] if isinstance(request_id, int) or request_id.isdecimal() else []
 
     def late(self) -> Iterator[tuple[int, float]]:
         """Requests, finished ones too, whose time is over, and the seconds that they had; each once."""

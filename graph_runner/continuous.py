@@ -233,6 +233,10 @@ class Manager:
             most = engine.max_model_len if params.max_tokens is None else params.max_tokens
             params = replace(params, min_tokens=min(max(config.min_length - len(prompt), 0), most))
         with self._changed:
+            limit = self._config.max_queue_size
+            waiting = engine.scheduler.waiting
+            if limit and not self._changed.wait_for(lambda: self._stop or len(waiting) < limit, _QUEUE_SECONDS):
+                raise queue.Full(f"{limit} requests wait already (max_queue_size)")
             if self._stop:  # nothing would run it
                 logger.warning("the manager was stopped and takes no requests until start(): one of %d tokens is dropped",
                                len(prompt))
@@ -241,9 +245,6 @@ class Manager:
                 request_id, self._named = f"req_{self._named}", self._named + 1
             if any(output.request_id == request_id for output, _ in self._outputs.values()):
                 raise ValueError(f"request_id {request_id!r} is in use")
-            limit = self._config.max_queue_size
-            if limit and not self._changed.wait_for(lambda: len(engine.scheduler.waiting) < limit, _QUEUE_SECONDS):
-                raise queue.Full(f"{limit} requests wait already (max_queue_size)")
             self._added += 1
             if params.seed is not None:
                 params = replace(params, seed=(params.seed + self._added * 1_000_003) % 2**62)

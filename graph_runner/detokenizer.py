@@ -56,9 +56,10 @@ class Detokenizer:
                 piece, self.text = piece + self.stopped_by, self.text + self.stopped_by
         return piece
 
-    def flush(self) -> str:
-        """Return the text that was held back; no more tokens follow."""
-        return "" if self.stopped_by is not None else self._show(self._decode_new([], last=True), False, hold=False)
+    def flush(self, may_stop: bool = False) -> str:
+        """Return the text that was held back; no more tokens follow. ``may_stop``: as of ``add``, for a stop string before half
+        a character, which is text only now."""
+        return "" if self.stopped_by is not None else self._show(self._decode_new([], last=True), may_stop, hold=False)
 
     def token_text(self, token: int) -> str | None:
         """The text of one token by itself; None if the tokenizer cannot decode it."""

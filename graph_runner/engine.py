@@ -133,8 +133,6 @@ class Engine(EngineCalls, WeightUpdates):
         for request_id in request_ids:
             if (request := self.requests.get(request_id)) is not None:
                 self._finish(request, FinishReason.ABORT)
-        if not self.requests:
-            self._gc.release()
 
     @property
     def _eos(self) -> frozenset[int]:
@@ -195,9 +193,6 @@ class Engine(EngineCalls, WeightUpdates):
                 return
             self._check_due = False
         self.collect(self._depth if batch is not None else 0)
-        if not self.requests:
-            self.counters.tick(False)
-            self._gc.release()
 
     def _follow(self, everything: bool) -> bool:
         """Take in how the model has changed: traced again or, where adapters were merged, served as it is. ``everything``: see
@@ -271,16 +266,20 @@ class Engine(EngineCalls, WeightUpdates):
                 error: str | None = None) -> None:
         self.scheduler.finish(request)
         if self.requests.pop(request.request_id, None) is not None:
-            self.counters.ended(request.output)
+            self.counters.ended(request.output, bool(self.requests))
         self._admission.ended(request)
         output, detokenizer = request.output, request.detokenizer
         if detokenizer is not None:
-            text += detokenizer.flush()
+            text += detokenizer.flush(reason is FinishReason.LENGTH and len(output.token_ids) > request.params.min_tokens)
             output.text = detokenizer.text
+            if reason is FinishReason.LENGTH and detokenizer.stopped_by is not None:
+                reason, output.stop_reason = FinishReason.STOP, detokenizer.stopped_by
             if detokenizer.error is not None:
                 reason, error = FinishReason.ERROR, detokenizer.error
         output.finish_reason, output.error = reason.value, error
         request.inbox.append(StreamEvent(output.index, tokens or [], text, True, output))
+        if not self.requests:
+            self._gc.release()
 
     @locked
     def close(self) -> None:

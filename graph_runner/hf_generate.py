@@ -67,8 +67,8 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
     if "inputs" in given and "input_ids" in given:
         return "it was given both inputs and input_ids"
     ids = given.get("inputs", given.get("input_ids"))
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        return "it was not given input_ids of shape (batch, length)"
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+        return "it was not given input_ids of shape (batch, length), int64 or int32"
     if not ids.shape[0]:
         return "it was given an empty batch"
     if (found := training_difference(model)) is not None:

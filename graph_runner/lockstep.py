@@ -60,6 +60,11 @@ class Rows:
     would end the process for."""
 
     def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        if held_here(engine):
+            raise DoesNotFit("it was called from a processor or a criterion of another call of generate on this engine")
+        with engine.lock.hold():  # no other thread is in a processor then
+            if engine.runner.editor.in_processor:
+                raise DoesNotFit("it was called from a request's logits processor, in a step of the engine")
         config, total = engine.config, engine.scheduler.allocator.num_total
         longest = max(map(len, prompts)) + max_tokens
         starts, vocabulary = [i for i, p in enumerate(prompts) if i == 0 or p != prompts[i - 1]], engine.limits.vocab_size
@@ -94,20 +99,17 @@ class Rows:
                                  engine.max_model_len) for i, p in enumerate(prompts)]
 
     def __enter__(self) -> Rows:
-        with self.engine.lock.hold():  # no other thread is in a processor then
-            if self._runner.editor.in_processor:
-                raise DoesNotFit("it was called from a request's logits processor, in a step of the engine")
         self._turn = _turns.setdefault(self.engine, _Turn())
         self._turn.lock.acquire()
         try:
-            if self._turn.thread:
-                raise DoesNotFit("it was called from a processor or a criterion of another call of generate on this engine")
             while not self._take_slots():
-                self.engine._step()  # until other requests have ended
+                self.engine._step()  # until other requests have ended, and none begins meanwhile
             self._turn.thread = threading.get_ident()
         except BaseException:
             self._turn.lock.release()
             raise
+        finally:
+            self.engine.scheduler.reserved = 0
         return self
 
     def _take_slots(self) -> bool:
@@ -115,6 +117,7 @@ class Rows:
             self._follow(everything=True)
             free = self.engine.scheduler.free_slots
             if len(free) < len(self.requests):
+                self.engine.scheduler.reserved = len(self.requests)
                 return False
             for row in self.requests:
                 row.slot = free.pop()

@@ -204,7 +204,8 @@ class PagedGenerate(OnInstance):
             return self._fall_back(self._refused[1], args, kwargs)
         if isinstance(call, str):
             return self._fall_back(call, args, kwargs)
-        if (differs := self._in_training(given.get("inputs", given.get("input_ids")))) is not None:
+        ids = next(x for name in ("inputs", "input_ids") if (x := given.get(name)) is not None)
+        if (differs := self._in_training(ids)) is not None:
             return self._fall_back(differs, args, kwargs)
         if call.note is not None:
             self._warn(call.note)
@@ -213,7 +214,7 @@ class PagedGenerate(OnInstance):
         with setting(SAMPLING, (self.model, self._decode)):
             if call.instead is None:
                 return self._plain(*args, **kwargs)
-            return _with_prompts(self._plain(**call.instead), given.get("inputs", given.get("input_ids")))
+            return _with_prompts(self._plain(**call.instead), ids)
 
     def _follow(self, engine: Engine) -> None:
         """Take in now how the model has changed, and not in the next step, whose errors end the call."""
@@ -237,7 +238,8 @@ class PagedGenerate(OnInstance):
 
     def _fall_back(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._warn(f"generate() runs on transformers' own code, not paged, because {why}", 4)
-        return self._plain(*args, **kwargs)
+        with setting(SAMPLING, None):  # of a call that this one is inside of
+            return self._plain(*args, **kwargs)
 
     def _decode(self, plain: Callable[..., Any], input_ids: torch.Tensor, *, logits_processor: Any, stopping_criteria: Any,
                 generation_config: Any, streamer: Any = None, **rest: Any) -> Any:
@@ -251,7 +253,8 @@ class PagedGenerate(OnInstance):
             self._warn(f"generate() runs on transformers' own code, not paged, because {error}")
             if streamer is not None:
                 rest["streamer"] = streamer
-            return plain(input_ids, **prepared, **rest)
+            with setting(SAMPLING, None):
+                return plain(input_ids, **prepared, **rest)
         if plain.__name__ == "_beam_search":
             return lockstep.beam_search(plain, rows, input_ids, **prepared)
         return lockstep.sample(rows, input_ids, **prepared, streamer=streamer)

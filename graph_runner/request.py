@@ -355,7 +355,7 @@ def make_requests(ask: Ask, first_id: int, index: int | None, inbox: deque[Strea
     made = []
     for k in range(params.n):
         seed = params.seed if params.seed is not None else random.getrandbits(62)
-        output = RequestOutput((first_id if index is None else index) + k, text_of(ask.prompt), ids,
+        output = RequestOutput((first_id if index is None else index) + k, text_of(ask.prompt), list(ids),  # the caller's own
                                request_id=str(first_id + k) if options.request_id is None else options.request_id)
         if score_from < len(ids) or params.prompt_logprobs is not None:
             output.prompt_logprobs = [None] * score_from

@@ -49,6 +49,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.reserved = 0  # slots that rows wait for which begin together: no request begins with one of them
         self.num_preemptions = self.num_steps = 0
         self._computed: list[Request] = []  # requests with prompt tokens in the step launched last
         self._copies: dict[int, tuple[int, int]] = {}  # pages to copy before the step, by request
@@ -127,7 +128,7 @@ class Scheduler:
         passed: list[Request] = []
         if self.waiting and budget and self.free_slots and self.prefixes is not None:
             self.prefixes.follow_weights()
-        while self.waiting and budget and self.free_slots:
+        while self.waiting and budget and len(self.free_slots) > self.reserved:
             request = self.waiting[0]
             self.set_length_kind(request)
             match = self.prefixes.match(request) if self.prefixes is not None else None

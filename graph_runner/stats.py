@@ -96,7 +96,10 @@ class Counters:
             self.busy_seconds += now - self._busy_since
         self._busy_since = now if busy or self.rows else None
 
-    def ended(self, output: Any) -> None:
+    def ended(self, output: Any, busy: bool) -> None:
+        """A request ended. ``busy``: as of ``tick``, after it."""
+        if not busy:
+            self.tick(False)
         self.finished += 1
         self.prompt_tokens += len(output.prompt_token_ids)
         self.generated_tokens += len(output.token_ids)

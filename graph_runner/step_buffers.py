@@ -30,6 +30,7 @@ _PARAMS = (("seed", "i8", 0), ("temperature", "f4", 0), ("top_k", "i4", 0), ("to
 ALIGNMENT = 16
 #: In the field "resample", of rows whose logits are edited; of others that the sampler draws it is 1.
 EDITED = 2
+_LEAST_TOP_P = torch.finfo(torch.float32).tiny  # a smaller one may be 0 on the device, of which every token has as much
 _TORCH = {"i8": torch.int64, "i4": torch.int32, "f4": torch.float32}
 
 
@@ -219,8 +220,8 @@ class StepBuffers:
         slot, p = request.slot, request.params
         draws = p.temperature > 0  # a greedy row takes no filters
         min_p = -p.min_p if p.as_generate and p.top_p < 1 else p.min_p
-        values = (request.seed, p.temperature, min(p.top_k, 2**31 - 1) if draws else 0, p.top_p if draws else 1.0,
-                  min_p if draws else 0.0, p.logprob_temperature)
+        values = (request.seed, p.temperature, min(p.top_k, 2**31 - 1) if draws else 0,
+                  max(p.top_p, _LEAST_TOP_P) if draws else 1.0, min_p if draws else 0.0, p.logprob_temperature)
         for (name, _, _), number in zip(_PARAMS, values, strict=True):
             self._params[name][slot] = number
         filtered = p.top_k > 0 or p.top_p < 1 or p.min_p > 0

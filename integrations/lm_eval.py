@@ -28,6 +28,10 @@ except ImportError as error:
     raise ImportError(f"quire.integrations.lm_eval needs lm-eval: pip install 'quire[integrations]' ({error})") from error
 
 
+#: Options of a task that a request takes over. With others HFLM generates, and refuses what it refuses.
+_OF_A_TASK = frozenset({"do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
+                        "repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "min_length"})
+
 
 class QuireLM(HFLM):
     """An lm-eval model of a transformers causal LM, evaluated by an engine in this process.
@@ -97,7 +101,8 @@ class QuireLM(HFLM):
                 raise ValueError(f"{count} tokens are to be generated, and the model holds {self.max_length}")
             ids, _ = self.tok_batch_encode([context], left_truncate_len=self.max_length - count, truncation=self.truncation)
             asked = self._params(options, count, ids.shape[1])
-            if asked is None or self.think_end_token is not None:  # by the model's generate, paged or not
+            # An empty text ends HFLM's at the first token.
+            if asked is None or self.think_end_token is not None or not all(until):  # by the model's generate, paged or not
                 return super().generate_until(requests, disable_tqdm=disable_tqdm)
             prompts.append(ids[0].tolist())
             stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
@@ -127,7 +132,7 @@ class QuireLM(HFLM):
         """A task's ``options`` for ``count`` new tokens, with the model's generation config where they say nothing, as in its
         ``generate``; None for what a request of an engine does not have."""
         config = copy.deepcopy(getattr(self.model, "generation_config", None)) or GenerationConfig()
-        if "max_length" in options or any(not hasattr(config, name) for name in options):
+        if not options.keys() <= _OF_A_TASK or (options.get("do_sample") and "temperature" not in options):
             return None
         for name, value in options.items():
             setattr(config, name, value)

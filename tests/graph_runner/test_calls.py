@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import transformers
 
 import quire
+from quire.graph_runner import stats
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.request import FinishReason
 from tests.tiny import GREEDY, SAMPLED, assert_idle, hf_greedy, tokens
@@ -250,6 +252,10 @@ def test_names(engine, prompts, expected) -> None:
     assert list(engine.requests) == [other] and other not in numbers
     while engine.has_unfinished:
         engine.step()
+    for event in engine.stream(prompts[0], replace(GREEDY, max_tokens=9, ignore_eos=True)):
+        engine.abort(event.output.request_id)  # vLLM's way: the name of a request without one is its number
+        event.output.prompt_token_ids += [1]  # the caller's own
+    assert event.output.finish_reason == "abort" and len(event.output.token_ids) < 9
     for bad, error in ((["a"], ValueError), (3, TypeError), ("a", ValueError)):
         with pytest.raises(error, match="request_id"):
             engine.generate(prompts[:2], SHORT, request_id=bad)
@@ -321,6 +327,20 @@ def test_a_full_queue(engine, prompts, expected, caplog) -> None:
     with pytest.raises(quire.QueueFull, match="n=9 has never room in the queue: max_num_seqs=2 may run, and max_waiting=6"):
         engine.add_request(prompts[0], replace(SAMPLED, n=9))
     assert tokens(engine.generate(prompts[0], SHORT)) == [expected[0]]
+
+
+def test_an_idle_engine_is_not_busy(model, prompts, monkeypatch) -> None:
+    """After a request that ended, was aborted, or whose stream was dropped."""
+    now = [100.0]
+    monkeypatch.setattr(stats, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with Engine(model, num_pages=40, max_num_seqs=2, max_model_len=100) as engine:
+        for end in (lambda: engine.generate(prompts[0], SHORT), lambda: next(engine.stream(prompts[0], SHORT)),
+                    lambda: (engine.add_request(prompts[0], SHORT), engine.step(), engine.abort("0"), engine.abort(2))):
+            end()
+            assert not engine.has_unfinished or engine.step()
+            now[0] += 1000
+        engine.generate(prompts[0], SHORT)
+        assert engine.stats().busy_seconds == 0
 
 
 def test_stats(model, prompts) -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +121,47 @@ def test_a_hard_stop_fails_what_is_left_and_nothing_is_queued_after_it(model, pr
     manager.start()
     assert manager.get_result(manager.add_request(prompts[0]), timeout=20).error is None
     manager.stop()
+
+
+def test_what_changes_while_a_request_waits_for_room(model, prompts) -> None:
+    """It would be one that nobody runs, or a second one of its name."""
+    config = ContinuousBatchingConfig(max_queue_size=1)
+    manager = model.init_continuous_batching(GenerationConfig(**GREEDY), config)
+    engine, found = model.generate.engine, list[Any]()
+
+    def add(name: str) -> None:
+        try:
+            found.append(manager.add_request(prompts[0], request_id=name))
+        except ValueError as error:
+            found.append(str(error))
+
+    def while_full(names: list[str], then: Callable[[], None]) -> None:
+        found.clear()
+        manager.add_request(prompts[1], request_id="first")
+        threads = [threading.Thread(target=add, args=(name,)) for name in names]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)  # until they wait; if one does not yet, nothing is tested and nothing fails
+        then()
+        for thread in threads:
+            thread.join(30)
+
+    def starts_and_stops() -> None:
+        manager.start()
+        manager.stop(hard_stop=True)
+
+    while_full(["second"], starts_and_stops)
+    assert found == [None] or manager.get_result("second", timeout=20).status is not None
+    engine.step()
+    assert_idle(engine)
+    manager.start()
+    manager.stop()
+    manager = model.init_continuous_batching(GenerationConfig(**GREEDY), config)
+    while_full(["same", "same"], manager.start)
+    assert sorted(found) == ["request_id 'same' is in use", "same"]
+    assert manager.get_result("same", timeout=20).error is None and manager.get_result("first", timeout=20).error is None
+    manager.stop()
+    assert_idle(engine)
 
 
 def test_samples(model, prompts) -> None:

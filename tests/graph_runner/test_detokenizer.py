@@ -338,3 +338,21 @@ def test_stop_strings_at_random() -> None:
         ends = (whole[:end] for end in range(len(whole) + 1))
         before, first = next(((text, s) for text in ends for s in stop if text.endswith(s)), (whole, None))
         assert ("".join(shown) + rest, found) == (before.removesuffix(first or ""), first)
+
+
+class OfBytes:
+    """A token may hold a stop string and half a character."""
+
+    tokens = (b"hello", b" STOP\xe2", b"\x82\xac", b" more")
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return b"".join(self.tokens[i] for i in ids).decode("utf8", errors="replace")
+
+
+@pytest.mark.parametrize("may_stop", [False, True])
+def test_a_stop_string_before_half_a_character(may_stop) -> None:
+    """It is text only when no more tokens follow."""
+    d = Detokenizer(OfBytes(), [0], False, ("STOP",))
+    assert d.add([1]) == "" and d.stopped_by is None
+    assert d.flush(may_stop) == d.text == (" " if may_stop else " STOP\ufffd")
+    assert d.stopped_by == ("STOP" if may_stop else None)

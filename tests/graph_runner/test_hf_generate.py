@@ -219,6 +219,29 @@ def test_what_else_looks_at_each_token_advances_in_lockstep(options, plain, mode
     assert steps["lockstep"] and not steps["requests"]
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_inputs_may_be_none_beside_input_ids(training, model) -> None:
+    """Of prompts with padding on the right, in training mode too."""
+    ids = torch.tensor([[7, 8, 9, 10, 0], [5, 6, 7, 8, 9]])
+    options = dict(attention_mask=(ids > 0).long(), max_new_tokens=4, no_repeat_ngram_size=2)
+    model.train(training)
+    try:
+        assert torch.equal(model.generate(None, input_ids=ids, **options), model.generate(ids, **options))
+    finally:
+        model.eval()
+
+
+def test_ids_of_other_integers_are_for_transformers(plain, model) -> None:
+    ids = torch.tensor([[7, 8, 9]], dtype=torch.uint8)
+    found = []
+    for each in (plain, model):
+        with pytest.raises(RuntimeError) as error, warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            each.generate(ids, max_new_tokens=2)
+        found.append(str(error.value))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("options", [
     dict(repetition_penalty=2), dict(repetition_penalty=-1.0), dict(bad_words_ids=[[10**6]]), dict(bad_words_ids=[[-1]]),
     dict(bad_words_ids=[])], ids=str)

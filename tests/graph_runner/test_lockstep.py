@@ -181,6 +181,28 @@ def test_beams_beside_other_requests(pair, batch) -> None:
     assert_idle(engine)
 
 
+def test_beams_do_not_wait_for_ever(pair) -> None:
+    """Requests that keep coming begin after the beams."""
+    engine, params = pair[1].generate.engine, quire.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    waited: list[int] = []
+
+    def comes(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if not waited or len(waited) < 200:  # each that runs asks for another one
+            waited.append(engine.stats().running)
+            engine.add_request([5, 6, 7], dataclasses.replace(params, logits_processors=[comes]))
+        return logits
+
+    for _ in range(engine.config.max_num_seqs):
+        engine.add_request([5, 6, 7], dataclasses.replace(params, logits_processors=[comes]))
+    engine.step()
+    pair[1].generate(torch.tensor([[3, 4]]), num_beams=4, max_new_tokens=3)
+    assert len(waited) < 200 and engine.scheduler.waiting
+    while engine.has_unfinished:
+        waited.append(0)
+        engine.step()
+    assert_idle(engine)
+
+
 @pytest.mark.slow
 def test_a_model_that_changes_meanwhile(pair) -> None:
     """The engine traces it again, and all keys are computed again, in as many pages: beginnings are shared then too."""

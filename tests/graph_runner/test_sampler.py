@@ -14,9 +14,11 @@ from transformers.generation.logits_process import MinPLogitsWarper, Temperature
 from quire.attn_ops.ops import sampling as draw
 from quire.attn_ops.ops.sampling import gumbel_noise, random_bits
 from quire.graph_runner import sampler
+from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampler import sample
 from quire.graph_runner.sampling_params import GenerateParams, SamplingParams
 from tests.sampling import GREEDY, MIXED, random_logits, sampling_tensors
+from tests.tiny import load_model, prompt_ids
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -74,6 +76,16 @@ def test_a_tiny_temperature_is_greedy() -> None:
     assert sample(logits, params)[0] == logits[0].argmax()
     params.top_p[0] = 0.0
     assert sample(logits, params)[0] == logits[0].argmax()
+
+
+def test_the_smallest_top_p_keeps_the_likeliest() -> None:
+    """Below float32's numbers it would be 0 there, of which every token has as much."""
+    with Engine(load_model(num_layers=1), num_pages=20, max_num_seqs=4, max_model_len=60) as engine:
+        prompt, options = prompt_ids()[0][:20], dict(max_tokens=6, ignore_eos=True)
+        (greedy,) = engine.generate(prompt, SamplingParams(temperature=0, **options))
+        for top_p in (1e-30, 1e-45, 1e-46, 5e-324):
+            (out,) = engine.generate(prompt, SamplingParams(temperature=2.0, top_p=top_p, seed=1, **options))
+            assert out.token_ids == greedy.token_ids
 
 
 # ---- distributions

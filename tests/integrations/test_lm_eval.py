@@ -167,6 +167,23 @@ def test_the_models_generation_config(config, changes) -> None:
     assert texts(lambda model: QuireLM(model, load_tokenizer(), **OPTIONS), **config) == expected
 
 
+@pytest.mark.parametrize("options", [{"until": [""]}, {"until": ["."], "do_sample": True}, {"until": ["."], "use_cache": True},
+                                     {"until": ["."], "stop_strings": ["a"]}], ids=str)
+def test_options_beside_what_a_request_takes_over(options) -> None:
+    """HFLM's text for what it has, and its refusal of what it refuses."""
+    def text(lm: Any) -> Any:
+        try:
+            return lm.generate_until([Instance("generate_until", {}, (PROMPTS[0], {**options, "max_gen_toks": 8}), 0)],
+                                     disable_tqdm=True)
+        except Exception as error:
+            return type(error), str(error)
+
+    hflm = HFLM(model_of(1), tokenizer=load_tokenizer(), backend="causal", batch_size=1)
+    lm = QuireLM(model_of(1), load_tokenizer(), **OPTIONS)
+    assert text(lm) == text(hflm)
+    lm.close()
+
+
 def test_a_task_that_samples() -> None:
     """Its texts follow lm-eval's torch_random_seed, on an engine that has served others before; and a max_length counts."""
     def texts(lm: Any, seed: int = 0, **options: Any) -> list[str]:
