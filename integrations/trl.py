@@ -48,6 +48,9 @@ def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         raise TypeError(f"generation_kwargs of rollout_func are options of quire.SamplingParams, which has no "
                         f"{', '.join(unknown)}")
     tokenizer = trainer.processing_class
+    if hasattr(tokenizer, "tokenizer"):
+        raise ValueError(f"rollout_func gives the model text alone, and the processing_class, a {type(tokenizer).__name__}, is "
+                         "for images or sound too; leave rollout_func out")
     if engine.tokenizer is None:
         engine.tokenizer = tokenizer  # for stop strings
     template = getattr(args, "chat_template_kwargs", None) or {}
@@ -56,7 +59,7 @@ def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
     options = dict(max_tokens=args.max_completion_length, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k or 0,
                    min_p=args.min_p or 0.0, repetition_penalty=args.repetition_penalty or 1.0, logprobs=0,
                    logprobs_mode="processed_logprobs", detokenize=bool(more.get("stop")),
-                   stop_token_ids=[tokenizer.eos_token_id]) | more
+                   stop_token_ids=[] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]) | more
     params = [SamplingParams(**options, seed=int(torch.randint(2**62, ()).item())) for _ in ids]
     outputs = engine.generate(ids, params, use_tqdm=False, raise_on_error=True)
     return {"prompt_ids": ids, "completion_ids": [o.token_ids for o in outputs],

@@ -126,11 +126,12 @@ def test_options_of_a_rollout() -> None:
     """Those of the trainer's config, and of SamplingParams in generation_kwargs, as TRL has it with vLLM."""
     model = quire.paged(load_model(num_layers=1), num_pages=40, max_num_seqs=4, max_model_len=64, cudagraph_capture_sizes=[])
 
-    def rolled(**more: Any) -> list[int]:
+    def rolled(processing_class: Any = None, **more: Any) -> list[int]:
         args = dict(max_completion_length=8, temperature=1.0, top_p=1.0, top_k=1, min_p=None, repetition_penalty=1.0,
                     generation_kwargs=None)
         trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(unwrap_model=lambda model: model),
-                                  args=SimpleNamespace(**{**args, **more}), processing_class=load_tokenizer())
+                                  args=SimpleNamespace(**{**args, **more}),
+                                  processing_class=processing_class or load_tokenizer())
         return rollout_func(PROMPTS[:1], trainer)["completion_ids"][0]
 
     plain = rolled()
@@ -140,6 +141,11 @@ def test_options_of_a_rollout() -> None:
         rolled(generation_kwargs={"n": 2})
     with pytest.raises(TypeError, match="options of quire.SamplingParams, which has no no_repeat_ngram_size"):
         rolled(generation_kwargs={"no_repeat_ngram_size": 2})
+    endless = load_tokenizer()
+    endless.eos_token = None
+    assert rolled(endless)[: len(plain)] == plain
+    with pytest.raises(ValueError, match="gives the model text alone, and the processing_class, a SimpleNamespace, is for ima"):
+        rolled(SimpleNamespace(tokenizer=endless))
     third = load_tokenizer().decode(plain[2])
     assert rolled(generation_kwargs={"stop": [third]}) == plain[:3]  # the engine was made without a tokenizer
     model.generate.close()
