@@ -186,6 +186,11 @@ SECTIONS = {
         Row("hooks: that record; that change outputs", "refused; exact", (
             "passes/capture/test_paged_model::test_hooks_that_record_are_refused",
             "passes/capture/test_paged_model::test_hooks_that_change_outputs_are_not_refused")),
+        Row("hooks and forwards that treat rows of a batch differently (a trial of three rows), or give several for one",
+            "refused", ("graph_runner/test_own_cache::test_what_treats_rows_differently_is_refused",
+                        "graph_runner/test_own_cache::test_a_forward_that_treats_rows_differently_is_refused")),
+        Row("a logits processor that uses the engine in whose step it runs", "refused", (
+            "graph_runner/test_calls_in_steps::test_it_is_refused_and_others_get_their_tokens",)),
         Row("models and checkpoints without a language-model head", "refused", (
             "passes/capture/test_paged_model::test_models_without_a_head",
             "passes/capture/test_paged_model::test_checkpoints_without_a_head")),
