@@ -6,12 +6,14 @@ A decode step of one token is a chain of kernels of 2 to 15 microseconds, each o
 small model's step takes beyond its bytes passes while one kernel ends and the next fills the memory's queues again. Here the
 output projection, gate and up, down, and the next layer's q, k, v are phases of one kernel with a barrier between them (after
 Hazy Research's megakernels, "Look Ma, No Bubbles!", 2025). A program loads its first tile of the next weight before it waits.
-``us``: one chain, weights cold; ``launches_us``: the four ops as engines launch them, with PDL; ``floor_us``: bytes over the
-copy bandwidth. It is an experiment: no engine runs this kernel.
+``us``: one chain, weights cold; ``apart_us``: the same kernel with a launch for each phase, which only loads early;
+``launches_us``: the four ops as engines launch them, with PDL; ``floor_us``: bytes over the copy bandwidth. It is an
+experiment: no engine runs this kernel.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -30,6 +32,7 @@ from quire.graph_runner.bench.record import Record, script, started
 
 EPS = 1e-5
 PHASES = 4
+APART = tuple((phase, phase) for phase in range(PHASES))
 _COLD = 240e6  # bytes of weights to go through in turn
 
 
@@ -126,16 +129,22 @@ def chain_kernel(x, res, w_o, norm_mlp, w_gate_up, w_down, norm_next, w_qkv, mid
         up = _load(w_gate_up + INNER.to(tl.int64) * H, 0, steps, program, programs, INNER, H, H, g_n, g_k)
         if FIRST < 1:
             _meet(counter, programs)
+        else:
+            wait_for_previous(PDL)
         _phase(gate, up, mid, w_gate_up, norm_mlp, None, active, program, programs, INNER, H, H, eps, g_n, g_k, True)
     if FIRST <= 2 and LAST >= 2:
         down = _load(w_down, 0, _steps(program, programs, H, INNER, d_n, d_k), program, programs, H, INNER, INNER, d_n, d_k)
         if FIRST < 2:
             _meet(counter + 1, programs)
+        else:
+            wait_for_previous(PDL)
         _phase(down, down, active, w_down, None, mid, res_out, program, programs, H, INNER, INNER, eps, d_n, d_k, False)
     if LAST >= 3:
         qkv = _load(w_qkv, 0, _steps(program, programs, N, H, q_n, q_k), program, programs, N, H, H, q_n, q_k)
         if FIRST < 3:
             _meet(counter + 2, programs)
+        else:
+            wait_for_previous(PDL)
         _phase(qkv, qkv, res_out, w_qkv, norm_next, None, out, program, programs, N, H, H, eps, q_n, q_k, False)
     let_next_start(PDL)
 
@@ -220,11 +229,10 @@ def rows_of(model: str, record: Record, bandwidth: float) -> Iterator[dict[str, 
     for options in candidates(num_sms(device)):
         row: dict[str, Any] = {**base, **options}
         try:
-            def run(c: Chain, options: dict[str, int] = options) -> tuple[torch.Tensor, torch.Tensor]:
-                return by_chain(x, res, c, counter, pdl=True, **options)
-
-            row["error"] = off(run(chains[0]), exact)
-            row["us"] = round(graph_time(lambda run=run: [run(c) for c in chains], len(chains)), 2)
+            for name, phases in (("", ((0, PHASES - 1),)), ("apart_", APART)):
+                run = functools.partial(by_chain, x, res, counter=counter, pdl=True, phases=phases, **options)
+                row[f"{name}error"] = off(run(c=chains[0]), exact)
+                row[f"{name}us"] = round(graph_time(lambda run=run: [run(c=c) for c in chains], len(chains)), 2)
         except Exception as failure:
             row["failed"] = str(failure)[:200]
         yield row

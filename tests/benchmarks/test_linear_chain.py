@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 from benchmarks import linear_chain
-from benchmarks.linear_chain import PHASES, Chain, by_chain, by_ops, off
+from benchmarks.linear_chain import APART, PHASES, Chain, by_chain, by_ops, off
 from quire.attn_ops.ops.small_linear import small_linear_eager
 
 SIZES = {"even": {"qkv": (512, 256), "o": (256, 256), "gate_up": (1024, 256), "down": (256, 512)},
@@ -23,6 +23,6 @@ def test_each_phase(sizes: str, programs: int, tile: int, monkeypatch: pytest.Mo
     c = Chain.random("tiny", torch.float16, torch.device("cpu"))
     x, res = (torch.randn(1, n, dtype=torch.float16) for n in reversed(c.o.shape))
     counter = torch.zeros(PHASES - 1, dtype=torch.int64)
-    got = by_chain(x, res, c, counter, programs, tile, 4, False, [(phase, phase) for phase in range(PHASES)])
+    got = by_chain(x, res, c, counter, programs, tile, 4, False, APART)
     want = by_ops(small_linear_eager, x.double(), res.double(), Chain(*(w.double() for w in c)))
     assert off(got, want) < 2e-3  # four roundings to float16, each at most 2^-11 of a number
