@@ -357,7 +357,7 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
         if name != "deepseek-v2-lite" and (tokens == 32 or rank == 16):
             yield f"experts {name} lora {tokens} {rank} {own}{' every' * every}", partial(
                 adapted_experts, tokens, count, each, *layers[0], turned, rank, own, every)
-    for model, tile, num_warps in (("llama-1b", 16384, 16), ("qwen3-0.6b", 8192, 8), ("qwen2-7b", 8192, 16)):
+    for model, tile, num_warps in (("llama-1b", 32768, 16), ("qwen3-0.6b", 8192, 8), ("qwen2-7b", 8192, 16)):
         yield f"chain {model} {tile} {num_warps}", partial(chain, model, tile, num_warps)
     yield "small kernels", partial(small_kernels, 7)
 

@@ -206,7 +206,7 @@ def by_chain(x: torch.Tensor, res: torch.Tensor, c: Chain, counter: torch.Tensor
 
 
 def candidates(sms: int) -> Iterator[dict[str, int]]:
-    for per_sm, tile, num_warps in itertools.product((1, 2), (4096, 8192, 16384), (8, 16)):
+    for per_sm, tile, num_warps in itertools.product((1, 2), (4096, 8192, 16384, 32768), (8, 16)):
         if 16 <= tile // (32 * num_warps) <= 64:  # numbers of a tile per thread
             yield {"programs": per_sm * sms, "tile": tile, "num_warps": num_warps}
 
