@@ -133,7 +133,8 @@ def test_what_does_not_is_served(kind: type[LlamaForCausalLM]) -> None:
 
 
 @pytest.mark.parametrize("change", [
-    lambda m: prune.l1_unstructured(m, "weight", amount=0.5), torch.nn.utils.spectral_norm, torch.nn.utils.weight_norm,
+    lambda m: prune.l1_unstructured(m, "weight", amount=0.5), *(pytest.param(norm, marks=pytest.mark.slow) for norm in (
+        torch.nn.utils.spectral_norm, torch.nn.utils.weight_norm)),
 ], ids=["pruned", "spectral", "weight"])
 @pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
 def test_hooks_of_torch_that_set_weights(change: Callable[[nn.Module], Any], later: bool) -> None:

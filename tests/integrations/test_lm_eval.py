@@ -145,8 +145,10 @@ def test_stops_that_are_special_tokens(special, until, options) -> None:
 
 
 @pytest.mark.parametrize("config, changes", [
-    (dict(repetition_penalty=1.8), True), (dict(suppress_tokens=[10, 11, 12]), True), (dict(no_repeat_ngram_size=2), True),
-    (dict(min_new_tokens=12), False), (dict(top_k=1, temperature=2.0), False)], ids=str)
+    (dict(repetition_penalty=1.8), True), (dict(no_repeat_ngram_size=2), True), *(
+        pytest.param(*rest, marks=pytest.mark.slow) for rest in (
+            (dict(suppress_tokens=[10, 11, 12]), True), (dict(min_new_tokens=12), False),
+            (dict(top_k=1, temperature=2.0), False)))], ids=str)
 def test_the_models_generation_config(config, changes) -> None:
     """HFLM's generations follow what a checkpoint says beside the task: a penalty, tokens that may not come, the likeliest
     token only (here where the task asks for sampling)."""

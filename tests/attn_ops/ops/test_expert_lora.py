@@ -3,6 +3,8 @@ the definition in fp32; in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,9 +90,15 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("path", ["pairs", "sorted"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("options", CASES, ids=lambda o: "-".join(f"{k}{v}" for k, v in o.items()).replace(" ", ""))
+def variants() -> Iterator[Any]:
+    """Each case, form and path with each other; all are quick once in one of three, in turn, and the others slow."""
+    for i, options in enumerate(CASES):
+        name = "-".join(f"{k}{v}" for k, v in options.items()).replace(" ", "")
+        for j, (form, path) in enumerate(itertools.product(FORMS, ("pairs", "sorted"))):
+            yield pytest.param(options, form, path, id=f"{name}-{form}-{path}", marks=[pytest.mark.slow] * ((i + j) % 3 > 0))
+
+
+@pytest.mark.parametrize("options, form, path", variants())
 def test_kernels(options: dict[str, Any], form: str, path: str) -> None:
     """fp16 rounds gate, up, their product and the first products: four times 5e-4 of values up to 8, and sums of 40 of them.
     Adapters in float32 beside it, PEFT's default, do not round more."""
