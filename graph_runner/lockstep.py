@@ -119,10 +119,10 @@ class Rows:
             if len(free) < len(self.requests):
                 self.engine.scheduler.reserved = len(self.requests)
                 return False
-            for row in self.requests:
-                row.slot = free.pop()
             self._active = self.engine._live.active  # of the graph, while that has no adapters of each request
             self._keep_adapters()
+            for row in self.requests:
+                row.slot = free.pop()
             self.engine.counters.advance_together(len(self.requests), sum(len(row.token_ids) for row in self.requests))
             return True
 
