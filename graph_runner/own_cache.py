@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 STEPS = 3  # of one token each, behind the others
 #: Rows of a trial. Code may ask for the first row of a batch, or for the last, or have something for each of two.
 ROWS = (3, 2)
+#: Tokens of a row, at most, of which all rows are compared: the logits of longer ones are gigabytes, and the first is.
+FEW = 256
 _BARE = (object, abc.ABC, Generic)
 
 
@@ -92,10 +94,10 @@ def both_ways(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) -> tuple[to
     model: Any = paged.model
     if paged.config is None or len(ids) <= STEPS or not has_users_code(model):
         return None
-    places = torch.arange(len(ids), device=ids.device)
+    places, alone = torch.arange(len(ids), device=ids.device), list[torch.Tensor]()
     try:
         with mode:
-            alone = [paged.by_itself(row, places).float() for row in _batch(ids, 2)]
+            alone = [paged.by_itself(row, places).float() for row in _batch(ids, 2 if len(ids) <= FEW else 1)]
         with mode:
             found = torch.cat(evaluated(model, ids, STEPS)[0], 1).float()
         first = len(ids) - STEPS - 1
@@ -103,11 +105,12 @@ def both_ways(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) -> tuple[to
         raise
     except Exception as error:
         logger.info("packing check: the model does not run with a cache: %s: %s", type(error).__name__, error)
-        if (together := _together(paged, ids, places, mode)) is None:
+        if not alone or (together := _together(paged, ids, places, mode)) is None:
             return None
         found, first = together.float(), len(ids) - 1
     at = first if paged.last_alone else 0  # each call gives the logits of its last token alone
-    return torch.stack([alone[i % 2] for i in range(len(found))])[:, at : at + found.shape[1]], found
+    each = [alone[i % len(alone)][at : at + found.shape[1]] for i in range(len(found))]
+    return torch.stack(each) if len(each) > 1 else each[0][None], found
 
 
 def _batch(ids: torch.Tensor, rows: int) -> torch.Tensor:
@@ -115,12 +118,16 @@ def _batch(ids: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.stack([ids.flip(0) if i % 2 else ids for i in range(rows)])
 
 
+def _trials(ids: torch.Tensor) -> tuple[int, ...]:
+    return ROWS if len(ids) <= FEW else ROWS[1:]
+
+
 def _together(paged: PagedModel, ids: torch.Tensor, places: torch.Tensor, mode: InFloat32) -> torch.Tensor | None:
     """Logits of several rows in one call without a cache; None: the model takes one row only."""
-    for rows in ROWS:
+    for rows in _trials(ids):
         try:
             with mode, evaluating(paged.model):
-                return _of_rows(paged.model(**paged.given(_batch(ids, rows), places.repeat(rows, 1))), rows)
+                return _of_rows(paged.model(**paged.given(_batch(ids, rows), places.repeat(rows, 1))), rows, len(ids))
         except (ChangedWhileTraced, UnsupportedAttention):
             raise
         except Exception as error:
@@ -128,19 +135,20 @@ def _together(paged: PagedModel, ids: torch.Tensor, places: torch.Tensor, mode: 
     return None
 
 
-def _of_rows(out: Any, rows: int) -> torch.Tensor:
-    """The logits (rows, tokens, V) of a call. Raises UnsupportedAttention if they are of another number of rows."""
+def _of_rows(out: Any, rows: int, tokens: int) -> torch.Tensor:
+    """The logits (rows, n, V) of a call, of sequences of ``tokens`` tokens, or of the first row, if these are not ``FEW``.
+    Raises UnsupportedAttention if they are of another number of rows."""
     logits: torch.Tensor = logits_of(out)
     if len(logits) != rows:
         raise UnsupportedAttention(f"the model's forward gives logits of {len(logits)} rows for {rows} rows of tokens. quire "
                                    "computes each sequence alone")
-    return logits
+    return logits if tokens <= FEW else logits[:1]
 
 
 def evaluated(model: Any, ids: torch.Tensor, steps: int) -> tuple[list[torch.Tensor], int]:
     """``logits_with_cache`` in evaluation mode, and of how many rows: one, if the model does not take several."""
     with evaluating(model):
-        for rows in ROWS:
+        for rows in _trials(ids):
             try:
                 return logits_with_cache(model, ids, steps, rows), rows
             except (ChangedWhileTraced, UnsupportedAttention):
@@ -151,7 +159,7 @@ def evaluated(model: Any, ids: torch.Tensor, steps: int) -> tuple[list[torch.Ten
 
 
 def logits_with_cache(model: Any, ids: torch.Tensor, steps: int, rows: int) -> list[torch.Tensor]:
-    """Logits (rows, tokens, V) of the model's own forward of ids (T,) and others of their length, for each of its calls as
+    """Logits, as of ``_of_rows``, of the model's own forward of ids (T,) and others of their length, for each of its calls as
     ``generate`` makes them, with one cache: of all tokens but the last ``steps``, and of each of these; NaN where a call has
     emptied the cache. The first call alone, if it leaves it empty. Raises what the forward raises, and UnsupportedAttention for
     logits of another number of rows."""
@@ -169,7 +177,7 @@ def logits_with_cache(model: Any, ids: torch.Tensor, steps: int, rows: int) -> l
         places = {"position_ids": positions[:, seen:end]} if named else {}
         out = model(input_ids=batch[:, seen:end], attention_mask=mask, past_key_values=cache, use_cache=True,
                     **places, **options)
-        found.append(_of_rows(out, rows)[:, -(end - seen):])
+        found.append(_of_rows(out, rows, len(ids))[:, -(end - seen):])
         if not cache.get_seq_length():
             if not seen:
                 break
