@@ -106,7 +106,7 @@ class Engine(EngineCalls, WeightUpdates):
             why = adapters.choose(made, ask.options.adapter, self.model, self.runner.adapters)
         if why:
             self._begin_again(why, own_adapters=True)
-        self._check_due |= not self.requests
+        self._check_due |= not self.requests or self._live.switched()
         self._next_id += len(made)
         for request in made:
             self.requests[request.request_id] = request

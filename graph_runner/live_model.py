@@ -67,7 +67,9 @@ class LiveModel:
         self.cast: CastWeights | None
         self.places: AdapterPlaces | None
         for _ in range(_ATTEMPTS):
-            self._layers = [layer for layer in adapter_layers(self.model).values() if hasattr(layer, "merged_adapters")]
+            tuners = list(adapter_layers(self.model).values())
+            self._layers = [layer for layer in tuners if hasattr(layer, "merged_adapters")]
+            self._note_switches(tuners)
             count_merges(self._layers)
             self._unmerge_disabled(self.model)
             if any(layer.disable_adapters and layer.merged_adapters for layer in self._layers):
@@ -124,6 +126,7 @@ class LiveModel:
         if self._embedding is not None:  # resize_token_embeddings: at once, for rows that are gone must not be read
             everything |= self._embedding.weight.shape[0] != self.runner.vocab_size
         everything |= (merges := self._merges()) is not None
+        everything |= self.switched(everything=False)
         if (scalings := self._scalings_now()) != self._scalings:  # set_scale, say, which also those that come next must have
             self._scalings, everything = scalings, True
         if self.places is not None:
@@ -134,6 +137,8 @@ class LiveModel:
         if everything and self.runner.adapters is not None and active_adapters(self.model) is None:
             return NOT_CHOSEN
         found = self._guard.change() if everything else self._guard.next_change()
+        if everything and found is None:
+            self._note_switches([layer for layer, _ in self._switches])
         if self.runner.adapters is None and merges is not None:
             return found or "its adapters were merged or unmerged"
         self._to_take = merges
@@ -153,6 +158,18 @@ class LiveModel:
         self.refresh(everything=True)  # PEFT writes through ``weight.data``, which PyTorch does not count
         self.version += 1
         return True
+
+    def _note_switches(self, tuners: list[Any]) -> None:
+        self._switches = [(layer, _switch_of(layer)) for layer in tuners]
+        kinds = {kind: [each for each in self._switches if type(each[0]) is kind] for kind in map(type, tuners)}
+        self._ends = [end for of_kind in kinds.values() for end in (of_kind[0], of_kind[-1])]
+
+    def switched(self, everything: bool = True) -> bool:
+        """Whether other adapters are active than those of the trace, which all requests have, or they were turned off or on:
+        ``peft.disable_adapter()``, for the reference policy, must hold for a request that begins in it. ``everything``: of all
+        layers; else of the first and the last of each kind, since PEFT switches all."""
+        return self.runner.adapters is None and any(
+            _switch_of(layer) != then for layer, then in (self._switches if everything else self._ends))
 
     def _scalings_now(self) -> list[dict[str, Any]]:
         return [dict(layer.scaling) for layer in self._layers if isinstance(getattr(layer, "scaling", None), dict)]
@@ -231,3 +248,8 @@ class LiveModel:
                                f"now: {why}. Undo the change, or close the engine") from error
         self._stale = None
         self.version += 1
+
+
+def _switch_of(layer: Any) -> tuple[bool, list[str]]:
+    """Of a layer of PEFT's: whether its adapters are off, and which are active."""
+    return layer.disable_adapters, list(layer.active_adapters)
