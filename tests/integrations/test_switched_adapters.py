@@ -70,9 +70,4 @@ def test_some_layers_alone() -> None:
         engine.add_request([1, 2, 3], quire.SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
         engine.step()
         model.base_model.model.model.layers[0].mlp.gate_proj.set_adapter("b")
-        try:
-            found = engine.score([PROMPT], [CONTINUATION])[0].total
-        except RuntimeError as error:
-            assert "cannot be served" in str(error) or "adapter" in str(error)
-        else:
-            assert found == pytest.approx(total(model), abs=1e-4)
+        assert engine.score([PROMPT], [CONTINUATION])[0].total == pytest.approx(total(model), abs=1e-4)
