@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from quire.graph_runner.request import Request, RequestOptions
 
@@ -52,11 +52,13 @@ class Admission:
             if not ids:
                 del self._named[name]
 
-    def ids_of(self, request_id: int | str) -> list[int]:
-        """The numbers of the unfinished requests with a name, or the number itself, which is the name of one without."""
-        if request_id in self._named:
-            return list(self._named[str(request_id)])
-        return [int(request_id)] if isinstance(request_id, int) or request_id.isdecimal() else []
+    def ids_of(self, request_id: int | str, requests: Mapping[int, Request]) -> list[int]:
+        """The numbers of the unfinished requests with a name, or the number itself. A request without a name has its number
+        as one."""
+        if isinstance(request_id, int) or request_id in self._named:
+            return [request_id] if isinstance(request_id, int) else list(self._named[request_id])
+        found = requests.get(int(request_id)) if request_id.isdecimal() else None
+        return [] if found is None or found.output.request_id != request_id else [found.request_id]
 
     def late(self) -> Iterator[tuple[int, float]]:
         """Requests, finished ones too, whose time is over, and the seconds that they had; each once."""

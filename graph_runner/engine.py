@@ -127,7 +127,7 @@ class Engine(EngineCalls, WeightUpdates):
         finish_reason "abort". Unknown and finished ids are ignored. Raises TypeError for anything but one id."""
         if not isinstance(request_id, (int, str)):  # here, for the abort may run in another thread's turn
             raise TypeError(f"abort takes the number or the name of a request, got {request_id!r}; abort ids one by one")
-        self.lock.when_free(lambda: self._abort(self._admission.ids_of(request_id)))
+        self.lock.when_free(lambda: self._abort(self._admission.ids_of(request_id, self.requests)))
 
     def _abort(self, request_ids: list[int]) -> None:
         for request_id in request_ids:

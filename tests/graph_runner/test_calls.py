@@ -256,6 +256,12 @@ def test_names(engine, prompts, expected) -> None:
         engine.abort(event.output.request_id)  # vLLM's way: the name of a request without one is its number
         event.output.prompt_token_ids += [1]  # the caller's own
     assert event.output.finish_reason == "abort" and len(event.output.token_ids) < 9
+    (number,) = engine.add_request(prompts[0], SHORT, request_id="named")
+    engine.abort(str(number))  # the name of no request
+    assert number in engine.requests
+    engine.abort("named")
+    while engine.has_unfinished:
+        engine.step()
     for bad, error in ((["a"], ValueError), (3, TypeError), ("a", ValueError)):
         with pytest.raises(error, match="request_id"):
             engine.generate(prompts[:2], SHORT, request_id=bad)
