@@ -263,12 +263,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+#: Loggers of which errors are enough. transformers imports torchao where it is installed, which logs the extensions that it
+#: cannot load; failed prompts are reported at the end.
+_QUIET = ("torchao", "torch.utils._pytree", "quire.graph_runner.calls")
+
+
 @contextlib.contextmanager
 def _logging(verbose: int) -> Iterator[None]:
-    """Log what quire does to stderr: 1: the main events, 2: more."""
+    """Log what quire does to stderr: 1: the main events, 2: more. Levels are as before afterwards."""
     logger, handler = logging.getLogger("quire"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    level = logger.level
+    before = [(each, each.level) for each in (logger, *map(logging.getLogger, _QUIET))]
+    for quiet, _ in before[1:]:
+        quiet.setLevel(logging.ERROR)
     if verbose:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
@@ -276,7 +283,8 @@ def _logging(verbose: int) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
+        for each, level in before:
+            each.setLevel(level)
 
 
 def _shortened(text: str) -> str:
@@ -306,9 +314,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(argv)
     args.argv = argv
-    # transformers imports torchao where it is installed, which logs the extensions that it cannot load.
-    for name in ("torchao", "torch.utils._pytree", "quire.graph_runner.calls"):  # ours: failed prompts are reported at the end
-        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with _logging(args.verbose):
             code = int(args.run(args))
