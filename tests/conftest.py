@@ -58,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--passed", metavar="FILE", help="leave out the tests that FILE names, and add those that pass to it: a "
                      "run that was cut off goes on")
     parser.addoption("--stop-after", metavar="SECONDS", type=float, help="begin no test later, and say how many were left; "
-                     "files are in another order for each commit")
+                     "the first file is another one for each commit")
 
 
 def pytest_configure(config: pytest.Config) -> None:
