@@ -55,10 +55,10 @@ class Admission:
     def ids_of(self, request_id: int | str, requests: Mapping[int, Request]) -> list[int]:
         """The numbers of the unfinished requests with a name, or the number itself. A request without a name has its number
         as one."""
-        if isinstance(request_id, int) or request_id in self._named:
-            return [request_id] if isinstance(request_id, int) else list(self._named[request_id])
-        found = requests.get(int(request_id)) if request_id.isdecimal() else None
-        return [] if found is None or found.output.request_id != request_id else [found.request_id]
+        if isinstance(request_id, int):
+            return [request_id]
+        named = self._named.get(request_id)
+        return list(named) if named else [n for n, request in requests.items() if request.output.request_id == request_id]
 
     def late(self) -> Iterator[tuple[int, float]]:
         """Requests, finished ones too, whose time is over, and the seconds that they had; each once."""

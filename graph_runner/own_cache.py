@@ -110,7 +110,7 @@ def both_ways(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) -> tuple[to
         found, first = together.float(), len(ids) - 1
     at = first if paged.last_alone else 0  # each call gives the logits of its last token alone
     each = [alone[i % len(alone)][at : at + found.shape[1]] for i in range(len(found))]
-    return torch.stack(each) if len(each) > 1 else each[0][None], found
+    return torch.stack(each) if len(each) > 1 else each[0][None], found  # one may be gigabytes: not copied
 
 
 def _batch(ids: torch.Tensor, rows: int) -> torch.Tensor:
